@@ -1,0 +1,28 @@
+"""Which model a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dms_train.hf.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """A Hugging Face directory or hub id, or an architecture to train from scratch.
+
+    Attributes:
+        path: Directory or hub id of the model that is retrofitted (and of its teacher).
+        revision: Hub revision; ignored for directories.
+        local_files_only: Never ask the hub; a hub id must then be in the local cache.
+        architecture: Architecture for `pretrain`; exactly one of `path` and this is set.
+        tokenizer: Directory whose tokenizer files an export of a pretrained model carries.
+        init_std: Standard deviation of random initial weights.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    local_files_only: bool = True
+    architecture: Architecture | None = None
+    tokenizer: str | None = None
+    init_std: float = 0.02

@@ -1,0 +1,54 @@
+"""From the borrowed query neuron to eviction decisions.
+
+Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.method.spec import DMSSpec
+
+
+def borrowed_lane(query: Tensor, channel: int) -> Tensor:
+    """The borrowed activation. query: [s, b, g, r, d] before RoPE. Returns [s, b, g]."""
+    return query[..., 0, channel]
+
+
+def scale_lane(query: Tensor, channel: int, factor: float) -> Tensor:
+    """A copy of query [s, b, g, r, d] with the borrowed activation multiplied by `factor`."""
+    r, d = query.shape[-2:]
+    mask = torch.ones(r, d, device=query.device, dtype=query.dtype)
+    mask[0, channel] = factor
+    return query * mask
+
+
+def eviction_logits(lane: Tensor, spec: DMSSpec) -> Tensor:
+    """x = scale * lane - offset, in float32 (float64 stays)."""
+    lane = lane if lane.dtype == torch.float64 else lane.float()
+    return spec.alpha_scale * lane - spec.alpha_offset
+
+
+def relax(logits: Tensor, noise: Tensor | None, tau: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Relaxed decisions (paper equation 1).
+
+    Args:
+        logits: x, any shape.
+        noise: Logistic noise of the same shape, or None.
+        tau: Temperature.
+
+    Returns:
+        alpha = sigmoid(z), log(1 - alpha) = logsigmoid(-z), and the straight-through variant of
+        alpha (hard 0/1 forward, the gradient of the soft one), with z = (x + noise) / tau.
+    """
+    z = (logits if noise is None else logits + noise) / tau
+    alpha = torch.sigmoid(z)
+    straight_through = (z > 0).to(alpha.dtype) + alpha - alpha.detach()
+    return alpha, F.logsigmoid(-z), straight_through
+
+
+def hard_decisions(logits: Tensor) -> Tensor:
+    """The inference rule: evict iff x > 0. Returns bool."""
+    return logits > 0

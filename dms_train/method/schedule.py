@@ -1,0 +1,25 @@
+"""Closed-form schedules of the recipe: step in, value out, no state."""
+
+from __future__ import annotations
+
+
+def neuron_scale(step: int, zero_steps: int) -> float:
+    """Factor on the borrowed neuron after `step` of `zero_steps` (paper appendix B)."""
+    if zero_steps == 0:
+        return 0.0
+    return max(0.0, 1.0 - step / zero_steps)
+
+
+def compression_ratio(step: int, steps_per_cr: int, target: float, start: float = 1.0) -> float:
+    """CR(t) = start + t / steps_per_cr, up to the target (paper section 4: 100 steps a unit)."""
+    return min(target, start + step / steps_per_cr)
+
+
+def anneal_steps(steps_per_cr: int, target: float, start: float = 1.0) -> int:
+    """Steps until `compression_ratio` reaches the target."""
+    return max(0, round((target - start) * steps_per_cr))
+
+
+def evicted_fraction(cr: float) -> float:
+    """alpha* = 1 - 1/CR, the share of decisions that must evict at compression ratio `cr`."""
+    return 1.0 - 1.0 / cr

@@ -1,0 +1,130 @@
+"""The DMS specification: every constant that defines what a retrofitted model computes.
+
+One frozen object travels with each checkpoint and export. The presets below are the only place
+where their values are written; everything else reads them from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+CHOICES = {
+    "alpha_in_loss": ("soft", "hard_st"),
+    "aux_form": ("mean", "sum"),
+    "eviction": ("delayed", "immediate"),
+    "kl_direction": ("teacher_student", "student_teacher"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMSSpec:
+    """Constants of Dynamic Memory Sparsification (paper section 3 and appendix B).
+
+    Attributes:
+        preset: Name of the preset the values started from.
+        channel: Borrowed channel of the first query head of each group; 0 is the first, -1 the
+            last. Read after q_norm (if the family has one) and before RoPE.
+        alpha_scale: Factor on the borrowed activation.
+        alpha_offset: Subtracted from the scaled activation (the paper's b = -5).
+        decision_shift: Token j is governed by the decision made at position j + shift (0 or 1).
+        window: Tokens a key always stays visible: key j is evictable for query i when
+            i - j > window.
+        tau: Temperature of the logistic relaxation used in training.
+        clear_after_rope: Whether the lane is cleared again after RoPE.
+        alpha_in_loss: `soft`, or `hard_st` (hard forward, soft gradient) in the compression loss.
+        aux_form: `mean` normalises the compression hinge by layers x heads x tokens, `sum` not.
+        eviction: `delayed` decides when the token is written (or one later), `immediate` when it
+            leaves the window.
+        kl_direction: `teacher_student` is KL(teacher || student), `student_teacher` the reverse.
+    """
+
+    preset: str
+    channel: int
+    alpha_scale: float
+    alpha_offset: float
+    decision_shift: int
+    window: int
+    clear_after_rope: bool
+    alpha_in_loss: str
+    tau: float = 0.1
+    aux_form: str = "mean"
+    eviction: str = "delayed"
+    kl_direction: str = "teacher_student"
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"method.{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}"
+                )
+        if self.channel not in (0, -1):
+            raise ValueError(f"method.channel={self.channel}: use 0 (first) or -1 (last)")
+        if self.decision_shift not in (0, 1):
+            raise ValueError(f"method.decision_shift={self.decision_shift}: use 0 or 1")
+        if self.window < 1:
+            raise ValueError(f"method.window={self.window}: use at least 1 token")
+        if not self.tau > 0:
+            raise ValueError(f"method.tau={self.tau}: use a positive temperature")
+        if not self.alpha_scale > 0:
+            raise ValueError(f"method.alpha_scale={self.alpha_scale}: use a positive scale")
+
+    @property
+    def governing_shift(self) -> int:
+        """Distance from a key to the decision that governs it, in tokens."""
+        return self.decision_shift + (self.window if self.eviction == "immediate" else 0)
+
+    def override(self, **values: Any) -> DMSSpec:
+        """A copy in which every value that is not None replaces the preset's."""
+        return replace(self, **{k: v for k, v in values.items() if v is not None})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON form, stored with every checkpoint and export."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DMSSpec:
+        """Inverse of `to_dict`; unknown or missing keys raise ValueError naming them."""
+        known = {f.name for f in fields(cls)}
+        if set(values) != known:
+            missing, extra = sorted(known - set(values)), sorted(set(values) - known)
+            raise ValueError(f"DMS spec: missing keys {missing}, unknown keys {extra}")
+        return cls(**values)
+
+
+PRESETS: dict[str, DMSSpec] = {
+    # The paper: first channel, Figure 2b's shift. It states b = -5 only; with scale 1 the logits
+    # cannot travel 5 units at learning rates that keep the model intact, with 100 they do.
+    "dms": DMSSpec(
+        preset="dms",
+        channel=0,
+        alpha_scale=100.0,
+        alpha_offset=5.0,
+        decision_shift=1,
+        window=256,
+        clear_after_rope=False,
+        alpha_in_loss="soft",
+    ),
+    # What NVIDIA's public DMS code trains and reads.
+    "dms_nvidia": DMSSpec(
+        preset="dms_nvidia",
+        channel=-1,
+        alpha_scale=100.0,
+        alpha_offset=5.0,
+        decision_shift=1,
+        window=512,
+        clear_after_rope=True,
+        alpha_in_loss="hard_st",
+    ),
+    # What the FastDMS engine reads.
+    "dms_fastdms": DMSSpec(
+        preset="dms_fastdms",
+        channel=-1,
+        alpha_scale=100.0,
+        alpha_offset=5.0,
+        decision_shift=0,
+        window=256,
+        clear_after_rope=False,
+        alpha_in_loss="hard_st",
+    ),
+}

@@ -1,0 +1,44 @@
+"""THE rule "may query i see key j". Kernels, caches and exports must agree with this file.
+
+    visible(i, j) = j <= i and not (i - j > window and D[j + shift])
+
+With `eviction: immediate` the decision is read window + shift positions later instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.method.spec import DMSSpec
+
+
+def outside_window(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
+    """Whether a key has left the window of a query. Returns bool [queries, keys]."""
+    return query_positions[:, None] - key_positions[None, :] > window
+
+
+def align_to_keys(decisions: Tensor, spec: DMSSpec, keep: float | bool) -> Tensor:
+    """Move each decision to the key it governs.
+
+    Args:
+        decisions: [..., T], indexed by the position that took the decision.
+        spec: Gives the distance between the two.
+        keep: Value that means "kept", for keys whose decision does not exist yet; they are
+            always inside the window.
+
+    Returns:
+        [..., T], indexed by key.
+    """
+    shift = min(spec.governing_shift, decisions.shape[-1])
+    return F.pad(decisions[..., shift:], (0, shift), value=keep)
+
+
+def visible(decisions: Tensor, spec: DMSSpec) -> Tensor:
+    """Hard visibility. decisions: bool [..., T] by deciding position. Returns bool [..., T, T]."""
+    positions = torch.arange(decisions.shape[-1], device=decisions.device)
+    evicted = align_to_keys(decisions, spec, keep=False)
+    late = outside_window(positions, positions, spec.window)
+    causal = positions[None, :] <= positions[:, None]
+    return causal & ~(late & evicted[..., None, :])

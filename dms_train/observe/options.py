@@ -1,0 +1,24 @@
+"""What a run tells the outside world, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveOptions:
+    """Progress on the terminal, `metrics.jsonl` (always) and Weights & Biases.
+
+    Attributes:
+        wandb: `offline`, `online` or `disabled`.
+        project: Weights & Biases project.
+        entity: Weights & Biases entity; None takes the account's default.
+        name: Run name; None takes the name of the run folder.
+        progress: Show a progress bar on rank 0 when the terminal allows it.
+    """
+
+    wandb: str = "offline"
+    project: str = "dms-retrofit"
+    entity: str | None = None
+    name: str | None = None
+    progress: bool = True
