@@ -1,0 +1,148 @@
+"""Self-attention that takes eviction decisions out of the query and hands them to the kernels.
+
+Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
+d head size; heads are those of this tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from dms_train.kernels import api as kernels
+from dms_train.method import decisions
+from dms_train.method.accounting import live_slots
+from dms_train.method.noise import logistic_noise
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import DMSSpec
+from dms_train.method.visibility import align_to_keys
+
+
+class MethodState:
+    """What every layer of a model shares: the method's constants and the current step's plan.
+
+    Holds per-step values only: with 1F1B and recomputation a per-microbatch value would be read
+    again in another microbatch.
+    """
+
+    def __init__(self, spec: DMSSpec) -> None:
+        self.spec = spec
+        self.plan = StepPlan()
+
+
+class CoreAttention(MegatronModule):
+    """The kernel call, as the module that megatron's spec and selective recomputation expect."""
+
+    def __init__(self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any):
+        super().__init__(config=config)
+        self.window = method.spec.window
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None) -> Tensor:
+        """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d]."""
+        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+        out = kernels.dms_attention(q, k, v, log_keep, self.window, self.scale)
+        return out.transpose(0, 1).reshape(*query.shape[:2], -1)
+
+
+class DMSSelfAttention(SelfAttention):
+    """Megatron's self-attention with a borrowed decision lane.
+
+    The block sets `noise_keys` right before each call and takes `side` right after it, inside the
+    recomputed unit; both belong to one microbatch only.
+    """
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, method: MethodState, **kwargs: Any):
+        super().__init__(config, submodules, *args, **kwargs)
+        self.method = method
+        self.noise_keys: Tensor | None = None
+        self.side: Tensor | None = None
+        self.recorded: list[Tensor] | None = None  # decision logits [s, b, g] while recording
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within hidden_states [s, b, h]; the mask is always causal."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        s, b, n, d = query.shape
+        grouped = query.view(s, b, key.shape[2], -1, d)
+        lane = decisions.borrowed_lane(grouped, self.method.spec.channel)
+        log_keep, self.side = self._decide(lane)
+        query = self._rotate_query(grouped, rotary_pos_emb).reshape(s, b, n, d)
+        key = self._rotate(key, rotary_pos_emb)
+        if self.checkpoint_core_attention and self.training and log_keep is not None:
+            context = tensor_parallel.checkpoint(
+                self.core_attention, False, query, key, value, log_keep
+            )
+        else:
+            context = self.core_attention(query, key, value, log_keep)
+        return self.linear_proj(context)
+
+    def _rotate(self, x: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+        return apply_rotary_pos_emb(
+            x, rotary_pos_emb, config=self.config, cp_group=self.pg_collection.cp
+        )
+
+    def _rotate_query(self, query: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+        """RoPE on query [s, b, g, r, d] with the borrowed lane multiplied by the plan's factor.
+
+        When the lane is also cleared after RoPE, full and cleared queries are interpolated, so
+        that every path through the lane carries the factor once and none carries its square.
+        """
+        spec, factor = self.method.spec, self.method.plan.neuron_scale
+        if factor == 1.0:
+            return self._rotate_groups(query, rotary_pos_emb)
+        if not spec.clear_after_rope:
+            return self._rotate_groups(
+                decisions.scale_lane(query, spec.channel, factor), rotary_pos_emb
+            )
+        cleared = decisions.scale_lane(query, spec.channel, 0.0)
+        cleared = self._rotate_groups(cleared, rotary_pos_emb)
+        cleared = decisions.scale_lane(cleared, spec.channel, 0.0)
+        if factor == 0.0:
+            return cleared
+        return torch.lerp(cleared, self._rotate_groups(query, rotary_pos_emb), factor)
+
+    def _rotate_groups(self, query: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
+        return self._rotate(query.flatten(2, 3), rotary_pos_emb).view(query.shape)
+
+    def _decide(self, lane: Tensor) -> tuple[Tensor | None, Tensor]:
+        """From lane [s, b, g]: log(1 - alpha) by key [b, g, s], or None, and side sums [b, 3]."""
+        spec, plan = self.method.spec, self.method.plan
+        s, b, g = lane.shape
+        if plan.eviction == "none":
+            # every slot stays: (alpha, live slots, reads / length) of a dense cache
+            side = torch.tensor([0.0, s, (s + 1) / 2], device=lane.device) * g
+            return None, side.expand(b, 3)
+        logits = decisions.eviction_logits(lane, spec)
+        if self.recorded is not None:
+            self.recorded.append(logits.detach())
+        hard = decisions.hard_decisions(logits.detach())
+        if plan.eviction == "all":
+            hard = torch.ones_like(hard)
+        if plan.eviction == "soft":
+            alpha, log_keep, straight_through = decisions.relax(
+                logits, self._noise(s, g) if plan.noise else None, spec.tau
+            )
+            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+        else:
+            log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
+            counted = hard.to(logits.dtype)
+        live = live_slots(hard.permute(1, 2, 0), spec)  # [b, g, s]
+        reads = live.sum((1, 2)).float() / s
+        side = torch.stack([counted.sum((0, 2)), live[..., -1].sum(1).float(), reads], dim=-1)
+        return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), side
+
+    def _noise(self, length: int, heads: int) -> Tensor:
+        first_head = self.pg_collection.tp.rank() * heads
+        return logistic_noise(self.noise_keys, self.layer_number, length, heads, first_head)

@@ -1,0 +1,100 @@
+"""Every gap between megatron-core 0.16 and what this project needs of it, filled once.
+
+Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state megatron
+does not know completely when it loads a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """The distributed optimizers behind megatron's (possibly chained) optimizer."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _wraps_torch_adam(part: Any) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def create_optimizer_state(optimizer: Any) -> None:
+    """Give AdamW the state that a checkpoint is saved from or loaded into; changes no weight."""
+    for part in optimizer_parts(optimizer):
+        if not _wraps_torch_adam(part) or part.optimizer.state:
+            continue
+        groups = part.optimizer.param_groups
+        saved = [(group["lr"], group["weight_decay"]) for group in groups]
+        for group in groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        part._init_optimizer_states_with_dummy_values()
+        for group, (lr, weight_decay) in zip(groups, saved, strict=True):
+            group["lr"], group["weight_decay"] = lr, weight_decay
+        for state in part.optimizer.state.values():
+            state["step"] = torch.zeros_like(state["step"])
+
+
+def accept_loaded_state(optimizer: Any) -> None:
+    """Let a loaded state without torch's `step` entry keep the one that is there."""
+    for part in optimizer_parts(optimizer):
+        if not _wraps_torch_adam(part) or hasattr(part, "_keeps_step"):
+            continue
+        part._keeps_step = True
+        part._set_main_param_and_optimizer_states = _keep_step(part)
+
+
+def _keep_step(part: Any) -> Any:
+    inner = part._set_main_param_and_optimizer_states
+
+    def set_state(model_param: Any, tensors: dict[str, Tensor]) -> None:
+        state = _state_of(part, model_param)
+        inner(model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    return set_state
+
+
+def _state_of(part: Any, model_param: Any) -> dict[str, Tensor]:
+    group, order = part.model_param_group_index_map[model_param]
+    return part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+
+
+def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """`load_state_dict` for every parameter dtype, with a step counter per parameter."""
+    with torch.no_grad():  # fp32 main shards are views of leaf parameters
+        optimizer.load_state_dict(state)
+    for part in optimizer_parts(optimizer):
+        if _wraps_torch_adam(part):
+            # torch increments the counter in place, once per parameter that shares it
+            for entry in part.optimizer.state.values():
+                entry["step"] = entry["step"].clone()
+
+
+def reduced_gradient(optimizer: Any, parameter: Any, group: dist.ProcessGroup) -> Tensor:
+    """The gradient after reduction, whole: each data rank holds its shard of it only."""
+    whole = torch.zeros_like(parameter.main_grad).view(-1)
+    for part in optimizer_parts(optimizer):
+        if parameter in part.model_param_group_index_map:
+            shard = part._get_model_param_range_map(parameter)["param"]
+            own = slice(shard.start, shard.end)
+            whole[own] = parameter.main_grad.view(-1)[own]
+    dist.all_reduce(whole, group=group)
+    return whole.view_as(parameter.main_grad)
+
+
+def zero_optimizer_rows(optimizer: Any, parameter: Any, rows: list[int]) -> None:
+    """Zero rows of a parameter's fp32 copy and Adam moments, wherever this rank holds them."""
+    width = parameter[0].numel()
+    for part in optimizer_parts(optimizer):
+        if parameter not in part.model_param_group_index_map:
+            continue
+        shard = part._get_model_param_range_map(parameter)["param"]
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            for row in rows if name in tensors else ():
+                first = min(max(row * width, shard.start), shard.end) - shard.start
+                last = min(max((row + 1) * width, shard.start), shard.end) - shard.start
+                tensors[name].detach()[first:last].zero_()

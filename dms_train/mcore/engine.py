@@ -1,0 +1,227 @@
+"""McoreEngine: the only face of this room towards the training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dms_train.data.batches import Batch
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore import checkpoint, compat, families, optim, weights
+from dms_train.mcore.attention import MethodState
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model import DMSModel, transformer_config
+from dms_train.mcore.optim import LearningRate
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.recording import Recording, record
+from dms_train.mcore.step import PassContext, PassTotals, count_loss_tokens, run_pass
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import DMSSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step or an evaluation measured, the same on every rank.
+
+    Attributes:
+        loss: Token loss plus compression loss.
+        token_loss: KL or cross-entropy, nats per token.
+        aux_loss: Compression hinge.
+        alpha: Mean decision, relaxed while training and hard otherwise.
+        cr_factor: Tokens seen over slots live at the last token, by the inference rule.
+        kv_reads: Slots attended, summed over the queries of one sample.
+        grad_norm: Before clipping; 0 for an evaluation.
+        learning_rate: Of this step; 0 for an evaluation.
+    """
+
+    loss: float
+    token_loss: float
+    aux_loss: float
+    alpha: float
+    cr_factor: float
+    kv_reads: float
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The slices of the configuration this room needs."""
+
+    parallel: ParallelOptions
+    optim: OptimOptions
+    seed: int
+
+
+class McoreEngine:
+    """A student, and a frozen teacher where wanted, on megatron-core in one parallel layout."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        spec: DMSSpec,
+        view: ParallelView,
+        options: EngineOptions,
+        source: weights.WeightSource | None,
+    ) -> None:
+        self.architecture = architecture
+        self.spec = spec
+        self.view = view
+        self._options = options
+        self._method = MethodState(spec)
+        self._config = transformer_config(architecture, options.parallel)
+        self._models = self._build_chunks(self._method, source)
+        self._chunks = optim.wrap_chunks(self._config, self._models)
+        bf16 = options.parallel.params_dtype == "bf16"
+        self._optimizer = optim.build_optimizer(options.optim, self._chunks, bf16=bf16)
+        self._scheduler: Any = None
+
+    def _build_chunks(
+        self, method: MethodState, source: weights.WeightSource | None
+    ) -> list[DMSModel]:
+        count = self._options.parallel.virtual_pipeline_model_parallel_size
+        stages = [None] if count is None else list(range(count))
+        chunks = [
+            DMSModel(self._config, self.architecture, method, vp_stage=stage).to(self.view.device)
+            for stage in stages
+        ]
+        if source is not None:
+            weights.load(chunks, source, self.architecture, self.view)
+        return chunks
+
+    def attach_teacher(self, source: weights.WeightSource) -> None:
+        """Build the frozen original in the same layout; it costs weights only."""
+        teachers = self._build_chunks(MethodState(self.spec), source)
+        for student, teacher in zip(self._models, teachers, strict=True):
+            student.set_teacher(teacher.to(self._config.params_dtype))
+
+    def begin_stage(self, rate: LearningRate) -> None:
+        """Set the learning-rate schedule that `StepPlan.stage_step` counts on."""
+        self._scheduler = optim.build_scheduler(
+            self._optimizer, rate, self._options.optim.weight_decay
+        )
+
+    def _context(self, plan: StepPlan, batches: list[Batch]) -> PassContext:
+        tokens = count_loss_tokens(batches, self.view)
+        scale = len(batches) * self.view.dp_size / max(tokens, 1.0)
+        return PassContext(
+            self.spec, plan, self.architecture, self.view, self._options.seed, scale
+        )
+
+    def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> PassTotals:
+        self._method.plan = plan
+        return run_pass(
+            self._chunks,
+            batches,
+            self._context(plan, batches),
+            self._config,
+            has_teacher=plan.loss == "distill",
+            forward_only=forward_only,
+        )
+
+    def forward_backward(self, plan: StepPlan, batches: list[Batch]) -> PassTotals:
+        """Gradients of one global batch, without an update."""
+        for chunk in self._chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return self._run(plan, batches, forward_only=False)
+
+    def train_step(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
+        """One optimizer step on this rank's microbatches of the global batch.
+
+        Raises:
+            FloatingPointError: The loss is not finite; weights and optimizer are untouched.
+        """
+        optim.set_step(self._scheduler, plan.stage_step)
+        totals = self.forward_backward(plan, batches)
+        if not math.isfinite(totals.token_loss + totals.aux_loss):
+            raise FloatingPointError(
+                f"step {plan.step}: loss is {totals.token_loss + totals.aux_loss}; the weights are "
+                "those of the step before. Lower optim.lr or resume from an older checkpoint"
+            )
+        _, grad_norm, _ = self._optimizer.step()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"step {plan.step}: the gradient norm is {grad_norm}; this update is lost, the last "
+                "checkpoint is not. Lower optim.lr and resume"
+            )
+        learning_rate = self._optimizer.param_groups[0]["lr"]
+        return self._result(totals, batches, grad_norm=float(grad_norm), learning_rate=learning_rate)
+
+    def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
+        """Losses and accounting of batches without gradients."""
+        for chunk in self._chunks:
+            chunk.eval()
+        with torch.no_grad():
+            return self._result(self._run(plan, batches, forward_only=True), batches)
+
+    def _result(self, totals: PassTotals, batches: list[Batch], **extra: float) -> StepResult:
+        length = batches[0].tokens.shape[1]
+        return StepResult(
+            loss=totals.token_loss + totals.aux_loss,
+            token_loss=totals.token_loss,
+            aux_loss=totals.aux_loss,
+            alpha=totals.alpha / totals.samples,
+            cr_factor=length * totals.samples / totals.live,
+            kv_reads=length * totals.reads / totals.samples,
+            **extra,
+        )
+
+    def hand_over_lane(self) -> None:
+        """Zero the borrowed neuron's projection rows, bias and optimizer state.
+
+        From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
+        """
+        groups = self.architecture.num_query_groups // self.view.tp_size
+        rows = families.lane_rows(self.architecture, self.spec.channel, groups)
+        for model in self._models:
+            for layer in model.decoder.layers:
+                projection = layer.self_attention.linear_qkv
+                for parameter in (projection.weight, projection.bias):
+                    if parameter is not None:
+                        parameter.data[rows] = 0
+                        compat.zero_optimizer_rows(self._optimizer, parameter, rows)
+
+    def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
+        """Decision logits and logits of one text, on rank 0 (None elsewhere)."""
+        self._method.plan = plan
+        return record(self._models, self._chunks, tokens, self._config, self.view)
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
+        return weights.gather(self._models, self.architecture, self.view)
+
+    def hf_gradients(self) -> dict[str, Tensor]:
+        """Reduced gradients under their Hugging Face names on rank 0 (for checks of layouts)."""
+        gradients = {
+            parameter: compat.reduced_gradient(self._optimizer, parameter, self.view.dp_group)
+            for model in self._models
+            for parameter in model.parameters()
+        }
+        return dict(weights.gather(self._models, self.architecture, self.view, gradients.get))
+
+    def save(self, path: Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint that any parallel layout can load."""
+        layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
+        described = {**state, "spec": self.spec.to_dict(), "layout": layout}
+        leads = self.view.rank == 0
+        checkpoint.save(path, self._models, self._optimizer, described, leads=leads)
+
+    def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+        """Load a checkpoint and return its JSON state."""
+        checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
+        if not with_optimizer:
+            self._optimizer.reload_model_params()
+        return checkpoint.read_state(path)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()

@@ -1,0 +1,102 @@
+"""Process groups: started here, seen elsewhere as one frozen view of sizes, ranks and groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from dms_train.mcore import runtime
+from dms_train.mcore.options import ParallelOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelView:
+    """This process among the others."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    vp_size: int | None
+    dp_rank: int
+    dp_size: int
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process holds the last pipeline stage."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process contributes loss statistics: one per data-parallel rank."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def _local_device() -> torch.device:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return runtime.start()
+
+
+def _init_process_group(device: torch.device, timeout: timedelta) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+
+
+def start(options: ParallelOptions, seed: int) -> ParallelView:
+    """Join the process group (once per process) and lay out the parallel groups."""
+    device = _local_device()
+    timeout = timedelta(minutes=options.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        _init_process_group(device, timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, round(options.distributed_timeout_minutes)),
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return ParallelView(
+        device=device,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        vp_size=options.virtual_pipeline_model_parallel_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+    )
+
+
+def stop(*, keep_process_group: bool = False) -> None:
+    """Leave the parallel groups, and the process group unless another layout follows."""
+    parallel_state.destroy_model_parallel()
+    if not keep_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of processes the launcher started, before any group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

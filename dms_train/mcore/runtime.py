@@ -1,0 +1,106 @@
+"""Where the program computes: decided once, at start-up, in this module only.
+
+megatron-core names `torch.cuda` in its layers, schedules, optimizers and random-number tracker.
+Without CUDA, `start` makes those few names mean the CPU, so that the very same megatron code runs
+with gloo. With CUDA nothing is patched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_cpu_runtime: _CpuRuntime | None = None
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Redirects `device="cuda"`, `Tensor.cuda()` and the type string megatron compares."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # optimizers pick a parameter class by comparing with 'torch.cuda.FloatTensor'
+            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return func(*args, **kwargs)
+
+
+class _SameStateWarning(logging.Filter):
+    """Drops megatron's warning that CPU and GPU random states moved together: here they are one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+class _CpuRuntime:
+    """The redirected names while megatron runs on the CPU; `stop` puts everything back."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._filter = _SameStateWarning()
+        self._mode = _CudaMeansCpu()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def start(self) -> None:
+        generator = torch.default_generator
+        get_state = lambda *_, **__: generator.get_state()  # noqa: E731
+        self._replace(torch.cuda, "current_device", lambda: _CPU)
+        self._replace(torch.cuda, "synchronize", lambda *_, **__: None)
+        # Without CUDA torch only queues the next three, so the tracker would fork nothing.
+        self._replace(torch.cuda, "manual_seed", generator.manual_seed)
+        self._replace(torch.cuda, "get_rng_state", get_state)
+        self._replace(torch.cuda.random, "get_rng_state", get_state)
+        # Imported after the replacements above: importing must not see half a runtime.
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        self._replace(
+            megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: generator.set_state(state)
+        )
+        logging.getLogger(megatron_random.__name__).addFilter(self._filter)
+        self._mode.__enter__()
+
+    def stop(self) -> None:
+        self._mode.__exit__(None, None, None)
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        logging.getLogger(megatron_random.__name__).removeFilter(self._filter)
+        for owner, name, value in reversed(self._replaced):
+            setattr(owner, name, value)
+
+
+def start() -> torch.device:
+    """Choose the device of this process and make megatron use it; safe to call again."""
+    global _cpu_runtime  # noqa: PLW0603
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if _cpu_runtime is None:
+        _cpu_runtime = _CpuRuntime()
+        _cpu_runtime.start()
+    return _CPU
+
+
+def stop() -> None:
+    """Undo `start`; does nothing with CUDA."""
+    global _cpu_runtime  # noqa: PLW0603
+    if _cpu_runtime is not None:
+        _cpu_runtime.stop()
+        _cpu_runtime = None

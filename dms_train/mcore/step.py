@@ -1,0 +1,145 @@
+"""One pass of microbatches through megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from dms_train.data.batches import Batch
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.stage_tensor import stage_seq_length
+from dms_train.method.losses import compression_hinge
+from dms_train.method.noise import sample_keys
+from dms_train.method.plan import StepPlan
+from dms_train.method.schedule import evicted_fraction
+from dms_train.method.spec import DMSSpec
+
+
+class PassContext(NamedTuple):
+    """What the loss needs besides the model's output."""
+
+    spec: DMSSpec
+    plan: StepPlan
+    architecture: Architecture
+    view: ParallelView
+    seed: int
+    token_scale: float  # number of microbatches over all data ranks / loss tokens of the step
+
+
+class PassTotals(NamedTuple):
+    """Sums over all samples of a pass, the same on every rank.
+
+    `token_loss` and `aux_loss` are the two terms of the objective; `alpha`, `live` and `reads` are
+    per-decision means summed over samples.
+    """
+
+    token_loss: float
+    aux_loss: float
+    alpha: float
+    live: float
+    reads: float
+    samples: float
+
+
+def count_loss_tokens(batches: list[Batch], view: ParallelView) -> float:
+    """Loss positions of the global batch."""
+    count = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double()
+    count = count.to(view.device)
+    dist.all_reduce(count, group=view.dp_group)
+    return count.item()
+
+
+def _loss_function(
+    context: PassContext, batch: Batch
+) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
+    a, plan, spec = context.architecture, context.plan, context.spec
+    per_sample = a.num_layers * a.num_query_groups
+    decisions = per_sample * batch.tokens.shape[1]
+
+    def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, side = output
+        mask = batch.loss_mask.t().to(losses.device)
+        token_loss = (losses.float() * mask).sum() * context.token_scale
+        target = evicted_fraction(plan.target_cr)
+        aux_loss = compression_hinge(side[:, 0], decisions, target, spec.aux_form)
+        sums = side.detach().double().sum(0)
+        means = sums / torch.tensor([decisions, per_sample, per_sample], device=side.device)
+        # Own tensors: the schedule divides the returned loss in place.
+        report = torch.stack([token_loss.detach().double(), aux_loss.detach().double(), *means])
+        return token_loss + aux_loss, {"report": report}
+
+    return loss
+
+
+def _forward_step(context: PassContext) -> Callable[..., Any]:
+    device = context.view.device
+
+    def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Any]:
+        batch = next(batches)
+        samples = batch.samples.to(device)
+        keys = sample_keys(context.seed, context.plan.step, samples)
+        output = model(batch.tokens.to(device), batch.labels.to(device), keys)
+        return output, _loss_function(context, batch)
+
+    return forward_step
+
+
+def run_schedule(
+    chunks: list[Any],
+    batches: list[Batch],
+    forward_step: Callable[..., Any],
+    config: Any,
+    *,
+    has_teacher: bool,
+    forward_only: bool,
+) -> list[Any]:
+    """Call megatron's schedule on microbatches of one shape; the last stage's loss reports."""
+    size, length = batches[0].tokens.shape
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    interleaved = len(chunks) > 1
+    iterators = [iter(batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if interleaved else iterators[0],
+        model=chunks if interleaved else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=stage_seq_length(length, has_teacher=has_teacher, sequence_shards=shards),
+        micro_batch_size=size,
+        forward_only=forward_only,
+    )
+
+
+def run_pass(
+    chunks: list[Any],
+    batches: list[Batch],
+    context: PassContext,
+    config: Any,
+    *,
+    has_teacher: bool,
+    forward_only: bool,
+) -> PassTotals:
+    """Forward (and backward) of this rank's microbatches; totals over all ranks."""
+    reports = run_schedule(
+        chunks,
+        batches,
+        _forward_step(context),
+        config,
+        has_teacher=has_teacher,
+        forward_only=forward_only,
+    )
+    view = context.view
+    totals = torch.zeros(6, dtype=torch.float64, device=view.device)
+    if view.reports and reports:
+        stacked = torch.stack([r["report"] for r in reports])
+        totals[:5] = stacked.sum(0)
+        totals[5] = sum(len(batch.samples) for batch in batches)
+    dist.all_reduce(totals)
+    microbatches = len(batches) * view.dp_size
+    totals[:2] /= microbatches
+    return PassTotals(*totals.tolist())
