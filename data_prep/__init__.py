@@ -1,0 +1,1 @@
+"""The command `dms-data`: makes token files from text and checks them."""

@@ -1,0 +1,1 @@
+"""Token files, their manifests, and the batches a rank trains on."""

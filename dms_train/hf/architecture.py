@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from dms_train.hf.errors import HFError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,189 @@ class Architecture:
         return self.family == "qwen3"
 
 
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+# Options that change what the model computes and that this project does not implement, with the
+# value it does implement. Qwen2's bias is not optional in its config, hence no `attention_bias`.
+_FIXED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"attention_bias": False, "use_sliding_window": False},
+}
+_FIXED_EVERYWHERE = {"hidden_act": "silu", "quantization_config": None}
+_LLAMA3_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+_QWEN3_DEFAULT_HEAD_DIM = 128  # transformers leaves the key out when it has this value
+_OWN_PREFIX = "dms_"
+
+
+def _refuse(key: str, value: Any, fix: str) -> ValueError:
+    return ValueError(f"config.json: {key}={value!r} is not supported; {fix}")
+
+
+def family_of(config: dict[str, Any]) -> str:
+    """The family of a config.json mapping, also of exports with `model_type: dms_<family>`.
+
+    Raises:
+        ValueError: For any other model_type.
+    """
+    model_type = str(config.get("model_type", ""))
+    family = model_type.removeprefix(_OWN_PREFIX)
+    if family not in _ARCHITECTURES:
+        raise _refuse("model_type", model_type, f"use one of {', '.join(_ARCHITECTURES)}")
+    return family
+
+
+def _check_fixed(config: dict[str, Any], family: str) -> None:
+    for key, only in {**_FIXED_EVERYWHERE, **_FIXED[family]}.items():
+        value = config.get(key, only)
+        if value != only and not (value is None and only is False):
+            raise _refuse(key, value, f"use a {family} model with {key}={only!r}")
+    for kind in config.get("layer_types") or ():
+        if kind != "full_attention":
+            raise _refuse("layer_types", kind, "use a model whose layers are all full_attention")
+
+
+def _rope_base(config: dict[str, Any]) -> float:
+    older = config.get("rope_theta", 10000.0)
+    base = (config.get("rope_parameters") or {}).get("rope_theta", older)
+    if "rope_theta" in config and float(older) != float(base):
+        raise _refuse("rope_theta", older, f"rope_parameters says {base}; make them agree")
+    return float(base)
+
+
+def _rope_rule(config: dict[str, Any]) -> dict[str, Any]:
+    """The scaling rule, `{}` for plain RoPE, from the keys of transformers 4, 5 or both."""
+    rules = []
+    for key in ("rope_parameters", "rope_scaling"):
+        rule = {k: v for k, v in (config.get(key) or {}).items() if k != "rope_theta"}
+        kind = rule.pop("type", "default")
+        kind = rule.setdefault("rope_type", kind)
+        share = rule.pop("partial_rotary_factor", 1.0)
+        if share != 1.0:
+            raise _refuse("partial_rotary_factor", share, "use a model with full RoPE")
+        if kind != "default":
+            rules.append(rule)
+    if len(rules) > 1 and rules[0] != rules[1]:
+        raise _refuse("rope_scaling", rules[1], f"rope_parameters says {rules[0]}; make them agree")
+    return rules[0] if rules else {}
+
+
+def _rope_scaling(values: dict[str, Any], family: str) -> RopeScaling | None:
+    if not values:
+        return None
+    kind = values["rope_type"]
+    if kind != "llama3" or family != "llama":
+        raise _refuse("rope_type", kind, "use a model with default RoPE (or llama3 on llama)")
+    missing = [key for key in _LLAMA3_KEYS if key not in values]
+    if missing:
+        raise _refuse("rope_scaling", values, f"llama3 scaling also needs {', '.join(missing)}")
+    return RopeScaling(
+        factor=float(values["factor"]),
+        low_freq_factor=float(values["low_freq_factor"]),
+        high_freq_factor=float(values["high_freq_factor"]),
+        original_max_position_embeddings=int(values["original_max_position_embeddings"]),
+    )
+
+
+def _kv_heads(config: dict[str, Any], family: str) -> int:
+    if family != "llama" and "num_key_value_heads" not in config:
+        raise HFError("config.json: num_key_value_heads is missing; state it")
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def _head_size(config: dict[str, Any], family: str) -> int:
+    if family == "qwen3" and "head_dim" not in config:
+        return _QWEN3_DEFAULT_HEAD_DIM
+    head_dim = config.get("head_dim")
+    return int(head_dim or config["hidden_size"] // config["num_attention_heads"])
+
+
 def from_hf_config(config: dict[str, Any]) -> Architecture:
-    """Read a config.json mapping; raises ValueError naming the key that is not supported."""
-    raise NotImplementedError
+    """Read a config.json mapping, in the spelling of transformers 4 or 5.
+
+    Args:
+        config: Parsed config.json of a Llama, Qwen2 or Qwen3 model or of an export of one.
+
+    Returns:
+        The architecture. Keys that are absent take transformers' defaults.
+
+    Raises:
+        ValueError: One line naming the key that is missing or not supported.
+    """
+    family = family_of(config)
+    missing = [key for key in _REQUIRED if key not in config]
+    if missing:
+        raise HFError(f"config.json: missing keys {', '.join(missing)}; state them")
+    _check_fixed(config, family)
+    return Architecture(
+        family=family,
+        num_layers=int(config["num_hidden_layers"]),
+        hidden_size=int(config["hidden_size"]),
+        ffn_hidden_size=int(config["intermediate_size"]),
+        num_attention_heads=int(config["num_attention_heads"]),
+        num_query_groups=_kv_heads(config, family),
+        kv_channels=_head_size(config, family),
+        vocab_size=int(config["vocab_size"]),
+        max_position_embeddings=int(config["max_position_embeddings"]),
+        rotary_base=_rope_base(config),
+        layernorm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope_scaling=_rope_scaling(_rope_rule(config), family),
+    )
+
+
+def _rope_keys(architecture: Architecture) -> dict[str, Any]:
+    """Both spellings: a config with only the newer one loads with base 10000 in transformers 4."""
+    scaling: dict[str, Any] | None = None
+    if architecture.rope_scaling is not None:
+        values = asdict(architecture.rope_scaling)
+        scaling = {"rope_type": "llama3", **{key: values[key] for key in _LLAMA3_KEYS}}
+    base = architecture.rotary_base
+    parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
+    return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
 def to_hf_config(architecture: Architecture) -> dict[str, Any]:
-    """The config.json mapping of a model trained from scratch."""
-    raise NotImplementedError
+    """The config.json mapping of a model, complete except dtype and special token ids.
+
+    Inverse of `from_hf_config`; RoPE is spelled for transformers 4 and 5.
+    """
+    a = architecture
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[a.family]],
+        "model_type": a.family,
+        "num_hidden_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.ffn_hidden_size,
+        "num_attention_heads": a.num_attention_heads,
+        "num_key_value_heads": a.num_query_groups,
+        "vocab_size": a.vocab_size,
+        "max_position_embeddings": a.max_position_embeddings,
+        "rms_norm_eps": a.layernorm_epsilon,
+        "tie_word_embeddings": a.tie_word_embeddings,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **_FIXED[a.family],
+        **_rope_keys(a),
+    }
+    if a.family != "qwen2" or a.kv_channels * a.num_attention_heads != a.hidden_size:
+        config["head_dim"] = a.kv_channels
+    return config

@@ -26,15 +26,16 @@ def dms_attention(
     """
     b, s, hq, d = query.shape
     hk = key.shape[2]
-    q = query.view(b, s, hk, hq // hk, d)
-    scores = torch.einsum("bigrd,bjgd->bgrij", q, key)
+    q = query.view(b, s, hk, hq // hk, d).permute(0, 2, 3, 1, 4)  # [b, hk, r, s, d]
+    k, v = (x.transpose(1, 2).unsqueeze(2) for x in (key, value))  # [b, hk, 1, s, d]
+    scores = q @ k.transpose(-1, -2)
     scores = (scores if scores.dtype == torch.float64 else scores.float()) * scale
     positions = torch.arange(s, device=query.device)
+    bias = scores.new_zeros(b, hk, s, s)
     if log_keep is not None:
         late = outside_window(positions, positions, window)
-        bias = log_keep[:, :, None, None, :].to(scores.dtype)
-        scores = scores + torch.where(late, bias, torch.zeros_like(bias))
+        bias = torch.where(late, log_keep[:, :, None, :].to(scores.dtype), bias)
     future = positions[None, :] > positions[:, None]
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-    out = torch.einsum("bgrij,bjgd->bigrd", weights.to(value.dtype), value)
-    return out.reshape(b, s, hq, d)
+    scores = scores + bias.masked_fill(future, float("-inf")).unsqueeze(2)
+    out = scores.softmax(-1).to(value.dtype) @ v
+    return out.permute(0, 3, 1, 2, 4).reshape(b, s, hq, d)

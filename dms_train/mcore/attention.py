@@ -39,7 +39,9 @@ class MethodState:
 class CoreAttention(MegatronModule):
     """The kernel call, as the module that megatron's spec and selective recomputation expect."""
 
-    def __init__(self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any):
+    def __init__(
+        self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any
+    ):
         super().__init__(config=config)
         self.window = method.spec.window
         self.scale = softmax_scale or config.kv_channels**-0.5
@@ -58,7 +60,9 @@ class DMSSelfAttention(SelfAttention):
     recomputed unit; both belong to one microbatch only.
     """
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, method: MethodState, **kwargs: Any):
+    def __init__(
+        self, config: Any, submodules: Any, *args: Any, method: MethodState, **kwargs: Any
+    ):
         super().__init__(config, submodules, *args, **kwargs)
         self.method = method
         self.noise_keys: Tensor | None = None

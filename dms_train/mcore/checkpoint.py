@@ -25,15 +25,12 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from dms_train.mcore import compat
+from dms_train.mcore.errors import CheckpointError
 
 STATE_FILE = "run_state.json"
 _METADATA_FILE = ".metadata"
 _SAFE_MODULES = ("torch", "megatron.core.dist_checkpointing", "collections", "pathlib", "builtins")
 _UNSAFE_BUILTINS = frozenset({"eval", "exec", "compile", "open", "__import__", "getattr"})
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, in one line: what, where, how to fix."""
 
 
 class _MetadataCheck(pickle.Unpickler):

@@ -1,7 +1,7 @@
 """Every gap between megatron-core 0.16 and what this project needs of it, filled once.
 
-Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state megatron
-does not know completely when it loads a checkpoint.
+Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state
+megatron does not know completely when it loads a checkpoint.
 """
 
 from __future__ import annotations

@@ -16,48 +16,27 @@ from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore import checkpoint, compat, families, optim, weights
 from dms_train.mcore.attention import MethodState
+from dms_train.mcore.errors import DivergenceError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import DMSModel, transformer_config
-from dms_train.mcore.optim import LearningRate
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.recording import Recording, record
 from dms_train.mcore.step import PassContext, PassTotals, count_loss_tokens, run_pass
-from dms_train.method.plan import StepPlan
+from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import DMSSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step or an evaluation measured, the same on every rank.
-
-    Attributes:
-        loss: Token loss plus compression loss.
-        token_loss: KL or cross-entropy, nats per token.
-        aux_loss: Compression hinge.
-        alpha: Mean decision, relaxed while training and hard otherwise.
-        cr_factor: Tokens seen over slots live at the last token, by the inference rule.
-        kv_reads: Slots attended, summed over the queries of one sample.
-        grad_norm: Before clipping; 0 for an evaluation.
-        learning_rate: Of this step; 0 for an evaluation.
-    """
-
-    loss: float
-    token_loss: float
-    aux_loss: float
-    alpha: float
-    cr_factor: float
-    kv_reads: float
-    grad_norm: float = 0.0
-    learning_rate: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The slices of the configuration this room needs."""
+    """The slices of the configuration this room needs.
+
+    Without `trains` no gradient buffers and no optimizer are built: for converters.
+    """
 
     parallel: ParallelOptions
     optim: OptimOptions
     seed: int
+    trains: bool = True
 
 
 class McoreEngine:
@@ -78,10 +57,12 @@ class McoreEngine:
         self._method = MethodState(spec)
         self._config = transformer_config(architecture, options.parallel)
         self._models = self._build_chunks(self._method, source)
-        self._chunks = optim.wrap_chunks(self._config, self._models)
-        bf16 = options.parallel.params_dtype == "bf16"
-        self._optimizer = optim.build_optimizer(options.optim, self._chunks, bf16=bf16)
+        self._chunks = optim.mixed_precision(self._config, self._models)
+        self._optimizer: Any = None
         self._scheduler: Any = None
+        if options.trains:
+            self._chunks = optim.data_parallel(self._config, self._chunks)
+            self._optimizer = optim.build_optimizer(options.optim, self._config, self._chunks)
 
     def _build_chunks(
         self, method: MethodState, source: weights.WeightSource | None
@@ -111,9 +92,7 @@ class McoreEngine:
     def _context(self, plan: StepPlan, batches: list[Batch]) -> PassContext:
         tokens = count_loss_tokens(batches, self.view)
         scale = len(batches) * self.view.dp_size / max(tokens, 1.0)
-        return PassContext(
-            self.spec, plan, self.architecture, self.view, self._options.seed, scale
-        )
+        return PassContext(self.spec, plan, self.architecture, self.view, self._options.seed, scale)
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> PassTotals:
         self._method.plan = plan
@@ -138,23 +117,25 @@ class McoreEngine:
         """One optimizer step on this rank's microbatches of the global batch.
 
         Raises:
-            FloatingPointError: The loss is not finite; weights and optimizer are untouched.
+            DivergenceError: The loss is not finite; weights and optimizer are untouched.
         """
         optim.set_step(self._scheduler, plan.stage_step)
         totals = self.forward_backward(plan, batches)
         if not math.isfinite(totals.token_loss + totals.aux_loss):
-            raise FloatingPointError(
+            raise DivergenceError(
                 f"step {plan.step}: loss is {totals.token_loss + totals.aux_loss}; the weights are "
                 "those of the step before. Lower optim.lr or resume from an older checkpoint"
             )
         _, grad_norm, _ = self._optimizer.step()
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(
+            raise DivergenceError(
                 f"step {plan.step}: the gradient norm is {grad_norm}; this update is lost, the last "
                 "checkpoint is not. Lower optim.lr and resume"
             )
         learning_rate = self._optimizer.param_groups[0]["lr"]
-        return self._result(totals, batches, grad_norm=float(grad_norm), learning_rate=learning_rate)
+        return self._result(
+            totals, batches, grad_norm=float(grad_norm), learning_rate=learning_rate
+        )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
         """Losses and accounting of batches without gradients."""
@@ -188,7 +169,8 @@ class McoreEngine:
                 for parameter in (projection.weight, projection.bias):
                     if parameter is not None:
                         parameter.data[rows] = 0
-                        compat.zero_optimizer_rows(self._optimizer, parameter, rows)
+                        if self._optimizer is not None:
+                            compat.zero_optimizer_rows(self._optimizer, parameter, rows)
 
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Decision logits and logits of one text, on rank 0 (None elsewhere)."""
@@ -210,17 +192,30 @@ class McoreEngine:
 
     def save(self, path: Path, state: dict[str, Any]) -> None:
         """Write a checkpoint that any parallel layout can load."""
+        self._save(path, self._optimizer, state)
+
+    def save_weights(self, path: Path, state: dict[str, Any]) -> None:
+        """Write the weights alone, in the same form."""
+        self._save(path, None, state)
+
+    def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
         leads = self.view.rank == 0
-        checkpoint.save(path, self._models, self._optimizer, described, leads=leads)
+        checkpoint.save(path, self._models, optimizer, described, leads=leads)
 
     def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
         """Load a checkpoint and return its JSON state."""
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
-        if not with_optimizer:
+        if self._optimizer is not None and not with_optimizer:
             self._optimizer.reload_model_params()
         return checkpoint.read_state(path)
+
+    def load_hf(self, source: weights.WeightSource) -> None:
+        """Replace the student's weights by those of a Hugging Face directory."""
+        weights.load(self._models, source, self.architecture, self.view)
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -102,29 +102,3 @@ def lane_rows(architecture: Architecture, channel: int, groups: int) -> list[int
     query, key = _group_rows(architecture)
     first = channel % architecture.kv_channels
     return [group * (query + 2 * key) + first for group in range(groups)]
-
-
-def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shape of every Hugging Face tensor of the model."""
-    a = architecture
-    hidden, ffn, d = a.hidden_size, a.ffn_hidden_size, a.kv_channels
-    q, kv = a.num_attention_heads * d, a.num_query_groups * d
-    by_suffix: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (a.vocab_size, hidden),
-        "lm_head.weight": (a.vocab_size, hidden),
-        "q_proj.weight": (q, hidden),
-        "k_proj.weight": (kv, hidden),
-        "v_proj.weight": (kv, hidden),
-        "q_proj.bias": (q,),
-        "k_proj.bias": (kv,),
-        "v_proj.bias": (kv,),
-        "o_proj.weight": (hidden, q),
-        "q_norm.weight": (d,),
-        "k_norm.weight": (d,),
-        "gate_proj.weight": (ffn, hidden),
-        "up_proj.weight": (ffn, hidden),
-        "down_proj.weight": (hidden, ffn),
-    }
-    names = [name for entry in entries(a) for name in entry.hf]
-    suffix = {name: ".".join(name.split(".")[-2:]) for name in names}
-    return {name: by_suffix.get(suffix[name], (hidden,)) for name in names}

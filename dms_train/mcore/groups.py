@@ -95,8 +95,3 @@ def stop(*, keep_process_group: bool = False) -> None:
     parallel_state.destroy_model_parallel()
     if not keep_process_group and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def world_size() -> int:
-    """Number of processes the launcher started, before any group exists."""
-    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -17,6 +17,7 @@ from torch import Tensor
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore import vocab_losses
 from dms_train.mcore.attention import MethodState
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layer_spec import block_spec
 from dms_train.mcore.options import ParallelOptions
 from dms_train.mcore.stage_tensor import SIDE_VALUES, StageState, pack, unpack
@@ -83,7 +84,7 @@ def _rope_arguments(architecture: Architecture) -> dict[str, Any]:
         scaling.original_max_position_embeddings,
     )
     if rule != _ROPE_RULE:
-        raise ValueError(
+        raise ModelError(
             f"model: llama3 RoPE scaling with (low, high, original length) = {rule}; "
             f"megatron-core supports {_ROPE_RULE} only"
         )
@@ -192,7 +193,9 @@ class DMSModel(GPTModel):
             hidden.requires_grad_()
         with torch.no_grad():
             t_hidden = None if teacher is None else teacher.embed(tokens)
-        return StageState(hidden, t_hidden, torch.zeros(tokens.shape[0], SIDE_VALUES).to(hidden.device))
+        return StageState(
+            hidden, t_hidden, torch.zeros(tokens.shape[0], SIDE_VALUES).to(hidden.device)
+        )
 
     def forward(
         self, tokens: Tensor, labels: Tensor, noise_keys: Tensor

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -13,35 +12,28 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dms_train.mcore.options import OptimOptions
+from dms_train.method.plan import LearningRate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRate:
-    """The schedule of one stage: linear warm-up, then constant or cosine to `min_lr`."""
-
-    max_lr: float
-    min_lr: float
-    steps: int
-    warmup_steps: int
-    style: Literal["constant", "cosine"]
+def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
+    """Megatron's 16-bit wrapper around this rank's model chunks, where wanted."""
+    return [Float16Module(config, model) if config.bf16 else model for model in models]
 
 
-def wrap_chunks(config: Any, models: list[Any]) -> list[Any]:
-    """Mixed-precision and data-parallel wrappers around this rank's model chunks."""
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
-    )
+def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
+    """Gradient buckets with fp32 reduction around this rank's chunks."""
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     config.finalize_model_grads_func = finalize_model_grads
-    wrapped = [Float16Module(config, model) if config.bf16 else model for model in models]
     return [
-        DistributedDataParallel(config, ddp, model, disable_bucketing=index > 0)
-        for index, model in enumerate(wrapped)
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
     ]
 
 
-def build_optimizer(options: OptimOptions, chunks: list[Any], *, bf16: bool) -> Any:
+def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: list[Any]) -> Any:
     """The distributed AdamW over the wrapped chunks."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -51,7 +43,7 @@ def build_optimizer(options: OptimOptions, chunks: list[Any], *, bf16: bool) -> 
         adam_beta2=options.adam_beta2,
         adam_eps=options.adam_eps,
         clip_grad=options.clip_grad,
-        bf16=bf16,
+        bf16=model.bf16,
         use_distributed_optimizer=True,
     )
     return get_megatron_optimizer(config, chunks)

@@ -72,9 +72,8 @@ class _CpuRuntime:
         # Imported after the replacements above: importing must not see half a runtime.
         from megatron.core.tensor_parallel import random as megatron_random
 
-        self._replace(
-            megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: generator.set_state(state)
-        )
+        set_state = lambda state, *_, **__: generator.set_state(state)  # noqa: E731
+        self._replace(megatron_random, "_set_cuda_rng_state", set_state)
         logging.getLogger(megatron_random.__name__).addFilter(self._filter)
         self._mode.__enter__()
 
@@ -89,7 +88,7 @@ class _CpuRuntime:
 
 def start() -> torch.device:
     """Choose the device of this process and make megatron use it; safe to call again."""
-    global _cpu_runtime  # noqa: PLW0603
+    global _cpu_runtime
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if _cpu_runtime is None:
@@ -100,7 +99,7 @@ def start() -> torch.device:
 
 def stop() -> None:
     """Undo `start`; does nothing with CUDA."""
-    global _cpu_runtime  # noqa: PLW0603
+    global _cpu_runtime
     if _cpu_runtime is not None:
         _cpu_runtime.stop()
         _cpu_runtime = None

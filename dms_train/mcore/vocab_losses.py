@@ -73,7 +73,7 @@ def distillation_kl(
 def next_token_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Cross-entropy per position. logits [s, b, padded vocabulary / tp], labels [b, s] -> [s, b]."""
+    """Cross-entropy [s, b] of logits [s, b, padded vocabulary / tp] and labels [b, s]."""
     width = logits.shape[-1]
     valid = valid_columns(width, vocab_size, group.rank())
     masked = F.pad(logits[..., :valid].float(), (0, width - valid), value=float("-inf"))

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import families
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 
 
@@ -27,7 +29,7 @@ class RandomWeights:
     """Initial weights of a model trained from scratch, the same in every parallel layout."""
 
     def __init__(self, architecture: Architecture, seed: int, std: float) -> None:
-        self._shapes = families.hf_shapes(architecture)
+        self._shapes = expected_shapes(architecture)
         self._seed, self._std = seed, std
         self._output_std = std / (2 * architecture.num_layers) ** 0.5
 
@@ -89,10 +91,10 @@ def load(
     """Fill this rank's chunks; reads only the tensors the rank holds.
 
     Raises:
-        ValueError: A tensor is absent or has another shape than the configuration promises.
+        ModelError: A tensor is absent or has another shape than the configuration promises.
     """
     table = {entry.megatron: entry for entry in families.entries(architecture)}
-    shapes = families.hf_shapes(architecture)
+    shapes = expected_shapes(architecture)
     if architecture.tie_word_embeddings:
         embedding = table["embedding.word_embeddings.weight"]
         table["output_layer.weight"] = families.Entry("output_layer.weight", embedding.hf)
@@ -106,7 +108,7 @@ def load(
 def _checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = source.get(name)
     if tuple(tensor.shape) != shape:
-        raise ValueError(
+        raise ModelError(
             f"weights: {name} has shape {tuple(tensor.shape)}, config.json promises {shape}; "
             "the checkpoint and its config.json do not belong together"
         )

@@ -1,4 +1,4 @@
-"""What one optimizer step does differently from the next, as plain numbers."""
+"""What one optimizer step is asked to do and what it measured, as plain numbers."""
 
 from __future__ import annotations
 
@@ -30,3 +30,39 @@ class StepPlan:
     target_cr: float = 1.0
     loss: Literal["distill", "lm"] = "distill"
     noise: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step or an evaluation measured, the same on every rank.
+
+    Attributes:
+        loss: Token loss plus compression loss.
+        token_loss: KL or cross-entropy, nats per token.
+        aux_loss: Compression hinge.
+        alpha: Mean decision, relaxed while training and hard otherwise.
+        cr_factor: Tokens seen over slots live at the last token, by the inference rule.
+        kv_reads: Slots attended, summed over the queries of one sample.
+        grad_norm: Before clipping; 0 for an evaluation.
+        learning_rate: Of this step; 0 for an evaluation.
+    """
+
+    loss: float
+    token_loss: float
+    aux_loss: float
+    alpha: float
+    cr_factor: float
+    kv_reads: float
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """The schedule of one stage: linear warm-up, then constant or cosine to `min_lr`."""
+
+    max_lr: float
+    min_lr: float
+    steps: int
+    warmup_steps: int
+    style: Literal["constant", "cosine"]

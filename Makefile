@@ -1,0 +1,45 @@
+# `make setup` once, then `make check test`. The same verbs run at the desk, before a commit and in
+# continuous integration.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Asked for on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+
+.PHONY: setup check fmt fmt-check lint types imports test test-full demo
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[hf,track,plot,progress,dev]'
+	touch $(STAMP)
+
+check: fmt-check lint types imports
+
+fmt: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+fmt-check: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports --no-cache
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not slow and not gpu and not multi_gpu and not perf and not slurm"
+
+test-full: $(STAMP)
+	$(BIN)/pytest
+
+demo: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh

@@ -1,0 +1,130 @@
+"""Reads documents from `.txt` and `.jsonl` files, one at a time and in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dms_train.data.errors import DataError
+
+Message = dict[str, str]
+
+WHOLE_FILE, BLANK_LINE, EVERY_LINE = "whole file", "blank line", "every line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRule:
+    """How documents lie in the input files.
+
+    Attributes:
+        text_split: What ends a document of a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or
+            `EVERY_LINE`.
+        text_key: Field of a `.jsonl` row with the text.
+        messages_key: Field of a `.jsonl` row with a conversation, used in place of `text_key`.
+    """
+
+    text_split: str = WHOLE_FILE
+    text_key: str = "text"
+    messages_key: str | None = None
+
+
+class Document(NamedTuple):
+    """One document before tokenisation.
+
+    Attributes:
+        where: File and line of its beginning, for error messages.
+        content: Text, or the messages of a conversation.
+        size: Bytes of the input file that it took.
+    """
+
+    where: str
+    content: str | list[Message]
+    size: int
+
+
+def read_documents(path: Path, rule: InputRule) -> Iterator[Document]:
+    """Yield the documents of one file; empty ones are left out.
+
+    Raises:
+        DataError: The file type is unknown, or a line is not UTF-8, not JSON or lacks its field.
+    """
+    if path.suffix == ".jsonl":
+        yield from _json_lines(path, rule)
+    elif path.suffix == ".txt":
+        for document in _text(path, rule.text_split):
+            if str(document.content).strip():
+                yield document
+    else:
+        raise DataError(f"{path}: unknown file type; give .txt or .jsonl files")
+
+
+def _lines(path: Path) -> Iterator[Document]:
+    """Lines with their ends, split at newline characters alone."""
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield Document(f"{path}:{number}", line.decode("utf-8"), len(line))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
+
+
+def _text(path: Path, split: str) -> Iterator[Document]:
+    group: list[Document] = []
+    for line in _lines(path):
+        if split == EVERY_LINE:
+            yield line._replace(content=str(line.content).rstrip("\r\n"))
+            continue
+        group.append(line)
+        if split == BLANK_LINE and not str(line.content).strip():
+            yield _join(group, split)
+            group = []
+    if group:
+        yield _join(group, split)
+
+
+def _join(lines: list[Document], split: str) -> Document:
+    text = "".join(str(line.content) for line in lines)
+    if split == BLANK_LINE:
+        text = text.rstrip()
+    return Document(lines[0].where, text, sum(line.size for line in lines))
+
+
+def _json_lines(path: Path, rule: InputRule) -> Iterator[Document]:
+    for line in _lines(path):
+        if not str(line.content).strip():
+            continue
+        try:
+            row = json.loads(str(line.content))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{line.where}: not valid JSON ({error})") from None
+        key = rule.text_key if rule.messages_key is None else rule.messages_key
+        if not isinstance(row, dict) or key not in row:
+            raise DataError(f'{line.where}: has no field "{key}"; name another with --text-key')
+        if rule.messages_key is not None:
+            yield line._replace(content=_messages(line.where, row[key]))
+        elif _checked_text(line.where, row[key]).strip():
+            yield line._replace(content=row[key])
+
+
+def _messages(where: str, value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: the conversation is not a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+            raise DataError(f"{where}: a message needs a role and a content")
+        _checked_text(where, message["role"])
+        _checked_text(where, message["content"])
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _checked_text(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: expected text, found {type(value).__name__}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: the text holds half of a surrogate pair") from None
+    return value

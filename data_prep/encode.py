@@ -1,0 +1,192 @@
+"""Turns documents into token ids, over several processes without changing their order."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.documents import Document, Message
+from dms_train.data.errors import DataError
+
+_DOCUMENTS_PER_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderOptions:
+    """How one document becomes token ids.
+
+    Attributes:
+        tokenizer: Local Hugging Face directory with `tokenizer.json`.
+        append_eod: End every document in the end-of-document token.
+        eod_token: That token; None is the tokenizer's `eos_token`.
+        add_bos: Begin every document with the tokenizer's `bos_token`.
+        chat_template: Jinja text for conversations; None is the tokenizer's own template.
+    """
+
+    tokenizer: str
+    append_eod: bool = False
+    eod_token: str | None = None
+    add_bos: bool = False
+    chat_template: str | None = None
+
+
+class Encoded(NamedTuple):
+    """Consecutive documents.
+
+    Attributes:
+        documents: int32 [tokens] for each document.
+        size: Bytes of the input files that they took.
+    """
+
+    documents: list[npt.NDArray[np.int32]]
+    size: int
+
+
+class DocumentEncoder:
+    """A tokenizer with its special tokens resolved."""
+
+    def __init__(self, options: EncoderOptions) -> None:
+        """Load the tokenizer from its directory; nothing is downloaded and no code of it is run.
+
+        Raises:
+            DataError: The directory holds no fast tokenizer, or a special token does not exist.
+        """
+        self._options = options
+        self._tokenizer = _load_tokenizer(options.tokenizer)
+        self.vocab_size = len(self._tokenizer)
+        eod_token = options.eod_token or self._tokenizer.eos_token
+        self.eod_id = self._special_id(eod_token, "eos_token") if options.append_eod else None
+        bos_token = self._tokenizer.bos_token
+        self._bos_id = self._special_id(bos_token, "bos_token") if options.add_bos else None
+
+    def encode(self, documents: list[Document]) -> Encoded:
+        """Tokenise documents; special tokens that a document already has are not doubled.
+
+        Raises:
+            DataError: A chat template failed or lost text, or a document cannot be tokenised.
+        """
+        # One by one: the tokenizer spreads a batch over threads of its own on all cores.
+        rows = [self._encode_one(document) for document in documents]
+        return Encoded(rows, sum(document.size for document in documents))
+
+    def _encode_one(self, document: Document) -> npt.NDArray[np.int32]:
+        text = self._text(document)
+        try:
+            row = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:  # the tokenizers library raises bare exceptions
+            raise DataError(f"{document.where}: cannot be tokenised ({error})") from None
+        if not row:
+            raise DataError(f"{document.where}: the document has no tokens")
+        if self._bos_id is not None and row[0] != self._bos_id:
+            row.insert(0, self._bos_id)
+        if self.eod_id is not None and row[-1] != self.eod_id:
+            row.append(self.eod_id)
+        return np.array(row, dtype=np.int32)
+
+    def _special_id(self, token: str | None, name: str) -> int:
+        if token is None:
+            raise DataError(f"{self._options.tokenizer}: the tokenizer has no {name}")
+        found = self._tokenizer.get_vocab().get(token)
+        if found is None:
+            raise DataError(f"{self._options.tokenizer}: the tokenizer has no token {token!r}")
+        return int(found)
+
+    def _text(self, document: Document) -> str:
+        if isinstance(document.content, str):
+            return document.content
+        try:
+            text = self._tokenizer.apply_chat_template(
+                document.content, chat_template=self._options.chat_template, tokenize=False
+            )
+        except Exception as error:  # a template may raise anything
+            reason = str(error).partition("\n")[0]
+            raise DataError(
+                f"{document.where}: the chat template failed ({reason}); "
+                "pass a fitting one with --chat-template FILE"
+            ) from None
+        _check_nothing_lost(document.where, document.content, text)
+        return str(text)
+
+
+def encode_in_order(
+    documents: Iterable[Document], encoder: DocumentEncoder, options: EncoderOptions, workers: int
+) -> Iterator[Encoded]:
+    """Encode a stream of documents in chunks; the result does not depend on `workers`.
+
+    Args:
+        documents: Read only as far ahead as the workers need.
+        encoder: Used when `workers` is 1.
+        options: From which every worker process makes its own encoder.
+        workers: Processes.
+    """
+    stream = iter(documents)
+    chunks = iter(lambda: list(islice(stream, _DOCUMENTS_PER_CHUNK)), [])
+    if workers == 1:
+        yield from map(encoder.encode, chunks)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (options,))
+    pending: deque[Future[Encoded]] = deque()
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(_encode_in_worker, chunk))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise DataError("a worker process died, perhaps for memory; try fewer workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker_encoder: DocumentEncoder | None = None
+
+
+def _start_worker(options: EncoderOptions) -> None:
+    global _worker_encoder
+    _worker_encoder = DocumentEncoder(options)
+
+
+def _encode_in_worker(documents: list[Document]) -> Encoded:
+    assert _worker_encoder is not None
+    return _worker_encoder.encode(documents)
+
+
+def _load_tokenizer(directory: str) -> Any:
+    if not (Path(directory) / "tokenizer.json").is_file():
+        raise DataError(f"{directory}: no tokenizer.json; give a local tokenizer directory")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # damaged files surface as many kinds of error
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{directory}: the tokenizer does not load ({reason})") from None
+
+
+def _check_nothing_lost(where: str, messages: list[Message], text: str) -> None:
+    """Refuse a rendering without some assistant turn; some templates delete the reasoning."""
+    position = 0
+    for message in messages:
+        content = message["content"].strip()
+        found = text.find(content, position)
+        if found >= 0:
+            position = found + len(content)
+        elif message["role"] == "assistant":
+            raise DataError(
+                f"{where}: the chat template drops part of an assistant turn; "
+                "pass one that keeps it whole with --chat-template FILE"
+            )

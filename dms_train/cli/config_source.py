@@ -1,0 +1,122 @@
+"""YAML presets and command-line overrides into a `RunConfig`.
+
+Hydra composes, this file explains: whatever Hydra or OmegaConf would complain about becomes a
+`ConfigError` of one line that names the nearest valid key or group option.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dms_train.config.build import ConfigError, build, unknown_key, valid_paths
+from dms_train.config.schema import RunConfig
+
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+CONFIG_NAME = "train"
+
+
+def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
+    """Compose the configuration of a run.
+
+    Args:
+        overrides: Command-line overrides such as `experiment=tiny_retrofit` or `optim.lr=1e-4`.
+        config_dir: Folder searched for group files besides the ones that ship with the package.
+
+    Raises:
+        ConfigError: One line for every problem.
+    """
+    explain(overrides, config_dir)
+    search = [f"hydra.searchpath=[{config_dir.resolve()}]"] if config_dir else []
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return from_hydra(hydra_compose(CONFIG_NAME, overrides=[*overrides, *search]))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_own_words(error)) from error
+
+
+def from_hydra(node: Any) -> RunConfig:
+    """The frozen form of what Hydra composed; unknown, mistyped and missing values refused."""
+    try:
+        plain = OmegaConf.to_container(node, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_own_words(error)) from error
+    return build(plain)  # type: ignore[arg-type]
+
+
+def explain(overrides: Sequence[str], config_dir: Path | None = None) -> None:
+    """Refuse overrides that name no key or no group option, before Hydra sees them."""
+    groups = group_options(config_dir)
+    problems = []
+    for text in overrides:
+        problem = _explain_one(text, groups)
+        if problem:
+            problems.append(problem)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def group_options(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """The options of every configuration group."""
+    options: dict[str, list[str]] = {}
+    for root in filter(None, (CONF_DIR, config_dir)):
+        for file in sorted(root.glob("*/*.yaml")):
+            options.setdefault(file.parent.name, []).append(file.stem)
+    return options
+
+
+def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return f"{text!r}: not an override; write key=value, quoting spaces and commas"
+    key = override.key_or_group
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        return None
+    if key in groups and not _assigns_block(override):
+        if override.is_add():
+            return f"+{key}: every run already chooses its {key}; write {key}=... without the +"
+        return _explain_choice(override, groups[key])
+    known = list(valid_paths())
+    if key in known:
+        return None
+    return unknown_key(key, [*known, *groups])
+
+
+def _assigns_block(override: Override) -> bool:
+    return isinstance(override.value(), dict)
+
+
+def _explain_choice(override: Override, options: list[str]) -> str | None:
+    group, choices = override.key_or_group, _choices(override)
+    for choice in choices:
+        if choice is not None and str(choice) not in options:
+            near = difflib.get_close_matches(str(choice), options, n=1, cutoff=0.5)
+            hint = f"did you mean {group}={near[0]}? " if near else ""
+            return f"{group}={choice}: no such option; {hint}options: {', '.join(options)}"
+    return None
+
+
+def _choices(override: Override) -> Iterable[Any]:
+    if override.is_sweep_override():
+        return override.sweep_string_iterator()
+    value = override.value()
+    return value if isinstance(value, list) else [value]
+
+
+def _own_words(error: BaseException) -> str:
+    """Hydra's message as one line, led by the key it is about, without its internals."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    keys = [line.removeprefix("full_key:").strip() for line in lines if "full_key:" in line]
+    text = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
+    return f"{keys[0]}: {text}" if keys and keys[0] else text or type(error).__name__

@@ -1,0 +1,143 @@
+"""Writes the engine's current model for others: a Megatron and a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dms_train.hf import formats
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.export import write_export
+from dms_train.hf.selftest import SelfTest
+from dms_train.mcore.engine import McoreEngine
+from dms_train.method.accounting import cr_factor
+from dms_train.method.plan import StepPlan
+from dms_train.observe.log import logger
+from dms_train.training.options import ExportOptions
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INFERENCE_PLAN = StepPlan(neuron_scale=0.0, eviction="hard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelExporter:
+    """An export is `NAME/megatron` and `NAME/hf` below `folder`.
+
+    Attributes:
+        tokens: int64 [T], the text of the self-test.
+        source_dir: Model directory whose tokenizer files are carried over.
+        params_dtype: Precision of the training, `fp32` or `bf16`.
+    """
+
+    engine: McoreEngine
+    options: ExportOptions
+    folder: Path
+    tokens: torch.Tensor
+    source_dir: Path | None
+    params_dtype: str
+    provenance: dict[str, Any]
+
+    def check(self, target_cr: float) -> list[str]:
+        """Advice about the export to come; ExportRefused when it would be misread."""
+        engine = self.engine
+        return formats.check_export(
+            self.format,
+            engine.spec,
+            engine.architecture,
+            _DTYPES[self.dtype],
+            target_cr,
+            self.options.paged_attention_block_size,
+        )
+
+    @property
+    def format(self) -> str:
+        """The export format; by default the one of the method's preset."""
+        return self.options.format or formats.default_format(self.engine.spec)
+
+    @property
+    def dtype(self) -> str:
+        """`fp32` or `bf16` of the Hugging Face weights."""
+        return self.options.dtype or ("bf16" if self.format != "dms" else self.params_dtype)
+
+    def export(self, name: str, state: dict[str, Any]) -> Path:
+        """Write both checkpoints; every rank calls it."""
+        path = self.folder / name
+        described = {**state, **self.provenance}
+        self.engine.save_weights(path / "megatron", described)
+        self.write_hf(path / "hf", state)
+        return path
+
+    def alias(self, name: str, target: str) -> None:
+        """A relative link, so that the folder can be moved."""
+        if self.engine.view.rank == 0:
+            link = self.folder / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(target, target_is_directory=True)
+        dist.barrier()
+
+    def write_hf(self, path: Path, state: dict[str, Any]) -> None:
+        """Write the Hugging Face directory with its self-test; every rank calls it."""
+        engine = self.engine
+        compressed = bool(state["lane_borrowed"])
+        selftest, measured = self._selftest() if compressed else (None, None)
+        tensors = engine.hf_tensors()
+        if engine.view.rank == 0:
+            advice = write_export(
+                path,
+                architecture=engine.architecture,
+                spec=engine.spec if compressed else None,
+                cr_factor=measured,
+                target_cr=float(state["target_cr"]),
+                dtype=_DTYPES[self.dtype] if compressed else _DTYPES[self.params_dtype],
+                export_format=self.format,
+                weights=tensors,
+                source_dir=self.source_dir,
+                selftest=selftest,
+                block_size=self.options.paged_attention_block_size,
+                provenance=_provenance(state, self.provenance),
+            )
+            for line in advice:
+                logger().warning(line)
+        else:
+            for _ in tensors:
+                pass
+        dist.barrier()
+
+    def _selftest(self) -> tuple[SelfTest | None, float | None]:
+        recording = self.engine.record(INFERENCE_PLAN, self.tokens)
+        if recording is None:
+            return None, None
+        hard = recording.decision_logits > 0
+        selftest = SelfTest(
+            input_ids=recording.input_ids,
+            decision_logits=recording.decision_logits,
+            logits=recording.logits,
+            dtype="float32" if self.params_dtype == "fp32" else "bfloat16",
+        )
+        return selftest, cr_factor(hard, self.engine.spec)
+
+
+def _provenance(state: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    kept = ("step", "consumed_samples", "target_cr")
+    return {**{key: state[key] for key in kept if key in state}, **run}
+
+
+def run_provenance(architecture: Architecture, model: str | None) -> dict[str, Any]:
+    """What every checkpoint and export of a run says about its origin."""
+    return {
+        "architecture": asdict(architecture),
+        "model": model,
+        "versions": {name: _version(name) for name in ("dms-train", "megatron-core", "torch")},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree
+        return "not installed"

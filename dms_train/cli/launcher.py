@@ -1,0 +1,23 @@
+"""What the launcher (torchrun, or nothing) says about this process: the environment, read once.
+
+Process groups do not exist yet when these answers are needed.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def rank() -> int:
+    """Rank of this process; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Rank of this process on its machine; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes that were started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,126 @@
+"""`dms-plan`: what a run would do, computed without starting a process group.
+
+Prints the layout, the memory that can be known beforehand, and the values of five steps of every
+stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dms_train.cli.config_source import compose
+from dms_train.cli.errors import run_main
+from dms_train.cli.model import read_architecture
+from dms_train.config.check import check
+from dms_train.config.memory import MemoryEstimate, estimate, parameter_count
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.method.schedule import evicted_fraction
+from dms_train.training.stages import Stage, build_stages
+
+_SHOWN_STEPS = 5
+_HEADER = "      step  neuron  eviction  CR target  evicted"
+
+
+def main() -> None:
+    """Entry point; exit code 0, or 2 for a refused configuration."""
+    sys.exit(run_main(lambda: _main(sys.argv[1:])))
+
+
+def describe(config: RunConfig, architecture: Architecture, world_size: int) -> str:
+    """The plan of a configuration that passed `check`, ready to be printed."""
+    lines = [
+        *_summary(config, architecture, world_size),
+        f"memory  {_memory(estimate(config, architecture, world_size))}",
+        f"folder  {config.run.dir}",
+        "",
+        *_stages(config),
+    ]
+    return "\n".join(lines)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    options = _parse(arguments)
+    config = compose(options.overrides, options.config_dir)
+    parallel = config.parallel
+    layout = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    world_size = options.world_size or max(1, layout)
+    architecture = read_architecture(config.model)
+    check(config, world_size=world_size, architecture=architecture)
+    print(describe(config, architecture, world_size))
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dms-plan", description="Show what a run would do.")
+    parser.add_argument("overrides", nargs="*", help="the words that dms-train would be given")
+    parser.add_argument("--world-size", type=int, help="processes (default: tensor x pipeline)")
+    parser.add_argument("--config-dir", type=Path, help="folder with group files of your own")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[str]:
+    p, data, spec = config.parallel, config.data, config.method.spec()
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    copies = world_size // (tp * pp)
+    passes = data.global_batch_size // (data.micro_batch_size * copies)
+    yield (
+        f"model   {a.family}, {parameter_count(a):,} parameters: {a.num_layers} layers, hidden "
+        f"{a.hidden_size}, {a.num_attention_heads} query and {a.num_query_groups} KV heads "
+        f"of {a.kv_channels}"
+    )
+    yield (
+        f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}"
+        f"{', sequence parallel' if p.sequence_parallel else ''}"
+    )
+    yield (
+        f"batch   {data.global_batch_size} samples of {data.seq_length} tokens "
+        f"({data.global_batch_size * data.seq_length:,} tokens a step), {passes} microbatch(es) "
+        f"of {data.micro_batch_size}"
+    )
+    yield (
+        f"method  {spec.preset}: window {spec.window}, channel {spec.channel}, "
+        f"logit = {spec.alpha_scale:g} q - {spec.alpha_offset:g}, shift {spec.decision_shift}"
+    )
+
+
+def _memory(memory: MemoryEstimate) -> str:
+    names = ("weights", "gradients", "optimizer", "teacher", "logits")
+    parts = ", ".join(f"{name} {_size(getattr(memory, name))}" for name in names)
+    return f"{_size(memory.total)} on the fullest process ({parts}); activations come on top"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    stages = build_stages(config.stage, config.optim.lr, config.optim.lr_warmup_steps)
+    done = 0
+    for name, stage in zip(config.stage.run, stages, strict=True):
+        if stage is None:
+            yield f"stage {name}: format {config.stage.export.format or 'of the preset'}"
+            continue
+        yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
+        yield _HEADER
+        yield from (_row(stage, done, index) for index in _spread(stage.steps))
+        done += stage.steps
+
+
+def _row(stage: Stage, done: int, index: int) -> str:
+    plan = stage.plan(done + index, index)
+    return (
+        f"{plan.step + 1:>10}  {plan.neuron_scale:6.3f}  {plan.eviction:>8}  "
+        f"{plan.target_cr:9.3f}  {evicted_fraction(plan.target_cr):7.3f}"
+    )
+
+
+def _spread(steps: int) -> list[int]:
+    """Up to five step numbers from the first to the last."""
+    last = steps - 1
+    return sorted(
+        {round(last * i / (_SHOWN_STEPS - 1)) for i in range(_SHOWN_STEPS)} if steps else ()
+    )

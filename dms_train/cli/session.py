@@ -1,0 +1,241 @@
+"""One run from a checked configuration to finished stages: objects built, one call made."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dms_train.cli import launcher, run_folder
+from dms_train.cli.errors import PeerLost, lost_peer
+from dms_train.cli.exporter import ModelExporter, run_provenance
+from dms_train.cli.plan import describe
+from dms_train.cli.start_point import StartPoint, find_start, load_start
+from dms_train.config.check import check
+from dms_train.config.schema import RunConfig
+from dms_train.data.batches import BatchSource
+from dms_train.data.manifest import file_sha256, read_manifest
+from dms_train.data.tokens import TokenSamples, build_datasets
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import WeightReader
+from dms_train.mcore import groups
+from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.weights import RandomWeights
+from dms_train.method.spec import DMSSpec
+from dms_train.observe import log
+from dms_train.observe.metrics import Means, Throughput
+from dms_train.observe.progress import open_progress
+from dms_train.observe.sinks import Sink, open_sinks
+from dms_train.training import loop
+from dms_train.training.loop import LoopParts
+from dms_train.training.reporting import Reporter
+from dms_train.training.stages import Stage, build_stages
+from dms_train.training.state import TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What is known before any process group exists."""
+
+    config: RunConfig
+    architecture: Architecture
+    spec: DMSSpec
+    start: StartPoint
+    stages: list[Stage | None]
+    folder: Path
+
+
+def run(config: RunConfig) -> None:
+    """Validate, then run the stages of a configuration.
+
+    Raises:
+        ConfigError: Before anything is allocated, one line for each problem.
+        ValueError: Of the room that refused its input.
+    """
+    log.configure(launcher.rank())
+    prepared = _prepare(config)
+    if config.run.dry_run:
+        if launcher.rank() == 0:
+            text = describe(config, prepared.architecture, launcher.world_size())
+            sys.stdout.write(f"{text}\ndry run: nothing was started\n")
+        return
+    view = groups.start(config.parallel, config.run.seed)
+    try:
+        _run(prepared, view)
+    except RuntimeError as error:
+        if lost_peer(error):
+            raise PeerLost(
+                f"rank {view.rank}: another rank ended or did not answer; its own message above "
+                "says why. Start the same command again to resume from the newest checkpoint"
+            ) from error
+        raise
+    groups.stop()
+
+
+def _prepare(config: RunConfig) -> _Prepared:
+    start = find_start(config)
+    check(config, world_size=launcher.world_size(), architecture=start.architecture)
+    spec = config.method.spec()
+    start.require(spec)
+    folder = Path(config.run.dir)
+    start = run_folder.resume_point(config, start)
+    options = config.stage
+    stages = build_stages(
+        options, config.optim.lr, config.optim.lr_warmup_steps, start.state.target_cr
+    )
+    _check_data(config, start)
+    return _Prepared(
+        config=config,
+        architecture=start.architecture,
+        spec=spec,
+        start=start,
+        stages=stages,
+        folder=folder,
+    )
+
+
+def _check_data(config: RunConfig, start: StartPoint) -> None:
+    """Refuse data of another tokenizer or vocabulary before anything is allocated."""
+    from dms_train.data.manifest import check_run, check_shard
+
+    directory = start.tokenizer_dir
+    tokenizer = None if directory is None else directory / "tokenizer.json"
+    sha256 = file_sha256(tokenizer) if tokenizer is not None and tokenizer.is_file() else None
+    for prefix in config.data.paths:
+        manifest = read_manifest(prefix)
+        check_shard(prefix, manifest)
+        check_run(manifest, vocab_size=start.architecture.vocab_size, tokenizer_sha256=sha256)
+
+
+def _run(prepared: _Prepared, view: ParallelView) -> None:
+    config = prepared.config
+    leads = view.rank == 0
+    run_folder.write(config, leads=leads)
+    engine = _build_engine(prepared, view)
+    state = prepared.start.state
+    train, valid = _datasets(prepared, view)
+    source, eval_batches = _batches(config, view, train, valid)
+    provenance = run_provenance(prepared.architecture, config.model.path)
+    exporter = ModelExporter(
+        engine=engine,
+        options=config.stage.export,
+        folder=prepared.folder / "exports",
+        tokens=_selftest_tokens(valid or train, config),
+        source_dir=prepared.start.tokenizer_dir,
+        params_dtype=config.parallel.params_dtype,
+        provenance=provenance,
+    )
+    if "export" in config.stage.run and any(s and s.borrows_lane for s in prepared.stages):
+        exporter.check(max(state.target_cr, config.stage.retrofit.target_cr))
+    reporter = _reporter(config, state, leads=leads)
+    try:
+        loop.run(
+            prepared.stages,
+            state,
+            LoopParts(
+                engine=engine,
+                source=source,
+                exporter=exporter,
+                reporter=reporter,
+                options=config.run,
+                checkpoints=prepared.folder / "checkpoints",
+                leads=leads,
+                global_batch_size=config.data.global_batch_size,
+                eval_batches=eval_batches,
+                every_integer_cr=_exports_integers(config),
+                provenance=provenance,
+            ),
+        )
+    finally:
+        reporter.close()
+
+
+def _exports_integers(config: RunConfig) -> bool:
+    return "export" in config.stage.run and config.stage.export.every_integer_cr
+
+
+def _build_engine(prepared: _Prepared, view: ParallelView) -> McoreEngine:
+    config, start = prepared.config, prepared.start
+    options = EngineOptions(parallel=config.parallel, optim=config.optim, seed=config.run.seed)
+    original = None if start.model_dir is None else WeightReader(start.model_dir)
+    random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
+    engine = McoreEngine(prepared.architecture, prepared.spec, view, options, original or random)
+    remaining = prepared.stages[start.state.stage :]
+    if original is not None and any(s is not None and s.loss == "distill" for s in remaining):
+        engine.attach_teacher(original)
+    load_start(engine, start)
+    return engine
+
+
+def _datasets(
+    prepared: _Prepared, view: ParallelView
+) -> tuple[TokenSamples | None, TokenSamples | None]:
+    config = prepared.config
+    steps = sum(stage.steps for stage in prepared.stages if stage is not None)
+    eod = next((m.eod_id for m in map(read_manifest, config.data.paths)), None)
+    cache = config.data.cache_dir or str(prepared.folder / "data_cache")
+    return build_datasets(
+        config.data,
+        vocab_size=prepared.architecture.vocab_size,
+        eod_id=-1 if eod is None else eod,
+        train_samples=max(steps * config.data.global_batch_size, 1),
+        valid_samples=_eval_samples(config, view),
+        seed=config.run.seed,
+        cache_dir=cache,
+    )
+
+
+def _eval_samples(config: RunConfig, view: ParallelView) -> int:
+    """`run.eval_samples` rounded up to whole passes of all ranks."""
+    unit = config.data.micro_batch_size * view.dp_size * (view.pp_size if view.vp_size else 1)
+    return -(-config.run.eval_samples // unit) * unit
+
+
+def _batches(
+    config: RunConfig,
+    view: ParallelView,
+    train: TokenSamples | None,
+    valid: TokenSamples | None,
+) -> tuple[BatchSource, list[Any]]:
+    def source(samples: TokenSamples, size: int) -> BatchSource:
+        return BatchSource(
+            samples,
+            micro_batch_size=config.data.micro_batch_size,
+            global_batch_size=size,
+            data_parallel_rank=view.dp_rank,
+            data_parallel_size=view.dp_size,
+        )
+
+    assert train is not None
+    evaluation = [] if valid is None else source(valid, len(valid)).microbatches(0)
+    return source(train, config.data.global_batch_size), evaluation
+
+
+def _selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Tensor:
+    """A real text of the data, the first sample of the validation split if there is one."""
+    assert samples is not None
+    return samples[0].tokens[: config.data.seq_length]
+
+
+def _reporter(config: RunConfig, state: TrainState, *, leads: bool) -> Reporter:
+    sinks: list[Sink] = []
+    if leads:
+        sinks = open_sinks(
+            config.observe,
+            Path(config.run.dir),
+            run_folder.mapping(config),
+            resume_step=state.step,
+            warn=log.logger().warning,
+        )
+    return Reporter(
+        sinks=sinks,
+        progress=open_progress(leads and config.observe.progress),
+        tokens_per_step=config.data.global_batch_size * config.data.seq_length,
+        log_interval=config.run.log_interval,
+        throughput=Throughput(),
+        means=Means(),
+    )

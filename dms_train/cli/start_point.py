@@ -1,0 +1,134 @@
+"""Where a run starts from: the original model, and possibly a further trained student."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dms_train.config.build import ConfigError, build_dataclass
+from dms_train.config.schema import RunConfig
+from dms_train.hf import formats
+from dms_train.hf.architecture import Architecture, from_hf_config
+from dms_train.hf.directory import WeightReader, read_config, resolve
+from dms_train.mcore import checkpoint
+from dms_train.mcore.engine import McoreEngine
+from dms_train.method.spec import DMSSpec
+from dms_train.training.state import TrainState
+
+_INFERENCE_KEYS = (
+    "channel",
+    "alpha_scale",
+    "alpha_offset",
+    "decision_shift",
+    "window",
+    "clear_after_rope",
+    "eviction",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPoint:
+    """Everything a run begins with.
+
+    Attributes:
+        architecture: Of student and teacher.
+        model_dir: Original Hugging Face weights; None when training from scratch.
+        tokenizer_dir: Where tokenizer files are; None when unknown.
+        student: Checkpoint folder or export the student continues from; None for the original.
+        spec: What that student was trained with; None when its lane is still native.
+        state: Position of the run.
+        resumes: Whether `student` is a checkpoint of this very run, with optimizer state.
+    """
+
+    architecture: Architecture
+    model_dir: Path | None
+    tokenizer_dir: Path | None
+    student: Path | None = None
+    spec: DMSSpec | None = None
+    state: TrainState
+    resumes: bool = False
+
+    def require(self, spec: DMSSpec) -> None:
+        """Refuse to continue a student with other constants than it was trained with."""
+        if self.spec is None:
+            return
+        ours, theirs = spec.to_dict(), self.spec.to_dict()
+        differing = [key for key in _INFERENCE_KEYS if ours[key] != theirs[key]]
+        if differing:
+            wanted = " ".join(f"method.{key}={_yaml(theirs[key])}" for key in differing)
+            raise ConfigError(
+                f"run.load={self.student}: it was trained with other constants; add {wanted}"
+            )
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def find_start(config: RunConfig) -> StartPoint:
+    """Look at the model and at `run.load` without loading weights."""
+    model = config.model
+    if model.path is None:
+        if model.architecture is None:
+            raise ConfigError("model: give model.path, or model.architecture to train from scratch")
+        tokenizer = None if model.tokenizer is None else Path(model.tokenizer)
+        start = StartPoint(
+            architecture=model.architecture,
+            model_dir=None,
+            tokenizer_dir=tokenizer,
+            state=TrainState(),
+        )
+    else:
+        directory = resolve(
+            model.path, revision=model.revision, local_files_only=model.local_files_only
+        )
+        start = _original(directory)
+    return start if config.run.load is None else _with_student(start, Path(config.run.load))
+
+
+def _original(directory: Path) -> StartPoint:
+    if formats.read_spec(directory) is not None:
+        raise ConfigError(
+            f"model.path={directory}: this is a DMS export; give the original model as model.path "
+            "(it is the teacher) and this folder as run.load"
+        )
+    WeightReader(directory)  # refuses missing and truncated files now rather than on every rank
+    return StartPoint(
+        architecture=from_hf_config(read_config(directory)),
+        model_dir=directory,
+        tokenizer_dir=directory,
+        state=TrainState(),
+    )
+
+
+def _with_student(start: StartPoint, student: Path) -> StartPoint:
+    if (student / checkpoint.STATE_FILE).is_file():
+        stored = checkpoint.read_state(student)
+        architecture = build_dataclass(Architecture, stored["architecture"], "architecture")
+        lane_borrowed = bool(stored.get("lane_borrowed"))
+        spec = DMSSpec.from_dict(stored["spec"]) if lane_borrowed else None
+        ratio = float(stored.get("target_cr", 1.0))
+    elif (student / "config.json").is_file():
+        config = read_config(student)
+        architecture, spec = from_hf_config(config), formats.read_spec(student)
+        ratio = formats.read_target_cr(student)
+    else:
+        raise ConfigError(
+            f"run.load={student}: neither a checkpoint folder ({checkpoint.STATE_FILE}) nor a "
+            "Hugging Face directory (config.json)"
+        )
+    if asdict(architecture) != asdict(start.architecture):
+        raise ConfigError(f"run.load={student}: its architecture is not that of the model")
+    state = TrainState(lane_borrowed=spec is not None, target_cr=ratio)
+    return replace(start, student=student, spec=spec, state=state)
+
+
+def load_start(engine: McoreEngine, start: StartPoint) -> None:
+    """Load the student's weights, and the optimizer's state when the run resumes."""
+    if start.student is None:
+        return
+    if (start.student / checkpoint.STATE_FILE).is_file():
+        engine.load(start.student, with_optimizer=start.resumes)
+    else:
+        engine.load_hf(WeightReader(start.student))

@@ -1,0 +1,60 @@
+"""`dms-train`: compose the configuration, then run its stages.
+
+`dms-train experiment=NAME key=value` is one run and needs nothing from Hydra but the composed
+values. Hydra's flags work too: `--help`, `--cfg job` shows the composed configuration, and
+`-m optim.lr=1e-4,3e-4 'run.dir=outputs/lr-${optim.lr}'` makes one run after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from dms_train.cli.config_source import CONF_DIR, CONFIG_NAME, compose, explain, from_hydra
+from dms_train.cli.errors import run_main
+from dms_train.config.build import ConfigError
+from dms_train.config.schema import RunConfig
+
+
+def main() -> None:
+    """Entry point; exit code 0, 2 for a refused configuration or data, 130 for Ctrl-C."""
+    sys.exit(run_main(lambda: _main(sys.argv[1:])))
+
+
+def _main(arguments: list[str]) -> int:
+    flags, words = _parse(arguments)
+    if flags.config_dir is not None and not flags.config_dir.is_dir():
+        raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
+    if not flags.hydra:
+        _run(compose(words, flags.config_dir))
+        return 0
+    explain([word for word in words if "=" in word], flags.config_dir)
+    _hydra_application()
+    return 0
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split off `--config-dir`; any other flag (`hydra` is then true) is for Hydra to handle."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    flags, words = parser.parse_known_args(arguments)
+    flags.hydra = any(word.startswith("-") for word in words)
+    return flags, words
+
+
+def _run(config: RunConfig) -> None:
+    from dms_train.cli.session import run  # after the configuration is known to be good
+
+    run(config)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=CONFIG_NAME)
+def _hydra_application(node: Any) -> None:
+    """What Hydra calls once for every point of a multirun, or never for `--help` and `--cfg`."""
+    code = run_main(lambda: _run(from_hydra(node)))
+    if code:
+        sys.exit(code)

@@ -1,0 +1,144 @@
+"""Plain mappings into frozen dataclasses and back, refusing whatever does not fit.
+
+The mapping may come from YAML, JSON or a test; nothing here knows about the tool that read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeVar
+
+from dms_train.config.schema import RunConfig
+
+T = TypeVar("T")
+_MISSING_MARK = "???"
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; `problems` holds one line for each reason."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def build(mapping: Mapping[str, Any]) -> RunConfig:
+    """Build the configuration of a run.
+
+    Args:
+        mapping: Nested plain values; lists stand for tuples and `???` for a missing value.
+
+    Raises:
+        ConfigError: One line for every unknown key, wrong type and missing value.
+    """
+    return build_dataclass(RunConfig, mapping)
+
+
+def build_dataclass(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
+    """`build` for any of the option dataclasses; `path` is where `mapping` sits in the whole."""
+    problems: list[str] = []
+    result = _dataclass(cls, mapping, path, problems)
+    if problems:
+        raise ConfigError(*problems)
+    return typing.cast(T, result)
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """Inverse of `build`: nested dicts and lists, ready to be written as YAML or JSON."""
+    return typing.cast(dict[str, Any], _plain(asdict(config)))
+
+
+def valid_paths(cls: type = RunConfig, path: str = "") -> Iterator[str]:
+    """Dotted path of every key below a dataclass, blocks before what they contain."""
+    for name, hint in _hints(cls).items():
+        here = f"{path}.{name}" if path else name
+        yield here
+        nested = _dataclass_in(hint)
+        if nested is not None:
+            yield from valid_paths(nested, here)
+
+
+def unknown_key(path: str, valid: typing.Iterable[str] | None = None) -> str:
+    """The line that refuses `path`, with the nearest valid key when there is one."""
+    known = list(dict.fromkeys(valid_paths() if valid is None else valid))
+    wrong = _shortest_unknown(path, known)
+    block, _, name = wrong.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == block]
+    near = difflib.get_close_matches(name, siblings, n=1)
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    if near:
+        hint = f"did you mean {block}.{near[0]}?" if block else f"did you mean {near[0]}?"
+    elif elsewhere:
+        hint = f"did you mean {elsewhere[0]}?"
+    else:
+        hint = f"valid here: {', '.join(siblings)}"
+    return f"{wrong}: unknown key; {hint}"
+
+
+def _shortest_unknown(path: str, known: list[str]) -> str:
+    parts = path.split(".")
+    prefixes = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return next((prefix for prefix in prefixes if prefix not in known), path)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    options = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return next((h for h in options if isinstance(h, type) and is_dataclass(h)), None)
+
+
+def _dataclass(cls: type, mapping: Any, path: str, problems: list[str]) -> Any:
+    if not isinstance(mapping, Mapping):
+        problems.append(f"{path}={mapping!r}: expected a block with keys {', '.join(_hints(cls))}")
+        return None
+    dotted = {name: f"{path}.{name}" if path else name for name in (*_hints(cls), *mapping)}
+    unknown = [str(key) for key in mapping if key not in _hints(cls)]
+    problems += [unknown_key(dotted[key]) for key in unknown]
+    values = {}
+    for field in fields(cls):
+        value = mapping.get(field.name, MISSING)
+        if isinstance(value, str) and value == _MISSING_MARK:
+            value = MISSING
+        if value is not MISSING:
+            hint = _hints(cls)[field.name]
+            values[field.name] = _value(hint, value, dotted[field.name], problems)
+        elif field.default is MISSING:
+            problems.append(f"{dotted[field.name]}: missing; set {dotted[field.name]}=...")
+    return None if problems else cls(**values)
+
+
+def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if isinstance(hint, UnionType):
+        options = [h for h in typing.get_args(hint) if h is not NoneType]
+        return None if value is None else _value(options[0], value, path, problems)
+    if is_dataclass(hint):
+        return _dataclass(typing.cast(type, hint), value, path, problems)
+    if typing.get_origin(hint) is tuple:
+        return _tuple(hint, value, path, problems)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        problems.append(f"{path}={value!r}: expected {_NAMES[hint]}")
+    return value
+
+
+def _tuple(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    item = typing.get_args(hint)[0]
+    if not isinstance(value, list | tuple):
+        problems.append(f"{path}={value!r}: expected a list, each item {_NAMES[item]}")
+        return None
+    return tuple(_value(item, v, f"{path}[{i}]", problems) for i, v in enumerate(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

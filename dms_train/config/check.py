@@ -1,0 +1,154 @@
+"""Whether the blocks of a configuration fit each other, the model and the number of processes.
+
+Every rule yields one line: what is wrong, where, and how to fix it. Nothing is read from disk.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from dms_train.config.build import ConfigError
+from dms_train.config.ranges import check_ranges
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.options import ParallelOptions
+from dms_train.training.options import STAGES
+
+_VOCAB_MULTIPLE = 128  # embeddings are padded to a multiple of this
+_RETROFIT_STAGES = ("zero_neuron", "retrofit", "hold")
+
+
+def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> None:
+    """Refuse a configuration that would fail or be meaningless.
+
+    Args:
+        config: The configuration.
+        world_size: Number of processes that will run it.
+        architecture: The model's, read from `model.path` or taken from `model.architecture`.
+
+    Raises:
+        ConfigError: One line for every problem. Rules about sizes are only tried once each value
+            is in its own range.
+    """
+    problems = [*check_ranges(config, architecture), *_stages(config)]
+    if not problems:
+        problems = [
+            *_split_model(config.parallel, architecture),
+            *_split_batch(config, world_size),
+            *_lengths(config, architecture),
+        ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _split_model(parallel: ParallelOptions, architecture: Architecture) -> Iterator[str]:
+    tp = parallel.tensor_model_parallel_size
+    where = f"parallel.tensor_model_parallel_size={tp}"
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        size = getattr(architecture, name)
+        if size % tp:
+            yield f"{where}: does not divide the model's {name}={size}; use a divisor of it"
+    if _VOCAB_MULTIPLE % tp:
+        yield f"{where}: use a divisor of {_VOCAB_MULTIPLE}, to which the vocabulary is padded"
+    if parallel.sequence_parallel and tp == 1:
+        yield f"parallel.sequence_parallel=true: needs {where.partition('=')[0]} above 1"
+    yield from _split_layers(parallel, architecture.num_layers)
+
+
+def _split_layers(parallel: ParallelOptions, layers: int) -> Iterator[str]:
+    pp, vp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    if vp is not None and pp == 1:
+        yield (
+            f"parallel.virtual_pipeline_model_parallel_size={vp}: needs "
+            "parallel.pipeline_model_parallel_size above 1; use null without a pipeline"
+        )
+    chunks = pp * (vp or 1)
+    if layers % chunks:
+        yield (
+            f"parallel.pipeline_model_parallel_size={pp}: the model's {layers} layers do not "
+            f"divide into {chunks} chunks; choose pipeline x virtual size that divides {layers}"
+        )
+
+
+def _split_batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel, data = config.parallel, config.data
+    pp, vp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    model_size = parallel.tensor_model_parallel_size * pp
+    if world_size % model_size:
+        yield (
+            f"parallel: tensor x pipeline size is {model_size}, which does not divide the "
+            f"{world_size} process(es); start a multiple of {model_size} or change the layout"
+        )
+        return
+    copies = world_size // model_size
+    per_pass = data.micro_batch_size * copies
+    if data.global_batch_size % per_pass:
+        yield (
+            f"data.global_batch_size={data.global_batch_size}: not a multiple of "
+            f"micro_batch_size x data-parallel size = {data.micro_batch_size} x {copies}; "
+            f"use a multiple of {per_pass}"
+        )
+    elif vp is not None and (data.global_batch_size // per_pass) % pp:
+        yield (
+            f"data.global_batch_size={data.global_batch_size}: the virtual pipeline needs a "
+            f"number of microbatches that {pp} divides; use a multiple of {per_pass * pp}"
+        )
+
+
+def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    length, tp = config.data.seq_length, config.parallel.tensor_model_parallel_size
+    longest, window = architecture.max_position_embeddings, config.method.spec().window
+    if length > longest:
+        yield f"data.seq_length={length}: the model reads at most {longest} positions; use fewer"
+    if config.parallel.sequence_parallel and length % tp:
+        yield f"data.seq_length={length}: sequence parallelism needs a multiple of {tp}; change it"
+    if {"retrofit", "hold"} & set(config.stage.run) and window >= length:
+        yield (
+            f"method.window={window}: not below data.seq_length={length}, so nothing could be "
+            "evicted; use a smaller window or longer samples"
+        )
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    run = config.stage.run
+    unknown = [name for name in run if name not in STAGES]
+    if not run:
+        yield f"stage.run=[]: name at least one of {', '.join(STAGES)}"
+    for name in unknown:
+        near = difflib.get_close_matches(name, STAGES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(STAGES)}"
+        yield f"stage.run: unknown stage {name!r}; {hint}"
+    if not unknown:
+        yield from _stage_order(run)
+        yield from _starting_weights(config)
+
+
+def _stage_order(run: Sequence[str]) -> Iterator[str]:
+    ordered = [name for name in STAGES if name in run]
+    if list(run) != ordered:
+        yield f"stage.run=[{', '.join(run)}]: run each stage once, as [{', '.join(ordered)}]"
+    late = [name for name in run if name in _RETROFIT_STAGES]
+    if "pretrain" in run and late:
+        yield (
+            f"stage.run: pretrain and {late[0]} are different runs; run [pretrain, export], then "
+            f"{late[0]} with model.path set to the export"
+        )
+
+
+def _starting_weights(config: RunConfig) -> Iterator[str]:
+    model, run = config.model, config.stage.run
+    if (model.path is None) == (model.architecture is None):
+        yield "model.path, model.architecture: set exactly one (model=hf or model=scratch)"
+    elif "pretrain" in run and model.path is not None:
+        yield "model.path: pretrain starts from random weights; use model=scratch"
+    elif "pretrain" not in run and model.path is None and config.run.load is None:
+        yield f"stage.run: {run[0]} needs weights; set model.path (model=hf) or run.load"
+    if "hold" in run and "retrofit" not in run and config.run.load is None:
+        yield "stage.run: hold needs retrofit before it, or run.load with a retrofitted checkpoint"

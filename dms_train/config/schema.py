@@ -1,0 +1,26 @@
+"""The whole configuration of a run: one block of options per room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dms_train.data.options import DataOptions
+from dms_train.hf.options import ModelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.options import MethodOptions
+from dms_train.observe.options import ObserveOptions
+from dms_train.training.options import RunOptions, StageOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What `dms-train` is asked to do; each room is handed its own block and never this."""
+
+    model: ModelOptions
+    method: MethodOptions
+    stage: StageOptions
+    data: DataOptions
+    parallel: ParallelOptions
+    optim: OptimOptions
+    observe: ObserveOptions
+    run: RunOptions

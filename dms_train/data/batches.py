@@ -1,0 +1,134 @@
+"""Cuts numbered samples into the microbatches of one data-parallel rank.
+
+The position in the data is one integer, the number of the first sample of a global batch, and every
+number stands for the same tokens in every run with the same data settings. So a run resumes from
+that integer alone, with any data-parallel size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dms_train.data.errors import DataError
+
+
+class Sample(NamedTuple):
+    """One training sequence.
+
+    Attributes:
+        tokens: int64 [s], inputs.
+        labels: int64 [s], the token after each input.
+        loss_mask: float32 [s], 1 where the position counts in the loss, else 0.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+
+class Samples(Protocol):
+    """Numbered samples, from 0 to the length less 1."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def __getitem__(self, number: int, /) -> Sample:
+        """The sample with this number."""
+        ...
+
+
+class Batch(NamedTuple):
+    """One microbatch.
+
+    Attributes:
+        tokens: int64 [b, s], inputs.
+        labels: int64 [b, s], the token after each input.
+        loss_mask: float32 [b, s], 1 where the position counts in the loss, else 0.
+        samples: int64 [b], global sample numbers.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    samples: Tensor
+
+
+class BatchSource:
+    """The microbatches of one data-parallel rank.
+
+    A global batch is a run of consecutive samples, cut into groups of `micro_batch_size`.
+    Microbatch m of rank r is group m * data_parallel_size + r, so the set of microbatches does not
+    depend on the data-parallel size.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        """Fix the layout of a global batch.
+
+        Raises:
+            ValueError: The global batch does not divide into equal microbatches over the ranks, or
+                the rank is not one of them.
+        """
+        if min(micro_batch_size, global_batch_size, data_parallel_size) < 1:
+            raise ValueError("batch sizes and the data-parallel size must be at least 1")
+        if global_batch_size % (micro_batch_size * data_parallel_size):
+            raise ValueError(
+                f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+                f"{micro_batch_size} times data-parallel size {data_parallel_size}"
+            )
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(
+                f"data-parallel rank {data_parallel_rank} is not below {data_parallel_size}"
+            )
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
+        self._global_batch_size = global_batch_size
+        self._rank = data_parallel_rank
+        self._size = data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of this rank in one global batch."""
+        return self._global_batch_size // (self._micro_batch_size * self._size)
+
+    def microbatches(self, first_sample: int) -> list[Batch]:
+        """This rank's part of the global batch that starts at a sample.
+
+        Args:
+            first_sample: Number of the first sample of the global batch over all ranks.
+
+        Returns:
+            `num_microbatches` batches in the order in which to run them.
+
+        Raises:
+            DataError: The global batch reaches past the last sample, or a read failed.
+        """
+        end = first_sample + self._global_batch_size
+        if first_sample < 0 or end > len(self._dataset):
+            raise DataError(
+                f"samples {first_sample} to {end - 1} were asked for, the data set was built with "
+                f"{len(self._dataset)}; build it for all steps of the run"
+            )
+        return [self._microbatch(first_sample, m) for m in range(self.num_microbatches)]
+
+    def _microbatch(self, first_sample: int, m: int) -> Batch:
+        start = first_sample + (m * self._size + self._rank) * self._micro_batch_size
+        numbers = range(start, start + self._micro_batch_size)
+        rows = [self._dataset[number] for number in numbers]
+        return Batch(
+            tokens=torch.stack([row.tokens for row in rows]),
+            labels=torch.stack([row.labels for row in rows]),
+            loss_mask=torch.stack([row.loss_mask for row in rows]),
+            samples=torch.tensor(list(numbers), dtype=torch.int64),
+        )

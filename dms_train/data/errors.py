@@ -1,0 +1,7 @@
+"""The one error of this room."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """Token data is missing, damaged, unfit for the run or too small; the message is one line."""

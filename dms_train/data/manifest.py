@@ -1,0 +1,230 @@
+"""`PREFIX.manifest.json`: what a pair of `.bin/.idx` files must contain, and who may train on it.
+
+Megatron's files carry no tokenizer, no vocabulary size and no checksum: a truncated file or one
+made with another tokenizer trains without any complaint. The manifest closes that hole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from dms_train.data.errors import DataError
+from dms_train.data.index_file import bin_path, idx_path, read_index
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One input file of a shard.
+
+    Attributes:
+        name: File name without its directory.
+        sha256: Hash of its bytes.
+        rows: Documents taken from it.
+    """
+
+    name: str
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Contents of one shard.
+
+    Attributes:
+        format_version: Version of this record, `FORMAT_VERSION`.
+        tokenizer_sha256: Hash of the bytes of `tokenizer.json`.
+        vocab_size: Entries of the tokenizer, added tokens included.
+        eod_id: Token that ends every document; None when none was appended.
+        max_token_id: Largest token id in the data.
+        documents: Documents in the shard.
+        tokens: Tokens in the shard.
+        bin_bytes: Size of `PREFIX.bin`.
+        idx_bytes: Size of `PREFIX.idx`.
+        idx_sha256: Hash of `PREFIX.idx`, verified at every start of a run.
+        bin_sha256: Hash of `PREFIX.bin`, verified by `dms-data check`.
+        dtype: `uint16` or `int32`.
+        sources: Input files in order.
+        created_with: Version of each program that took part.
+    """
+
+    format_version: int = FORMAT_VERSION
+    tokenizer_sha256: str
+    vocab_size: int
+    eod_id: int | None
+    max_token_id: int
+    documents: int
+    tokens: int
+    bin_bytes: int
+    idx_bytes: int
+    idx_sha256: str
+    bin_sha256: str
+    dtype: str
+    sources: tuple[Source, ...]
+    created_with: dict[str, str]
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "int | None": (int, NoneType),
+    "tuple[Source, ...]": (list,),
+    "dict[str, str]": (dict,),
+}
+
+
+def manifest_path(prefix: str | Path) -> Path:
+    """Where the manifest of a shard lies."""
+    return Path(f"{prefix}.manifest.json")
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in blocks."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
+    """Write the manifest atomically: a reader sees the old file, the new one or none."""
+    path = manifest_path(prefix)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            json.dump(asdict(manifest), stream, indent=2)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_manifest(prefix: str | Path) -> Manifest:
+    """Read the manifest of a shard.
+
+    Raises:
+        DataError: It is missing, is not valid JSON, or has other fields than this version writes.
+    """
+    path = manifest_path(prefix)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing; {_advice(prefix)}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON ({error}); tokenise the data again") from None
+    version = record.get("format_version") if isinstance(record, dict) else None
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path}: manifest version {version}, this program reads {FORMAT_VERSION}; "
+            "tokenise the data again"
+        )
+    _check_fields(path, record, Manifest)
+    for source in record["sources"]:
+        _check_fields(path, source, Source)
+    return Manifest(**{**record, "sources": tuple(Source(**s) for s in record["sources"])})
+
+
+def check_shard(prefix: str | Path, manifest: Manifest) -> None:
+    """Check that the files on disk are the ones the manifest describes.
+
+    Reads the whole index but only the size of the token file; see `check_bin_hash`.
+
+    Raises:
+        DataError: A file is missing, has another size or another hash, has an invalid header, or
+            holds other counts of documents or tokens.
+    """
+    for path, size in (
+        (bin_path(prefix), manifest.bin_bytes),
+        (idx_path(prefix), manifest.idx_bytes),
+    ):
+        _check_size(prefix, path, size)
+    _check_hash(idx_path(prefix), manifest.idx_sha256)
+    index = read_index(prefix)
+    found = {
+        "documents": len(index.lengths),
+        "tokens": index.tokens,
+        "dtype": index.dtype,
+        "bin_bytes": index.bin_bytes,
+    }
+    for name, value in found.items():
+        if value != getattr(manifest, name):
+            raise DataError(
+                f"{idx_path(prefix)}: {name} is {value}, the manifest says "
+                f"{getattr(manifest, name)}; tokenise the data again"
+            )
+
+
+def check_bin_hash(prefix: str | Path, manifest: Manifest) -> None:
+    """Check every byte of the token file against the manifest; takes time on large files.
+
+    Raises:
+        DataError: The hash differs.
+    """
+    _check_hash(bin_path(prefix), manifest.bin_sha256)
+
+
+def check_run(manifest: Manifest, *, vocab_size: int, tokenizer_sha256: str | None) -> None:
+    """Check that a model can train on the shard.
+
+    Args:
+        manifest: The shard's manifest.
+        vocab_size: Rows of the model's embedding that are real tokens.
+        tokenizer_sha256: Hash of the model's `tokenizer.json`; None when the model has none.
+
+    Raises:
+        DataError: A token id lies outside the vocabulary or the tokenizer is another one.
+    """
+    names = ", ".join(source.name for source in manifest.sources)
+    if manifest.max_token_id >= vocab_size:
+        raise DataError(
+            f"data from {names}: token id {manifest.max_token_id} is outside the model's "
+            f"vocabulary of {vocab_size}; tokenise with the model's own tokenizer"
+        )
+    if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
+        raise DataError(
+            f"data from {names}: made with tokenizer {manifest.tokenizer_sha256[:12]}, the model "
+            f"has {tokenizer_sha256[:12]}; tokenise with the model's own tokenizer"
+        )
+
+
+def _check_size(prefix: str | Path, path: Path, size: int) -> None:
+    if not path.is_file():
+        raise DataError(f"{path}: missing; {_advice(prefix)}")
+    if path.stat().st_size != size:
+        raise DataError(
+            f"{path}: {path.stat().st_size} bytes, the manifest says {size}; "
+            "the file is truncated or damaged: copy it or tokenise the data again"
+        )
+
+
+def _check_hash(path: Path, sha256: str) -> None:
+    found = file_sha256(path)
+    if found != sha256:
+        raise DataError(
+            f"{path}: SHA-256 {found[:12]}, the manifest says {sha256[:12]}; "
+            "the file is damaged: copy it or tokenise the data again"
+        )
+
+
+def _check_fields(path: Path, record: Any, kind: type[Manifest] | type[Source]) -> None:
+    kinds = {field.name: _KINDS[str(field.type)] for field in fields(kind)}
+    if not isinstance(record, dict) or set(record) != set(kinds):
+        raise DataError(f"{path}: a {kind.__name__} needs {', '.join(kinds)}")
+    for name, accepted in kinds.items():
+        if not isinstance(record[name], accepted) or isinstance(record[name], bool):
+            raise DataError(f"{path}: {name} is {record[name]!r}; tokenise the data again")
+
+
+def _advice(prefix: str | Path) -> str:
+    stem = str(prefix)
+    if stem.endswith((".bin", ".idx", ".manifest.json")):
+        return "name the files by their common prefix, without an extension"
+    return "make the files with dms-data tokenize, or correct data.paths"

@@ -1,0 +1,264 @@
+"""Hugging Face model directories: found, read tensor by tensor, written shard by shard.
+
+Weights are safetensors only; nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.hf.errors import HFError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def resolve(
+    path_or_id: str | Path, *, revision: str | None = None, local_files_only: bool = True
+) -> Path:
+    """Find a model directory.
+
+    Args:
+        path_or_id: A directory, which wins, or a hub id such as `Qwen/Qwen3-0.6B`.
+        revision: Hub revision; ignored for directories.
+        local_files_only: Look only into the local hub cache, never at the network.
+
+    Returns:
+        The directory.
+
+    Raises:
+        FileNotFoundError: One line saying what is absent and what to do.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_id)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"{name}: no such directory")
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            name,
+            revision=revision,
+            local_files_only=local_files_only,
+            allow_patterns=_FILES_OF_INTEREST,
+        )
+    except (ImportError, OSError, ValueError) as error:
+        where = "the local hub cache" if local_files_only else "the hub"
+        fix = "give a directory, or allow the network with local_files_only=false"
+        raise FileNotFoundError(
+            f"{name}: neither a directory nor in {where} (revision {revision or 'main'}); {fix}"
+        ) from error
+    return Path(found)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object; one-line FileNotFoundError or ValueError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise HFError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise HFError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object atomically, with indentation."""
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Parse `config.json` of a model directory; clear errors when it is missing or broken."""
+    return read_json(Path(directory) / "config.json")
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Header of a safetensors file, after checking that the file is complete.
+
+    Returns:
+        `{name: {"dtype", "shape", "data_offsets"}}`, without the `__metadata__` entry.
+
+    Raises:
+        FileNotFoundError: If the file is absent.
+        ValueError: If its header is unreadable or its length is not what the header promises.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: weight file is missing; copy the directory again")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise HFError(f"{path}: truncated inside its header; copy the file again")
+        try:
+            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+        except ValueError:
+            raise HFError(f"{path}: not a safetensors file (unreadable header)") from None
+    header.pop("__metadata__", None)
+    promised = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
+    if size != promised:
+        raise HFError(f"{path}: {size} bytes, its header promises {promised}; copy the file again")
+    return header
+
+
+def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    """File names, and the index's `weight_map` if there are shards."""
+    if (directory / SINGLE_FILE).is_file():
+        return [SINGLE_FILE], None
+    if (directory / INDEX_FILE).is_file():
+        mapping = read_json(directory / INDEX_FILE).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise HFError(f"{directory / INDEX_FILE}: no weight_map")
+        return sorted(set(mapping.values())), mapping
+    if any((directory / name).is_file() for name in _PICKLES):
+        raise HFError(
+            f"{directory}: has only pytorch_model.bin, which is not read (pickle runs code); "
+            "convert it with transformers' save_pretrained(..., safe_serialization=True)"
+        )
+    raise FileNotFoundError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}")
+
+
+class WeightReader:
+    """Tensors of a directory by name, read from safetensors when asked for.
+
+    Construction reads every header and checks that each file is complete.
+
+    Raises:
+        FileNotFoundError: If weights or a shard are absent.
+        ValueError: If a file is truncated, or the index and the shards disagree.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        files, mapping = _weight_files(self.directory)
+        self._entries: dict[str, tuple[str, dict[str, Any]]] = {}
+        for file in files:
+            for name, entry in read_header(self.directory / file).items():
+                self._entries[name] = (file, entry)
+        for name, file in (mapping or {}).items():
+            if self._entries.get(name, ("",))[0] != file:
+                raise HFError(f"{self.directory / INDEX_FILE}: {name} is not in {file}")
+        self._open: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._entries)
+
+    def _entry(self, name: str) -> tuple[str, dict[str, Any]]:
+        if name not in self._entries:
+            raise KeyError(f"{self.directory}: no tensor {name}")
+        return self._entries[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape from the header, without reading the tensor; KeyError if absent."""
+        return tuple(self._entry(name)[1]["shape"])
+
+    def dtype(self, name: str) -> str:
+        """Dtype in safetensors' words (`BF16`, `F32`, ...); KeyError if absent."""
+        return str(self._entry(name)[1]["dtype"])
+
+    def get(self, name: str) -> Tensor:
+        """The tensor on the CPU in its stored dtype; KeyError if absent."""
+        from safetensors import safe_open
+
+        file = self._entry(name)[0]
+        if file not in self._open:
+            self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+
+class WeightWriter:
+    """Streams tensors into safetensors shards; use as a context manager.
+
+    Shards carry temporary names until `close`, so a directory never looks complete early. Memory
+    is bounded by one shard.
+
+    Args:
+        directory: Existing directory without weights of the same names.
+        max_shard_bytes: A shard is written before it would exceed this size.
+    """
+
+    def __init__(self, directory: str | Path, max_shard_bytes: int = 5 * 1024**3) -> None:
+        self.directory = Path(directory)
+        self._max_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+        self._total_bytes = 0
+
+    def __enter__(self) -> WeightWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        for number in range(len(self._shards) + 1):  # the last one may be half written
+            self._temporary(number).unlink(missing_ok=True)
+
+    def _temporary(self, number: int) -> Path:
+        return self.directory / f".shard-{number:05d}.partial"
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor (copied to the CPU); ValueError if the name was already added."""
+        if name in self._names:
+            raise HFError(f"tensor {name} was already written")
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self._max_bytes:
+            self._flush()
+        # A copy: safetensors refuses views and shared storage, and the caller may reuse it.
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+        self._names.add(name)
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._pending, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def close(self) -> None:
+        """Write the last shard, give the shards their final names and write the index."""
+        if self._pending or not self._shards:
+            self._flush()
+        count = len(self._shards)
+        if count == 1:
+            os.replace(self._temporary(0), self.directory / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            os.replace(self._temporary(number), self.directory / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        write_json(self.directory / INDEX_FILE, index)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16: the spelling of config.json."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,7 @@
+"""Refusals of this room, each one line: what, where, how to fix."""
+
+from __future__ import annotations
+
+
+class HFError(ValueError):
+    """A model directory or architecture that cannot be used."""

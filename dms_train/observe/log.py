@@ -1,0 +1,55 @@
+"""One-line messages on stderr: rank 0 tells the story, other ranks speak up only to warn."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+_NAME = "dms_train"
+
+
+def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
+    """Set up and return the project's logger; calling again replaces the set-up.
+
+    Args:
+        rank: Rank of this process; ranks other than 0 print warnings and errors only.
+        stream: Where lines go; None is whatever stderr is at the time of each line, so that a
+            progress bar which replaces stderr can keep lines above itself.
+    """
+    logger = logging.getLogger(_NAME)
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+    handler = logging.StreamHandler(stream) if stream is not None else _StderrHandler()
+    handler.setFormatter(_OneLine(rank))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    return logger
+
+
+def logger() -> logging.Logger:
+    """The project's logger."""
+    return logging.getLogger(_NAME)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class _OneLine(logging.Formatter):
+    """`12:30:59 [rank 3] warning: text`, line breaks in the text folded into spaces."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        parts = [self.formatTime(record, self.datefmt)]
+        if self._rank:
+            parts.append(f"[rank {self._rank}]")
+        if record.levelno >= logging.WARNING:
+            parts.append(f"{record.levelname.lower()}:")
+        return " ".join([*parts, *record.getMessage().split()])

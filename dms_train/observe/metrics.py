@@ -1,0 +1,64 @@
+"""Small meters over plain floats: means between log rows, tokens per second, time left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+Clock = Callable[[], float]
+
+
+class Means:
+    """Weighted means of named values since the last `take`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float], weight: float = 1.0) -> None:
+        """Count every value with the same weight."""
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + weight * value
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def take(self) -> dict[str, float]:
+        """The means, and start over."""
+        means = {name: self._sums[name] / self._weights[name] for name in self._sums}
+        self._sums.clear()
+        self._weights.clear()
+        return means
+
+
+class Throughput:
+    """Tokens per second over the last `window` steps."""
+
+    def __init__(self, window: int = 20, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[float, int]] = deque([(clock(), 0)], maxlen=window + 1)
+
+    def step(self, tokens: int) -> float:
+        """Count the tokens of a finished step and return the current rate."""
+        self._marks.append((self._clock(), self._marks[-1][1] + tokens))
+        (start, before), (end, after) = self._marks[0], self._marks[-1]
+        return (after - before) / max(end - start, 1e-9)
+
+    def pause(self) -> None:
+        """Leave out the time since the last step, e.g. after a checkpoint or an evaluation."""
+        idle = self._clock() - self._marks[-1][0]
+        self._marks = deque(((t + idle, n) for t, n in self._marks), maxlen=self._marks.maxlen)
+
+    def seconds_per_step(self) -> float | None:
+        """Mean duration of the steps in the window; None before the first."""
+        steps = len(self._marks) - 1
+        return (self._marks[-1][0] - self._marks[0][0]) / steps if steps else None
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m07s` or `2h05m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,261 @@
+"""Where metrics go: `metrics.jsonl` always, Weights & Biases when asked. One rank owns them.
+
+`metrics.jsonl` is the record that survives anything: every row is on disk before the next step.
+Weights & Biases is a view of it that may fail in many ways, none of which may stop training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from dms_train.observe.options import ObserveOptions
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+RUN_ID_FILE = "wandb_id"
+STEP = "step"
+_PROBE_SECONDS = 3.0
+_FINISH_SECONDS = 60.0
+
+Warn = Callable[[str], None]
+Mode = Literal["online", "offline"]
+
+
+class Sink(Protocol):
+    """Receives plain numbers from the owning rank."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record one row of the global step `step`."""
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Record final or best values of the whole run; later calls add to earlier ones."""
+
+    def close(self) -> None:
+        """Finish; the sink is not used afterwards."""
+
+
+def open_sinks(
+    options: ObserveOptions,
+    run_dir: Path,
+    config: Mapping[str, Any],
+    *,
+    resume_step: int,
+    warn: Warn,
+) -> list[Sink]:
+    """The sinks of a run.
+
+    Args:
+        options: What the configuration asks for.
+        run_dir: Run folder; everything is written below it.
+        config: The resolved configuration, shown beside the metrics.
+        resume_step: Last finished step of the checkpoint a run continues from; 0 starts over.
+        warn: Called with one line when Weights & Biases cannot do what was asked.
+    """
+    sinks: list[Sink] = [JsonlSink(run_dir, resume_step=resume_step)]
+    if options.wandb != "disabled":
+        run_id = wandb_run_id(run_dir, resumed=resume_step > 0)
+        sinks.append(WandbSink(options, run_dir, config, run_id=run_id, warn=warn))
+    return sinks
+
+
+class JsonlSink:
+    """`metrics.jsonl`, one object for each row, and `summary.json`; NaN and inf become null."""
+
+    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / METRICS_FILE
+        self._summary_path = run_dir / SUMMARY_FILE
+        self._summary: dict[str, Any] = {}
+        _drop_rows_past(self._path, resume_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a row and flush it."""
+        self._file.write(json.dumps({STEP: step, **_finite(values)}) + "\n")
+        self._file.flush()
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Rewrite `summary.json` with the added values."""
+        self._summary.update(_finite(values))
+        _replace(self._summary_path, json.dumps(self._summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class WandbSink:
+    """Weights & Biases. Every failure is one warning; after one in `log` the sink stays silent.
+
+    The run id lives in the run folder, so a resumed run continues the same id: offline as one
+    more segment, which `wandb sync` joins to the earlier ones.
+    """
+
+    def __init__(
+        self,
+        options: ObserveOptions,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        *,
+        run_id: str,
+        warn: Warn,
+    ) -> None:
+        self._warn = warn
+        self._run: Any = None
+        self._attempt(lambda: self._open(options, run_dir, config, run_id))
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Hand a row to the background process of Weights & Biases."""
+        if self._run is not None:
+            row = {STEP: step, **values}
+            self._attempt(lambda: self._run.log(row, step=step))
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Set summary values."""
+        if self._run is not None:
+            self._attempt(lambda: self._run.summary.update(dict(values)))
+
+    def close(self) -> None:
+        """Finish the run, waiting for a bounded time."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        finisher = threading.Thread(target=self._attempt, args=(run.finish,), daemon=True)
+        finisher.start()
+        finisher.join(_FINISH_SECONDS)
+        if finisher.is_alive():
+            self._warn("wandb: did not finish in time; the run folder holds what is missing")
+
+    def _open(
+        self, options: ObserveOptions, run_dir: Path, config: Mapping[str, Any], run_id: str
+    ) -> None:
+        import wandb
+
+        def init(mode: Mode) -> Any:
+            return wandb.init(
+                project=options.project,
+                entity=options.entity,
+                name=options.name or run_dir.resolve().name,
+                id=run_id,
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(config),
+                mode=mode,
+                settings=_settings(wandb),
+            )
+
+        mode = self._mode(options, wandb)
+        try:
+            self._run = init(mode)
+        except wandb.errors.Error as error:
+            if mode == "offline":
+                raise
+            self._warn(f"wandb: {_one_line(error)}; recording offline")
+            wandb.teardown()  # its background process still holds the run id
+            self._run = init("offline")
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def _mode(self, options: ObserveOptions, wandb: Any) -> Mode:
+        """Online only when a server answers and a key is known, so that nothing asks or hangs."""
+        if options.wandb != "online":
+            return "offline"
+        url = wandb.setup().settings.base_url
+        if not reachable(url):
+            self._warn(f"wandb: {url} cannot be reached; recording offline")
+            return "offline"
+        if not wandb.login(prompt=False, verify=False):
+            self._warn(f"wandb: no API key for {url} (`wandb login`); recording offline")
+            return "offline"
+        return "online"
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        """Training goes on whatever happens in here, hence the broad except."""
+        try:
+            action()
+        except Exception as error:
+            self._run = None
+            self._warn(f"wandb: {_one_line(error)}; no longer recorded there")
+
+
+def wandb_run_id(run_dir: Path, *, resumed: bool) -> str:
+    """The id of this run folder: kept when the run is resumed, otherwise made anew."""
+    file = run_dir / RUN_ID_FILE
+    if resumed and file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    run_id = secrets.token_hex(4)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _replace(file, run_id + "\n")
+    return run_id
+
+
+def reachable(url: str) -> bool:
+    """Whether a TCP connection to a server (or to the proxy that leads there) opens quickly."""
+    target = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(target.scheme)
+    if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
+        target = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    port = target.port or (443 if target.scheme == "https" else 80)
+    try:
+        with socket.create_connection((target.hostname or "", port), timeout=_PROBE_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _settings(wandb: Any) -> Any:
+    """Short patience with the server; nothing about the machine, its code or its output."""
+    return wandb.Settings(
+        init_timeout=10,
+        login_timeout=1,
+        finish_timeout=_FINISH_SECONDS - 10,
+        console="off",
+        silent=True,
+        disable_git=True,
+        disable_code=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_graphql_retry_max=1,
+        x_graphql_timeout_seconds=5,
+    )
+
+
+def _drop_rows_past(path: Path, step: int) -> None:
+    """Forget what a resumed run will do again, and a last row that was cut off."""
+    if not path.is_file():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _keeps(line, step)]
+    _replace(path, "".join(line + "\n" for line in kept))
+
+
+def _keeps(line: str, step: int) -> bool:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(row, dict) and step > 0 and row.get(STEP, step + 1) <= step
+
+
+def _replace(path: Path, text: str) -> None:
+    scratch = path.with_suffix(path.suffix + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    bad = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {key: None if key in bad else value for key, value in values.items()}
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

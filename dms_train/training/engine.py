@@ -1,0 +1,52 @@
+"""What the loop asks of an engine, a data source and an exporter; they fit by shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from dms_train.method.plan import LearningRate, StepPlan, StepResult
+
+
+class TrainEngine(Protocol):
+    """Computes steps; knows nothing of stages."""
+
+    def begin_stage(self, rate: LearningRate) -> None:
+        """Set the learning-rate schedule of the coming steps."""
+        ...
+
+    def train_step(self, plan: StepPlan, batches: list[Any]) -> StepResult:
+        """One optimizer step; a ValueError of the engine when the loss is not finite."""
+        ...
+
+    def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
+        """Losses and accounting without gradients."""
+        ...
+
+    def hand_over_lane(self) -> None:
+        """Zero the borrowed neuron's projection and its optimizer state."""
+        ...
+
+    def save(self, path: Path, state: dict[str, Any]) -> None:
+        """Write weights, optimizer and the JSON state."""
+        ...
+
+
+class TokenSource(Protocol):
+    """Numbered samples, cut into this rank's microbatches."""
+
+    def microbatches(self, first_sample: int) -> list[Any]:
+        """The microbatches of the global batch that starts at this sample."""
+        ...
+
+
+class Exporter(Protocol):
+    """Writes the current model for others to use."""
+
+    def export(self, name: str, state: dict[str, Any]) -> Path:
+        """Write `exports/NAME` and return its folder."""
+        ...
+
+    def alias(self, name: str, target: str) -> None:
+        """Let `exports/NAME` stand for an export that exists."""
+        ...

@@ -1,0 +1,95 @@
+"""What the loop reports and under which names, the same in every sink.
+
+Events: a stage begins, a step ends, an evaluation ends, a checkpoint is written, a note.
+Only the rank that owns the sinks does anything here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dms_train.method.plan import StepPlan, StepResult
+from dms_train.observe.log import logger
+from dms_train.observe.metrics import Means, Throughput
+from dms_train.observe.progress import Progress
+from dms_train.observe.sinks import Sink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporter:
+    """Turns events of the loop into rows, a progress display and log lines."""
+
+    sinks: list[Sink]
+    progress: Progress
+    tokens_per_step: int
+    log_interval: int
+    throughput: Throughput
+    means: Means
+
+    def begin_stage(self, name: str, steps: int, done: int) -> None:
+        """A stage starts or continues."""
+        self.throughput.pause()
+        self.progress.start(name, steps, done)
+
+    def step(self, step: int, stage_step: int, plan: StepPlan, result: StepResult) -> None:
+        """An optimizer step ended."""
+        rate = self.throughput.step(self.tokens_per_step)
+        values = {**_described(plan, result), "tokens_per_second": rate}
+        self.progress.step(stage_step, values)
+        self.means.add({**values, "grad_norm": result.grad_norm, "lr": result.learning_rate})
+        if step % self.log_interval == 0:
+            row = self.means.take()
+            self._log(step, {**row, "tokens": step * self.tokens_per_step}, "train/")
+
+    def evaluation(self, step: int, plan: StepPlan, result: StepResult) -> None:
+        """An evaluation ended."""
+        values = _described(plan, result) | {"kv_reads": result.kv_reads}
+        self._log(step, values, "valid/")
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        logger().info("step %d evaluation: %s", step, shown)
+        self.throughput.pause()
+
+    def saved(self, step: int, path: Path, seconds: float) -> None:
+        """A checkpoint was written."""
+        self._log(step, {"checkpoint_seconds": seconds}, "train/")
+        logger().info("step %d saved %s in %.1f s", step, path, seconds)
+        self.throughput.pause()
+
+    def note(self, text: str) -> None:
+        """Anything else worth a line."""
+        logger().info(text)
+        self.throughput.pause()
+
+    def timed(self, action: Callable[[], None]) -> float:
+        """Run `action`; seconds it took."""
+        begin = time.monotonic()
+        action()
+        return time.monotonic() - begin
+
+    def close(self) -> None:
+        """Finish the display and the sinks."""
+        self.progress.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def _log(self, step: int, values: dict[str, float], prefix: str) -> None:
+        for sink in self.sinks:
+            sink.log(step, {prefix + name: value for name, value in values.items()})
+
+
+def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
+    """The values of a step or evaluation that mean something under its plan."""
+    values = {"loss": result.loss, "kl" if plan.loss == "distill" else "lm": result.token_loss}
+    if plan.eviction != "none":
+        values |= {
+            "aux_loss": result.aux_loss,
+            "alpha": result.alpha,
+            "target_cr": plan.target_cr,
+            "cr": result.cr_factor,
+        }
+    elif plan.neuron_scale != 1.0:
+        values["neuron_scale"] = plan.neuron_scale
+    return values

@@ -1,0 +1,157 @@
+"""The stages of the recipe: each is a number of steps and a plan for every one of them.
+
+Steps count from 1 inside the formulas, so the last step of a ramp reaches its end: the neuron is
+zero in the last zeroing step and the ratio is the target in the last retrofit step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dms_train.method import schedule
+from dms_train.method.plan import LearningRate, StepPlan
+from dms_train.training.options import StageOptions
+
+Loss = Literal["distill", "lm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One training stage.
+
+    Attributes:
+        steps: Optimizer steps it takes.
+        borrows_lane: Whether its steps read decisions, so the lane must have been handed over.
+        hands_over: Whether the lane is handed over when it ends.
+    """
+
+    name: str
+    steps: int
+    loss: Loss
+    rate: LearningRate
+    borrows_lane: bool = False
+    hands_over: bool = False
+
+    def plan(self, step: int, stage_step: int) -> StepPlan:
+        """The plan of the step after `stage_step` finished ones."""
+        return StepPlan(step=step, stage_step=stage_step, loss=self.loss)
+
+    def eval_plan(self, step: int, stage_step: int) -> StepPlan:
+        """The same position, judged by the inference rule."""
+        plan = self.plan(step, max(0, stage_step - 1))
+        return replace(plan, eviction="hard") if plan.eviction == "soft" else plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroNeuronStage(Stage):
+    """Ramp the borrowed neuron's activation to zero (paper appendix B)."""
+
+    def plan(self, step: int, stage_step: int) -> StepPlan:
+        """The factor falls linearly to 0."""
+        factor = schedule.neuron_scale(stage_step + 1, self.steps)
+        return StepPlan(step=step, stage_step=stage_step, loss=self.loss, neuron_scale=factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrofitStage(Stage):
+    """Anneal the compression ratio while decisions are relaxed (paper section 3.2)."""
+
+    start_cr: float
+    target_cr: float
+    steps_per_cr: int
+
+    def plan(self, step: int, stage_step: int) -> StepPlan:
+        """The ratio grows by one unit per `steps_per_cr` steps."""
+        ratio = schedule.compression_ratio(
+            stage_step + 1, self.steps_per_cr, self.target_cr, self.start_cr
+        )
+        return StepPlan(
+            step=step,
+            stage_step=stage_step,
+            loss=self.loss,
+            neuron_scale=0.0,
+            eviction="soft",
+            target_cr=ratio,
+        )
+
+    def integer_passed(self, stage_step: int) -> int | None:
+        """The integer ratio reached by the step that made `stage_step`, if it reached one."""
+        before, now = (
+            schedule.compression_ratio(s, self.steps_per_cr, self.target_cr, self.start_cr)
+            for s in (stage_step - 1, stage_step)
+        )
+        return int(now) if int(now) > int(before) else None
+
+
+def _constant(lr: float, steps: int, warmup: int) -> LearningRate:
+    return LearningRate(max_lr=lr, min_lr=lr, steps=steps, warmup_steps=warmup, style="constant")
+
+
+def _cosine(lr: float, ratio: float, steps: int, warmup: int) -> LearningRate:
+    return LearningRate(
+        max_lr=lr, min_lr=lr * ratio, steps=steps, warmup_steps=warmup, style="cosine"
+    )
+
+
+def build_stages(
+    options: StageOptions, lr: float, warmup: int, loaded_cr: float = 1.0
+) -> list[Stage | None]:
+    """The stages of `stage.run` in order; None stands for `export`.
+
+    Args:
+        options: Stage settings.
+        lr: Learning rate of stages without their own.
+        warmup: Warm-up steps of every stage but `hold`.
+        loaded_cr: Ratio of the checkpoint the run starts from; `hold` keeps it when no
+            `retrofit` precedes.
+    """
+    stages: list[Stage | None] = []
+    ratio = loaded_cr
+    for name in options.run:
+        if name == "retrofit":
+            ratio = options.retrofit.target_cr
+        stages.append(None if name == "export" else _build(name, options, lr, warmup, ratio))
+    return stages
+
+
+def _build(name: str, options: StageOptions, lr: float, warmup: int, ratio: float) -> Stage:
+    if name == "pretrain":
+        p = options.pretrain
+        rate = _cosine(p.lr or lr, p.min_lr_ratio, p.steps, warmup)
+        return Stage(name=name, steps=p.steps, loss="lm", rate=rate)
+    if name == "zero_neuron":
+        z = options.zero_neuron
+        rate = _constant(z.lr or lr, z.steps, warmup)
+        return ZeroNeuronStage(
+            name=name, steps=z.steps, loss=_loss(z.loss), rate=rate, hands_over=True
+        )
+    if name == "retrofit":
+        r = options.retrofit
+        steps = schedule.anneal_steps(r.steps_per_cr, r.target_cr, r.start_cr)
+        return RetrofitStage(
+            name=name,
+            steps=steps,
+            loss=_loss(r.loss),
+            rate=_constant(r.lr or lr, steps, warmup),
+            borrows_lane=True,
+            start_cr=r.start_cr,
+            target_cr=r.target_cr,
+            steps_per_cr=r.steps_per_cr,
+        )
+    h = options.hold
+    # a ratio that is held is a retrofit that starts at its target
+    return RetrofitStage(
+        name=name,
+        steps=h.steps,
+        loss=_loss(h.loss),
+        rate=_cosine(h.lr or lr, h.min_lr_ratio, h.steps, 0),
+        borrows_lane=True,
+        start_cr=ratio,
+        target_cr=ratio,
+        steps_per_cr=1,
+    )
+
+
+def _loss(name: str) -> Loss:
+    return "lm" if name == "lm" else "distill"

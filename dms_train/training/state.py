@@ -1,0 +1,50 @@
+"""Where a run stands: everything a resumed run needs besides weights and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """Position of a run; plain JSON.
+
+    Attributes:
+        stage: Index of the current stage in `stage.run`.
+        stage_step: Steps done in it.
+        step: Steps done in all.
+        consumed_samples: Position in the data.
+        target_cr: Compression ratio of the last retrofit step.
+        lane_borrowed: Whether the query neuron has been handed over to the decisions.
+        exported: Name of the export that holds the current weights, if one does.
+    """
+
+    stage: int = 0
+    stage_step: int = 0
+    step: int = 0
+    consumed_samples: int = 0
+    target_cr: float = 1.0
+    lane_borrowed: bool = False
+    exported: str | None = None
+
+    def advance(self, samples: int) -> None:
+        """Count one optimizer step."""
+        self.stage_step += 1
+        self.step += 1
+        self.consumed_samples += samples
+        self.exported = None
+
+    def next_stage(self) -> None:
+        """Move to the start of the following stage."""
+        self.stage += 1
+        self.stage_step = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        """Inverse of `to_dict`; keys of the surrounding checkpoint state are ignored."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

@@ -1,0 +1,52 @@
+"""Starts real multi-process runs: torchrun on this machine, one CPU thread a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment with the repository importable and one thread a process."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "WANDB_MODE": "offline",
+        **extra,
+    }
+
+
+def python(*arguments: str, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run one Python process; never raises on its exit code."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment(**extra),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def torchrun(
+    processes: int, *arguments: str, timeout: float = 300, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `arguments` in that many ranks; one process is started plainly."""
+    if processes == 1:
+        return python(*arguments, timeout=timeout, **extra)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return python(*launcher, *arguments, timeout=timeout, **extra)
+
+
+def checked(result: subprocess.CompletedProcess[str]) -> str:
+    """The output of a run that must have succeeded."""
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    return result.stdout

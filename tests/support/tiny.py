@@ -1,0 +1,73 @@
+"""Tiny models and batches that every layout can build alike."""
+
+from __future__ import annotations
+
+import torch
+
+from dms_train.data.batches import Batch
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.weights import RandomWeights
+
+VOCAB = 61
+LENGTH = 24
+
+
+def architecture(family: str, **changes: object) -> Architecture:
+    """Four layers, 8 query and 4 KV heads; Qwen2 untied, the others tied."""
+    values: dict[str, object] = {
+        "family": family,
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 16 if family == "qwen3" else 4,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "rotary_base": 10000.0,
+        "layernorm_epsilon": 1e-6,
+        "tie_word_embeddings": family != "qwen2",
+    }
+    return Architecture(**{**values, **changes})
+
+
+class SmallLanes:
+    """Random weights whose borrowed rows are small, as trained ones are.
+
+    scale / tau = 1000 amplifies rounding in the lane, so a lane of the size of other activations
+    would measure float32 and not the layout.
+    """
+
+    def __init__(self, architecture: Architecture, seed: int, channel: int) -> None:
+        self._random = RandomWeights(architecture, seed, 0.2)
+        self._heads = architecture.num_attention_heads // architecture.num_query_groups
+        self._architecture, self._channel = architecture, channel
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor; lane rows of the query projection scaled down."""
+        tensor = self._random.get(name)
+        if "q_proj" in name:
+            d = self._architecture.kv_channels
+            rows = tensor.unflatten(0, (self._architecture.num_query_groups, self._heads, d))
+            rows[:, 0, self._channel] *= 0.005
+        return tensor
+
+
+def batch(first: int, size: int = 2, length: int = LENGTH, vocab: int = VOCAB) -> Batch:
+    """Microbatch of samples first .. first + size - 1 with uneven loss masks."""
+    tokens = torch.stack(
+        [
+            torch.randint(0, vocab, (length + 1,), generator=torch.Generator().manual_seed(sample))
+            for sample in range(first, first + size)
+        ]
+    )
+    mask = torch.ones(size, length)
+    for row in range(size):
+        mask[row, : (first + row) % 5] = 0
+    samples = torch.arange(first, first + size)
+    return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=mask, samples=samples)
+
+
+def microbatches(rank: int, ranks: int, groups: int = 4, size: int = 2) -> list[Batch]:
+    """This data rank's part of one global batch of `groups` microbatches."""
+    return [batch(group * size, size) for group in range(rank, groups, ranks)]

@@ -1,0 +1,213 @@
+"""Tiny random models, and an independent float64 forward to hold the shipped code against."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dms_train.hf.architecture import Architecture, RopeScaling
+from dms_train.hf.export import write_export
+from dms_train.hf.formats import default_format
+from dms_train.hf.tensors import expected_shapes
+from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.visibility import visible
+
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_module_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Code of test exports is imported from a folder of this session, and no hub is asked."""
+    from transformers import dynamic_module_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("hf_modules"))
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def stories() -> Path:
+    """The real 260k-parameter Llama."""
+    default = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+    path = Path(os.environ.get("DMS_TEST_DATA", default)) / "stories260k-hf"
+    if not path.is_dir():
+        pytest.skip(f"{path} is absent; point DMS_TEST_DATA to the folder that holds it")
+    return path
+
+
+def _architecture(family: str) -> Architecture:
+    scaling = RopeScaling(
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    return Architecture(
+        family=family,
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        vocab_size=61,
+        max_position_embeddings=256,
+        rotary_base=10000.0 if family == "llama" else 1e6,
+        layernorm_epsilon=1e-6,
+        tie_word_embeddings=family == "qwen3",
+        rope_scaling=scaling if family == "llama" else None,
+    )
+
+
+@pytest.fixture(scope="session")
+def architecture() -> Callable[[str], Architecture]:
+    """family -> a 2-layer architecture; llama with llama3 RoPE scaling, qwen3 tied."""
+    return _architecture
+
+
+def _weights(a: Architecture, seed: int = 0) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in expected_shapes(a).items():
+        noise = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            weights[name] = 1.0 + 0.2 * noise
+        else:
+            weights[name] = noise * (0.3 if name.endswith("bias") else shape[-1] ** -0.5)
+    weights["model.embed_tokens.weight"] *= 4.0
+    return weights
+
+
+@pytest.fixture(scope="session")
+def random_weights() -> Callable[..., Weights]:
+    """(architecture, seed=0) -> float32 weights with which about half of all tokens evict."""
+    return _weights
+
+
+def small_spec(preset: str, window: int = 4) -> DMSSpec:
+    """A preset with a window that short sequences leave."""
+    return PRESETS[preset].override(window=window)
+
+
+@pytest.fixture(scope="session")
+def spec() -> Callable[..., DMSSpec]:
+    """(preset, window=4) -> specification."""
+    return small_spec
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def _frequencies(a: Architecture) -> Tensor:
+    inverse = a.rotary_base ** -(torch.arange(0, a.kv_channels, 2).double() / a.kv_channels)
+    s = a.rope_scaling
+    if s is None:
+        return inverse
+    turns = s.original_max_position_embeddings * inverse / (2 * math.pi)
+    share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    share = share.clamp(0, 1)
+    return inverse * (share + (1 - share) / s.factor)
+
+
+def _rotate(x: Tensor, a: Architecture) -> Tensor:
+    angle = torch.arange(x.shape[0]).double()[:, None] * _frequencies(a)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _attention(
+    x: Tensor, w: Callable[[str], Tensor], a: Architecture, s: DMSSpec
+) -> tuple[Tensor, Tensor]:
+    states = {}
+    for n, heads in (("q", a.num_attention_heads), ("k", a.num_query_groups), ("v", 0)):
+        y = x @ w(f"{n}_proj.weight").T
+        y = y + w(f"{n}_proj.bias") if a.add_qkv_bias else y
+        y = y.view(len(x), heads or a.num_query_groups, a.kv_channels)
+        if a.qk_layernorm and n != "v":
+            y = _norm(y, w(f"{n}_norm.weight"), a.layernorm_epsilon)
+        states[n] = y
+    group = a.num_attention_heads // a.num_query_groups
+    decision = s.alpha_scale * states["q"][:, ::group, s.channel].T - s.alpha_offset
+    states["q"][:, ::group, s.channel] = 0
+    q, k = _rotate(states["q"], a), _rotate(states["k"], a)
+    if s.clear_after_rope:
+        q[:, ::group, s.channel] = 0
+    allowed = visible(decision > 0, s)
+    outputs = []
+    for head in range(a.num_attention_heads):
+        scores = q[:, head] @ k[:, head // group].T / math.sqrt(a.kv_channels)
+        scores = scores.masked_fill(~allowed[head // group], -torch.inf)
+        outputs.append(scores.softmax(-1) @ states["v"][:, head // group])
+    return torch.cat(outputs, -1) @ w("o_proj.weight").T, decision
+
+
+def _forward(weights: Weights, a: Architecture, s: DMSSpec, ids: Tensor) -> tuple[Tensor, Tensor]:
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    x, decisions = w["model.embed_tokens.weight"][ids], []
+    for layer in range(a.num_layers):
+        at = f"model.layers.{layer}."
+        normed = _norm(x, w[at + "input_layernorm.weight"], a.layernorm_epsilon)
+        update, decision = _attention(normed, lambda n, at=at: w[f"{at}self_attn.{n}"], a, s)
+        x = x + update
+        decisions.append(decision)
+        normed = _norm(x, w[at + "post_attention_layernorm.weight"], a.layernorm_epsilon)
+        gate, up = (normed @ w[f"{at}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T
+    x = _norm(x, w["model.norm.weight"], a.layernorm_epsilon)
+    head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
+    return x @ w[head].T, torch.stack(decisions)
+
+
+@pytest.fixture(scope="session")
+def reference_forward() -> Callable[..., tuple[Tensor, Tensor]]:
+    """(weights, architecture, spec, ids [T]) -> float64 logits [T, vocab], decisions [L, Hk, T]."""
+    return _forward
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable:
+    """directory -> float32 model, loaded the way a user would."""
+    from transformers import AutoModelForCausalLM
+
+    def _load(directory: Path, **kwargs):
+        kwargs = {"trust_remote_code": True, "dtype": torch.float32, **kwargs}
+        return AutoModelForCausalLM.from_pretrained(directory, **kwargs).eval()
+
+    return _load
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Callable[..., Path]:
+    """(family, spec, **overrides of write_export) -> export directory."""
+
+    def _export(family: str, s: DMSSpec | None, **overrides) -> Path:
+        a = _architecture(family)
+        arguments = {
+            "architecture": a,
+            "spec": s,
+            "cr_factor": None,
+            "target_cr": 4.0,
+            "dtype": torch.float32,
+            "export_format": "dms" if s is None else default_format(s),
+            "weights": _weights(a).items(),
+            "source_dir": None,
+            "selftest": None,
+            "block_size": 2,
+            "provenance": {"step": 7},
+            **overrides,
+        }
+        out = tmp_path / "export"
+        write_export(out, **arguments)
+        return out
+
+    return _export

@@ -1,0 +1,157 @@
+"""config.json, read and written, in the spellings of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dms_train.hf.architecture import RopeScaling, from_hf_config, to_hf_config
+from dms_train.hf.directory import read_config
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def native(family, **values):
+    """Transformers' own config object."""
+    import transformers
+
+    return getattr(transformers, f"{family.capitalize()}Config")(**values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(architecture, family):
+    a = architecture(family)
+    assert from_hf_config(to_hf_config(a)) == a
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_through_transformers(architecture, family):
+    a = architecture(family)
+    values = to_hf_config(a)
+    values.pop("model_type")
+    config = native(family, **values)
+    assert from_hf_config(config.to_dict()) == a
+    assert from_hf_config(config.to_diff_dict()) == a
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dropped", [["rope_parameters"], ["rope_theta", "rope_scaling"]])
+def test_either_spelling_is_enough(architecture, family, dropped):
+    a = architecture(family)
+    values = to_hf_config(a)
+    for key in dropped:
+        del values[key]
+    assert from_hf_config(values) == a
+
+
+def test_wide_heads_in_qwen2(architecture):
+    a = dataclasses.replace(architecture("qwen2"), kv_channels=16)
+    assert from_hf_config(to_hf_config(a)) == a
+
+
+def test_exports_are_read_too(architecture):
+    values = {**to_hf_config(architecture("qwen3")), "model_type": "dms_qwen3"}
+    assert from_hf_config(values) == architecture("qwen3")
+
+
+def test_published_configs():
+    """The keys that matter of Llama-3.2-1B and Qwen3-0.6B as published."""
+    llama = {
+        "model_type": "llama",
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    }
+    assert from_hf_config(llama).rope_scaling == RopeScaling(factor=32.0)
+    assert from_hf_config({**llama, "head_dim": None}).kv_channels == 64
+    qwen = {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    read = from_hf_config(qwen)
+    assert read.kv_channels == 128  # transformers' default for qwen3, not hidden / heads
+    assert read.layernorm_epsilon == 1e-6
+
+
+def test_stories(stories):
+    read = from_hf_config(read_config(stories))
+    assert (read.family, read.num_query_groups, read.kv_channels) == ("llama", 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("llama", {"model_type": "mistral"}, "model_type"),
+        ("llama", {"model_type": None}, "model_type"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"rope_theta": 5.0}, "rope_theta"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters says"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ("qwen2", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
+        ("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ("qwen3", {"rope_scaling": {"type": "llama3", "factor": 4.0}}, "llama3"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+    ],
+)
+def test_refusals(architecture, family, change, named):
+    values = {**to_hf_config(architecture(family)), **change}
+    with pytest.raises(ValueError, match=named) as error:
+        from_hf_config(values)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_key_value_heads", "vocab_size"])
+def test_missing_keys(architecture, key):
+    values = to_hf_config(architecture("qwen3"))
+    del values[key]
+    with pytest.raises(ValueError, match=key):
+        from_hf_config(values)
+
+
+def test_incomplete_llama3_scaling(architecture):
+    values = to_hf_config(architecture("llama"))
+    values["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0}
+    del values["rope_parameters"]
+    with pytest.raises(ValueError, match="low_freq_factor"):
+        from_hf_config(values)

@@ -1,0 +1,202 @@
+"""Export formats: what is refused, what is written, what is read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from dms_train.hf.directory import read_config, read_json
+from dms_train.hf.formats import (
+    METADATA_FILE,
+    ExportRefused,
+    check_export,
+    config_keys,
+    default_format,
+    read_format,
+    read_spec,
+)
+from dms_train.method.spec import PRESETS
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [("dms", "dms"), ("dms_nvidia", "nvidia"), ("dms_fastdms", "fastdms")],
+)
+def test_default_format(preset, expected):
+    assert default_format(PRESETS[preset]) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "family", "change", "named"),
+    [
+        ("nvidia", "qwen3", {"channel": 0}, "channel"),
+        ("nvidia", "qwen3", {"decision_shift": 0}, "decision_shift"),
+        ("nvidia", "qwen3", {"eviction": "immediate"}, "eviction"),
+        ("nvidia", "qwen3", {"clear_after_rope": False}, "clear_after_rope"),
+        ("nvidia", "qwen3", {"window": 256}, "window"),
+        ("nvidia", "llama", {}, "family"),
+        ("nvidia", "qwen2", {}, "family"),
+        ("fastdms", "qwen3", {"channel": 0}, "channel"),
+        ("fastdms", "qwen3", {"decision_shift": 1}, "decision_shift"),
+        ("fastdms", "llama", {"eviction": "immediate"}, "eviction"),
+        ("fastdms", "llama", {"clear_after_rope": True}, "clear_after_rope"),
+        ("fastdms", "qwen2", {}, "family"),
+        ("other", "llama", {}, "choose one of"),
+    ],
+)
+def test_refusals(architecture, target, family, change, named):
+    base = PRESETS["dms_fastdms" if target == "fastdms" else "dms_nvidia"]
+    with pytest.raises(ExportRefused, match=named) as error:
+        check_export(target, base.override(**change), architecture(family), BF16, 8.0, 256)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("target", ["nvidia", "fastdms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_interop_is_bfloat16(architecture, target, dtype):
+    spec = PRESETS[f"dms_{target}"]
+    with pytest.raises(ExportRefused, match="bfloat16"):
+        check_export(target, spec, architecture("qwen3"), dtype, 8.0, 256)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_attention_heads": 18}, "9 query heads"),
+        ({"kv_channels": 256}, "head size 256"),
+    ],
+)
+def test_kernel_limits(architecture, change, named):
+    a = dataclasses.replace(architecture("qwen3"), **change)
+    with pytest.raises(ExportRefused, match=named):
+        check_export("fastdms", PRESETS["dms_fastdms"], a, BF16, 8.0, 256)
+
+
+def test_scaled_rope_on_qwen3(architecture):
+    scaling = architecture("llama").rope_scaling
+    a = dataclasses.replace(architecture("qwen3"), rope_scaling=scaling)
+    with pytest.raises(ExportRefused, match="rope_scaling"):
+        check_export("fastdms", PRESETS["dms_fastdms"], a, BF16, 8.0, 256)
+
+
+@pytest.mark.parametrize("cr", [0.5, float("nan")])
+def test_impossible_compression(architecture, cr):
+    with pytest.raises(ExportRefused, match="at least 1"):
+        check_export("dms", PRESETS["dms"], architecture("llama"), BF16, cr, 256)
+
+
+def test_own_format_takes_everything(architecture):
+    spec = PRESETS["dms"].override(eviction="immediate", window=7)
+    assert check_export("dms", spec, architecture("qwen2"), torch.float32, 2.5, 256) == []
+
+
+def test_advice(architecture):
+    spec = PRESETS["dms_nvidia"]
+    advice = check_export("nvidia", spec, architecture("qwen3"), BF16, 3.5, 100)
+    assert any("3.5 is written as 3" in line for line in advice)
+    assert any("multiple of 256" in line for line in advice)
+    assert check_export("nvidia", spec, architecture("qwen3"), BF16, 8.0, 256) == []
+    advice = check_export("fastdms", PRESETS["dms_fastdms"], architecture("llama"), BF16, 8.0, 256)
+    assert any("densely" in line for line in advice)
+    assert any("below 32" in line for line in advice)
+
+
+def test_nvidia_keys():
+    keys = config_keys(
+        "nvidia", PRESETS["dms_nvidia"], "qwen3", cr_factor=7.6, target_cr=8.0, block_size=256
+    )
+    assert keys == {
+        "architectures": ["Qwen3ForCausalLMDMS"],
+        "model_type": "qwen3",
+        "use_cache": True,
+        "auto_map": {
+            "AutoConfig": "configuration_qwen3_dms.Qwen3ConfigDMS",
+            "AutoModelForCausalLM": "modeling_qwen3_dms.Qwen3ForCausalLMDMS",
+        },
+        "dms_alpha_scale": 100.0,
+        "dms_initial_alpha_offset": 5.0,
+        "dms_window_size": 512,
+        "dms_paged_attention_block_size": 256,
+        "dms_cr": 8,
+        "dms_tau": 0.1,
+        "dms_separate_alpha": False,
+        "dms_alpha_per": "head",
+        "dms_disable_eviction": False,
+        "dms_decision_shift": 1,
+    }
+
+
+def test_own_keys_are_nested():
+    keys = config_keys("dms", PRESETS["dms"], "llama", cr_factor=3.4, target_cr=4.0, block_size=256)
+    assert keys["model_type"] == "dms_llama"
+    assert keys["dms"] == {"spec": PRESETS["dms"].to_dict(), "cr_factor": 3.4, "target_cr": 4.0}
+    assert not [key for key in keys if key.startswith("dms_")]
+
+
+CHANGES = {
+    "dms": {"eviction": "immediate", "decision_shift": 0, "tau": 0.3},
+    "dms_nvidia": {"tau": 0.2, "alpha_scale": 50.0, "aux_form": "sum", "alpha_in_loss": "soft"},
+    "dms_fastdms": {"window": 9, "alpha_offset": 4.0, "kl_direction": "student_teacher"},
+}
+
+
+@pytest.mark.parametrize("preset", CHANGES)
+def test_read_back(export, spec, preset):
+    s = spec(preset).override(**CHANGES[preset])
+    directory = export("qwen3", s, dtype=BF16)
+    assert read_spec(directory) == s
+    assert read_format(directory) == default_format(s)
+
+
+def test_dense_model(export, stories):
+    assert read_spec(stories) is None
+    assert read_format(export("llama", None)) is None
+
+
+def edit(path, **values):
+    path.write_text(json.dumps({**read_json(path), **values}))
+
+
+def test_without_provenance(export, spec):
+    """An export written by others: flat keys alone give the consumer's conventions."""
+    directory = export("qwen3", spec("dms_nvidia"), dtype=BF16)
+    (directory / METADATA_FILE).unlink()
+    config = read_config(directory)
+    for key in ("dms_decision_shift", "dms_tau", "dms_alpha_scale", "dms_initial_alpha_offset"):
+        del config[key]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert read_spec(directory) == spec("dms_nvidia")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dms_separate_alpha": True}, "dms_separate_alpha"),
+        ({"dms_alpha_per": "layer"}, "dms_alpha_per"),
+        ({"dms_disable_eviction": True}, "dms_disable_eviction"),
+        ({"dms_window_size": 5}, "window_size"),
+        ({"dms_decision_shift": 0}, "dms_decision_shift"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"dms": {}}, "without a spec"),
+        ({"dms": {"spec": {"preset": "dms"}}}, "missing keys"),
+    ],
+)
+def test_contradictions(export, spec, change, named):
+    directory = export("qwen3", spec("dms_nvidia"), dtype=BF16)
+    edit(directory / "config.json", **change)
+    with pytest.raises(ValueError, match=named):
+        read_spec(directory)
+
+
+def test_missing_window(export, spec):
+    directory = export("qwen3", spec("dms_nvidia"), dtype=BF16)
+    config = read_config(directory)
+    del config["dms_window_size"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no dms_window_size"):
+        read_spec(directory)
