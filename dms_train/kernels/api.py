@@ -1,22 +1,33 @@
-"""The attention functions every backend provides; callers name a backend, never a file."""
+"""The attention function every backend provides; callers name a backend, never a file."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from torch import Tensor
 
 from dms_train.kernels import reference
 
-BACKENDS = {"reference": reference.dms_attention}
 
-
-def dms_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_keep: Tensor | None,
-    window: int,
-    scale: float,
-    backend: str = "reference",
-) -> Tensor:
+class DMSAttention(Protocol):
     """Causal attention with a soft eviction bias; see `kernels.reference.dms_attention`."""
-    return BACKENDS[backend](query, key, value, log_keep, window, scale)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_keep: Tensor | None,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        """Attend query [b, s, hq, d] to key and value [b, s, hk, d]."""
+        ...
+
+
+_BACKENDS: dict[str, DMSAttention] = {"reference": reference.dms_attention}
+
+
+def backend(name: str) -> DMSAttention:
+    """The implementation with this name."""
+    return _BACKENDS[name]

@@ -49,7 +49,7 @@ class CoreAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None) -> Tensor:
         """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d]."""
         q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-        out = kernels.dms_attention(q, k, v, log_keep, self.window, self.scale)
+        out = kernels.backend("reference")(q, k, v, log_keep, self.window, self.scale)
         return out.transpose(0, 1).reshape(*query.shape[:2], -1)
 
 
@@ -148,5 +148,6 @@ class DMSSelfAttention(SelfAttention):
         return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), side
 
     def _noise(self, length: int, heads: int) -> Tensor:
+        assert self.noise_keys is not None
         first_head = self.pg_collection.tp.rank() * heads
         return logistic_noise(self.noise_keys, self.layer_number, length, heads, first_head)

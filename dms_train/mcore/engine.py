@@ -129,8 +129,8 @@ class McoreEngine:
         _, grad_norm, _ = self._optimizer.step()
         if not math.isfinite(grad_norm):
             raise DivergenceError(
-                f"step {plan.step}: the gradient norm is {grad_norm}; this update is lost, the last "
-                "checkpoint is not. Lower optim.lr and resume"
+                f"step {plan.step}: the gradient norm is {grad_norm}; this update is lost, the "
+                "last checkpoint is not. Lower optim.lr and resume"
             )
         learning_rate = self._optimizer.param_groups[0]["lr"]
         return self._result(
@@ -188,7 +188,8 @@ class McoreEngine:
             for model in self._models
             for parameter in model.parameters()
         }
-        return dict(weights.gather(self._models, self.architecture, self.view, gradients.get))
+        read = gradients.__getitem__
+        return dict(weights.gather(self._models, self.architecture, self.view, read))
 
     def save(self, path: Path, state: dict[str, Any]) -> None:
         """Write a checkpoint that any parallel layout can load."""

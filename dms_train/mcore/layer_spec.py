@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         device = torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 def layer_spec(method: MethodState, *, qk_layernorm: bool) -> ModuleSpec:

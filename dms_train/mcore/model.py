@@ -186,6 +186,7 @@ class DMSModel(GPTModel):
 
     def _input_state(self, tokens: Tensor, teacher: DMSModel | None) -> StageState:
         if not self.pre_process:
+            assert self._stage_input is not None
             return unpack(self._stage_input, has_teacher=teacher is not None)
         hidden = self.embed(tokens)
         if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -215,7 +216,7 @@ class DMSModel(GPTModel):
         state = self._input_state(tokens, teacher)
         hidden, side = self.run_layers(state.student, state.side, noise_keys)
         t_hidden = state.teacher
-        if teacher is not None:
+        if teacher is not None and t_hidden is not None:
             with torch.no_grad():
                 t_hidden, _ = teacher.run_layers(t_hidden, torch.zeros_like(side), None)
         if not self.post_process:
@@ -229,7 +230,7 @@ class DMSModel(GPTModel):
         vocab_size = self.architecture.vocab_size
         if self.records_logits:
             return logits
-        if self.teacher is None:
+        if self.teacher is None or t_hidden is None:
             return vocab_losses.next_token_loss(logits, labels, vocab_size, group)
         with torch.no_grad():
             t_logits = self.teacher.logits(t_hidden)

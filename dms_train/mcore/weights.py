@@ -135,10 +135,10 @@ def gather(
     owners = _owners(mine, read, view)
     for entry in families.entries(architecture):
         owner, shape, dtype = owners[entry.megatron]
-        full = None
+        full: Tensor | None = None
         if entry.megatron in mine and view.dp_rank == 0 and view.pp_rank == owner[0]:
             full = _gather_tensor_parallel(entry, mine[entry.megatron], read, architecture, view)
-        if view.rank == owner[1] and view.rank != 0:
+        if view.rank == owner[1] and view.rank != 0 and full is not None:
             dist.send(full.contiguous(), 0)
         if view.rank == 0:
             if full is None:

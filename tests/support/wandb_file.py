@@ -1,0 +1,76 @@
+"""Reads what Weights & Biases wrote into a run folder, without its server.
+
+A `.wandb` file is a 7-byte header and then a LevelDB log: blocks of 32 KiB holding records, each
+a checksum, a length and a kind (whole, first, middle, last part). A record is a protobuf message
+whose classes ship with wandb.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 32768
+_HEADER = 7
+_WHOLE, _FIRST, _LAST = 1, 2, 4
+
+
+@dataclass
+class WandbFile:
+    run_id: str = ""
+    name: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    step_metrics: dict[str, str] = field(default_factory=dict)
+
+
+def find(run_dir: Path) -> list[Path]:
+    """The files of all segments, oldest first."""
+    return sorted(run_dir.glob("wandb/*run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime_ns)
+
+
+def read(path: Path) -> WandbFile:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    result = WandbFile()
+    for payload in _payloads(path.read_bytes()):
+        record = Record.FromString(payload)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            result.run_id, result.name = record.run.run_id, record.run.display_name
+            result.config |= _values(record.run.config.update)
+        elif kind == "history":
+            result.rows.append(_values(record.history.item))
+        elif kind == "summary":
+            result.summary |= _values(record.summary.update)
+        elif kind == "metric":
+            metric = record.metric
+            result.step_metrics[metric.name or metric.glob_name] = metric.step_metric
+    return result
+
+
+def _values(items: Any) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def _payloads(data: bytes) -> Iterator[bytes]:
+    assert data.startswith(b":W&B")
+    at, parts = _HEADER, b""
+    while at + _HEADER <= len(data):
+        left = _BLOCK - at % _BLOCK
+        if left < _HEADER:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        if kind == 0:
+            return
+        body = data[at + _HEADER : at + _HEADER + size]
+        parts = body if kind in (_WHOLE, _FIRST) else parts + body
+        if kind in (_WHOLE, _LAST):
+            yield parts
+        at += _HEADER + size

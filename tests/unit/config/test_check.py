@@ -1,0 +1,144 @@
+"""Every cross-field rule: one line that names the value and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dms_train.config.build import ConfigError
+from dms_train.config.check import check
+from tests.support import configs
+
+TP = "parallel__tensor_model_parallel_size"
+PP = "parallel__pipeline_model_parallel_size"
+VP = "parallel__virtual_pipeline_model_parallel_size"
+SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
+
+
+def problems(world_size: int = 1, model: dict | None = None, **changes) -> list[str]:
+    try:
+        check(
+            configs.config(**changes),
+            world_size=world_size,
+            architecture=configs.architecture(**(model or {})),
+        )
+    except ConfigError as error:
+        assert all("\n" not in line for line in error.problems)
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {}),
+        (8, {}),
+        (2, {TP: 2}),
+        (8, {TP: 2, PP: 2, "parallel__sequence_parallel": True}),
+        (4, {PP: 2, VP: 2}),
+        (1, {"stage__run": ["retrofit"], "model__path": None, **SCRATCH, "run__load": "x"}),
+        (1, {"stage__run": ["pretrain", "export"], **SCRATCH}),
+        (1, {"stage__run": ["export"]}),
+        (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
+        (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
+    ],
+)
+def test_sound_configurations_pass(world_size, changes):
+    assert problems(world_size, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "expected"),
+    [
+        (3, {TP: 2}, "does not divide the 3 process(es)"),
+        (1, {TP: 2}, "start a multiple of 2"),
+        (8, {TP: 8}, "does not divide the model's num_query_groups=2"),
+        (3, {TP: 3}, "use a divisor of 128"),
+        (3, {PP: 3}, "the model's 4 layers do not divide into 3 chunks"),
+        (1, {VP: 2}, "needs parallel.pipeline_model_parallel_size above 1"),
+        (2, {PP: 2, VP: 4}, "do not divide into 8 chunks"),
+        (4, {PP: 2, VP: 2, "data__global_batch_size": 6}, "use a multiple of 4"),
+        (1, {"parallel__sequence_parallel": True}, "parallel.sequence_parallel=true: needs"),
+        (
+            2,
+            {TP: 2, "parallel__sequence_parallel": True, "data__seq_length": 63},
+            "sequence parallelism needs a multiple of 2",
+        ),
+        (3, {}, "micro_batch_size x data-parallel size = 1 x 3"),
+        (1, {"data__seq_length": 129}, "the model reads at most 128 positions"),
+        (1, {"method__window": 64}, "method.window=64: not below data.seq_length=64"),
+    ],
+)
+def test_sizes_that_do_not_fit(world_size, changes, expected):
+    assert any(expected in line for line in problems(world_size, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stage__run": []}, "stage.run=[]: name at least one"),
+        ({"stage__run": ["retrofti"]}, "unknown stage 'retrofti'; did you mean retrofit?"),
+        ({"stage__run": ["retrofit", "zero_neuron"]}, "as [zero_neuron, retrofit]"),
+        ({"stage__run": ["export", "export"]}, "run each stage once, as [export]"),
+        ({"stage__run": ["pretrain"]}, "model.path: pretrain starts from random weights"),
+        ({"stage__run": ["pretrain", "retrofit"], **SCRATCH}, "are different runs"),
+        ({**SCRATCH}, "zero_neuron needs weights; set model.path"),
+        ({**SCRATCH, "model__path": "x"}, "set exactly one"),
+        ({"stage__run": ["hold"]}, "hold needs retrofit before it, or run.load"),
+    ],
+)
+def test_stages_that_make_no_sense(changes, expected):
+    (line,) = problems(**changes)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stage__retrofit__loss": "kl"}, "stage.retrofit.loss=kl: choose one of distill, lm"),
+        ({"stage__export__format": "x"}, "choose one of null, dms, nvidia, fastdms"),
+        ({"stage__export__dtype": "fp16"}, "choose one of null, fp32, bf16"),
+        ({"parallel__params_dtype": "fp16"}, "parallel.params_dtype=fp16: choose one of"),
+        ({"parallel__recompute_granularity": "all"}, "choose one of null, selective, full"),
+        ({"observe__wandb": "on"}, "choose one of offline, online, disabled"),
+        ({"run__resume": "yes"}, "run.resume=yes: choose one of auto, never"),
+        ({"stage__retrofit__target_cr": 0.5}, "anneal upwards"),
+        ({"stage__retrofit__start_cr": 0.5}, "stage.retrofit.start_cr=0.5: use at least 1"),
+        ({"stage__retrofit__target_cr": float("nan")}, "anneal upwards"),
+        ({"stage__zero_neuron__steps": 0}, "stage.zero_neuron.steps=0: use at least 1"),
+        ({"stage__hold__min_lr_ratio": 1.5}, "use a number from 0 to 1"),
+        ({"optim__adam_beta1": 1.0}, "use a number from 0 to below 1"),
+        ({"optim__lr": 0.0}, "optim.lr=0.0: use a number above 0"),
+        ({"optim__lr": float("nan")}, "optim.lr=nan: use a number above 0"),
+        ({"stage__hold__lr": -1.0}, "stage.hold.lr=-1.0: use a number above 0"),
+        ({TP: 0}, "parallel.tensor_model_parallel_size=0: use at least 1"),
+        ({"data__paths": []}, "data.paths=[]: name at least one"),
+        ({"data__weights": [1, 2]}, "2 weight(s) for 1 path(s)"),
+        ({"data__weights": [-1]}, "use numbers above 0"),
+        ({"data__split": "a,b,c"}, "data.split=a,b,c: use train,validation,test shares"),
+        ({"data__split": "0,1,1"}, "data.split=0,1,1"),
+        ({"method__preset": "dmss"}, "method.preset='dmss': choose one of"),
+        ({"method__channel": 3}, "method.channel=3: use 0 (first) or -1 (last)"),
+        ({"method__alpha_in_loss": "x"}, "method.alpha_in_loss='x': choose one of"),
+    ],
+)
+def test_values_out_of_range(changes, expected):
+    assert any(expected in line for line in problems(**changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"num_query_groups": 3}, "num_query_groups=3: does not divide num_attention_heads=4"),
+        ({"kv_channels": 15}, "kv_channels=15: use an even head size"),
+        ({"family": "gpt"}, "model.architecture.family=gpt: use one of llama, qwen2, qwen3"),
+        ({"num_layers": 0}, "model.architecture.num_layers=0: use a number above 0"),
+    ],
+)
+def test_architectures_that_cannot_be_built(model, expected):
+    assert any(expected in line for line in problems(model=model))
+
+
+def test_all_problems_of_a_kind_are_listed_at_once():
+    assert len(problems(optim__lr=0.0, run__seed=-1, stage__run=["x"])) == 3

@@ -1,0 +1,153 @@
+"""The YAML presets and what the command line may do to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dms_train.cli import config_source
+from dms_train.cli.config_source import CONF_DIR, compose
+from dms_train.config.build import ConfigError, build, to_mapping, valid_paths
+from dms_train.config.check import check
+from dms_train.config.schema import RunConfig
+from dms_train.method.spec import PRESETS
+from tests.support import configs
+
+GIVEN = ["model.path=x", "data.paths=[y]"]
+EXPERIMENTS = sorted(p.stem for p in (CONF_DIR / "experiment").glob("*.yaml"))
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    return caught.value.problems
+
+
+def natural_world_size(experiment: str) -> int:
+    text = (CONF_DIR / "experiment" / f"{experiment}.yaml").read_text()
+    return int(text.partition("# world_size: ")[2].splitlines()[0])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_and_passes(experiment):
+    values = yaml.safe_load((CONF_DIR / "experiment" / f"{experiment}.yaml").read_text())
+    missing = [] if "paths" in values["data"] else ["data.paths=[y]"]
+    if not experiment.startswith("tiny"):
+        missing.append("model.path=x")
+    config = compose([f"experiment={experiment}", *missing])
+    scratch = compose(["experiment=tiny_pretrain"]).model.architecture
+    architecture = configs.KNOWN.get(experiment, scratch)
+    check(config, world_size=natural_world_size(experiment), architecture=architecture)
+    assert build(to_mapping(config)) == config
+
+
+def test_experiments_have_their_own_run_folders():
+    folders = {
+        compose([f"experiment={e}", "data.paths=[y]", "~model.path", "+model.path=x"]).run.dir
+        for e in EXPERIMENTS
+        if e != "tiny_pretrain"
+    }
+    assert len(folders) == len(EXPERIMENTS) - 1
+
+
+def test_defaults_ask_only_for_model_and_data():
+    assert [line.partition(":")[0] for line in problems()] == ["data.paths"]
+    assert compose(GIVEN).stage.run == ("zero_neuron", "retrofit", "export")
+
+
+def test_every_key_can_be_overridden_without_a_plus():
+    plain = to_mapping(compose([*GIVEN, "model=scratch"]))
+    for path in valid_paths():
+        if not path.startswith("model.architecture.rope_scaling."):
+            value: typing.Any = plain
+            for name in path.split("."):
+                value = value[name]
+
+
+@pytest.mark.parametrize(
+    ("block", "cls"),
+    [(f.name, typing.get_type_hints(RunConfig)[f.name]) for f in dataclasses.fields(RunConfig)],
+)
+def test_yaml_repeats_the_defaults_of_the_code(block, cls):
+    """Defaults exist twice, for the command line and for Python; they must not drift apart."""
+    composed = getattr(compose([*GIVEN, "stage=base", "stage.run=[export]"]), block)
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING and field.name != "path":
+            assert getattr(composed, field.name) == field.default, f"{block}.{field.name}"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_method_files_name_a_preset_and_override_nothing(preset):
+    assert compose([*GIVEN, f"method={preset}"]).method.spec() == PRESETS[preset]
+    assert compose([*GIVEN, f"method={preset}", "method.window=16"]).method.spec().window == 16
+
+
+@pytest.mark.parametrize(
+    "choice", [f"{g}={o}" for g, options in config_source.group_options().items() for o in options]
+)
+def test_every_group_option_composes(choice):
+    extra = {
+        "stage=base": ["stage.run=[export]"],
+        "method=base": ["method.preset=dms"],
+        "model=scratch": [],
+    }
+    given = GIVEN if choice != "model=scratch" else GIVEN[1:]
+    if choice == "experiment=tiny_pretrain":
+        given = []
+    compose([choice, *given, *extra.get(choice, [])])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
+        ("+foo=1", "foo: unknown key; valid here: model, method"),
+        ("++model.foo.bar=1", "model.foo: unknown key"),
+        ("window=16", "window: unknown key; did you mean method.window?"),
+        ("experimen=x", "experimen: unknown key; did you mean experiment?"),
+        ("method=dmss", "method=dmss: no such option; did you mean method=dms?"),
+        ("experiment=tiny_retrofitt", "did you mean experiment=tiny_retrofit?"),
+        ("optim=7", "optim=7: no such option; options: adamw"),
+        ("+experiment=tiny_retrofit", "write experiment=... without the +"),
+        ("optim.lr=abc", "optim.lr='abc': expected a number"),
+        ("optim.lr=1,2", "Ambiguous value for argument 'optim.lr=1,2'"),
+        ("run.seed=1.5", "run.seed=1.5: expected a whole number"),
+        ("foo", "'foo': not an override; write key=value"),
+        ("stage.run=[a", "'stage.run=[a': not an override"),
+        ("~optim.lr", "optim.lr: missing"),
+        ("model.path=${nope}", "model.path: Interpolation key 'nope' not found"),
+        ("model.path=???", "model.path"),
+        ("model.architecture.num_layers=2", "Could not override 'model.architecture.num_layers'"),
+        ("hydra.foo=1", "Could not override 'hydra.foo'"),
+    ],
+)
+def test_complaints_are_one_line_each(override, expected):
+    given = [g for g in GIVEN if g.partition("=")[0] != override.partition("=")[0]]
+    if override == "model.path=???":
+        config = compose([*given, override])
+        assert config.model.path is None
+        return
+    (line,) = problems(*given, override)
+    assert line.startswith(expected) or expected in line
+    assert "\n" not in line
+
+
+def test_group_files_of_the_user(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nrun:\n  dir: outputs/mine\n"
+    )
+    config = compose([*GIVEN, "experiment=mine"], config_dir=tmp_path)
+    assert config.run.dir == "outputs/mine"
+    with pytest.raises(ConfigError, match="did you mean experiment=mine"):
+        compose(["experiment=min"], config_dir=tmp_path)
+
+
+def test_composing_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose(GIVEN)
+    assert list(tmp_path.iterdir()) == []
