@@ -10,8 +10,7 @@ from checkpoints_tools.single_process import open_engine
 from dms_train.cli.errors import run_main
 from dms_train.cli.exporter import run_provenance
 from dms_train.hf import formats
-from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader, read_config, resolve
+from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.method.spec import PRESETS
 from dms_train.training.state import TrainState
 
@@ -40,10 +39,11 @@ def convert(model: str, out: Path, *, dtype: str, revision: str | None, download
     if out.exists():
         raise FileExistsError(17, "exists; choose another folder", str(out))
     directory = resolve(model, revision=revision, local_files_only=not download)
-    architecture = from_hf_config(read_config(directory))
+    architecture = read_architecture(directory)
     spec = formats.read_spec(directory)
     state = TrainState(lane_borrowed=spec is not None, target_cr=formats.read_target_cr(directory))
     source = WeightReader(directory)
+    source.require(architecture)
     with open_engine(architecture, spec or PRESETS["dms"], dtype, source) as engine:
         engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
 

@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader, read_config, read_json
+from dms_train.cli.errors import message
+from dms_train.hf.directory import WeightReader, read_architecture, read_config, read_json
 from dms_train.hf.export import MARKER_FILE
 from dms_train.hf.formats import METADATA_FILE, read_format, read_spec
 from dms_train.hf.selftest import REFERENCE
@@ -58,7 +58,7 @@ def describe_model(directory: Path) -> dict[str, Any]:
     spec = read_spec(directory)
     facts: dict[str, Any] = {
         "kind": "Hugging Face dense model" if spec is None else "Hugging Face DMS export",
-        "family": from_hf_config(config).family,
+        "family": read_architecture(directory).family,
         "parameters": sum(math.prod(reader.shape(name)) for name in names),
         "tensors": len(names),
         "dtype": dict(Counter(reader.dtype(name) for name in names)),
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         facts = describe(arguments.path)
     except (OSError, ValueError) as error:
-        print(f"dms-inspect: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"dms-inspect: {message(error)}", file=sys.stderr)
         return BAD_INPUT
     if arguments.json:
         print(json.dumps(facts, indent=2))

@@ -11,12 +11,11 @@ import torch
 from checkpoints_tools.single_process import open_engine
 from dms_train.cli.errors import run_main
 from dms_train.cli.exporter import ModelExporter
-from dms_train.config.build import build_dataclass
-from dms_train.hf.architecture import Architecture
+from dms_train.cli.start_point import described_model
 from dms_train.hf.directory import resolve
+from dms_train.hf.export import check_replaceable
 from dms_train.mcore import checkpoint
 from dms_train.mcore.engine import McoreEngine
-from dms_train.method.spec import DMSSpec
 from dms_train.training.options import ExportOptions
 
 
@@ -54,9 +53,10 @@ def _tokenizer_dir(wanted: str | None, model: str | None) -> Path | None:
 
 def convert(args: argparse.Namespace) -> None:
     """Write the directory; errors as in `checkpoint.read_state` and `hf.export.write_export`."""
-    state = checkpoint.read_state(args.checkpoint)
-    architecture = build_dataclass(Architecture, state["architecture"], "architecture")
-    spec = DMSSpec.from_dict(state["spec"])
+    state = checkpoint.check(args.checkpoint)
+    architecture, spec = described_model(args.checkpoint, state)
+    check_replaceable(args.out)
+    tokenizer = _tokenizer_dir(args.tokenizer_from, state.get("model"))
     with open_engine(architecture, spec, args.dtype, None) as engine:
         engine.load(args.checkpoint, with_optimizer=False)
         options = ExportOptions(
@@ -67,7 +67,7 @@ def convert(args: argparse.Namespace) -> None:
             options=options,
             folder=args.out.parent,
             tokens=_tokens(engine, args.selftest_tokens),
-            source_dir=_tokenizer_dir(args.tokenizer_from, state.get("model")),
+            source_dir=tokenizer,
             params_dtype=args.dtype,
             provenance={key: state[key] for key in ("model", "versions") if key in state},
         )

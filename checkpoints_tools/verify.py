@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dms_train.cli.errors import message
 from dms_train.hf.directory import WeightReader
 from dms_train.hf.formats import read_format, read_spec
 from dms_train.hf.selftest import SelfTest
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         report = verify(arguments.directory, dtype=arguments.dtype, device=arguments.device)
         spec = read_spec(arguments.directory)
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"dms-verify: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"dms-verify: {message(error)}", file=sys.stderr)
         return BAD_INPUT
     _show(arguments.directory, report, spec.window if spec else 0)
     return PASSED if report.passed else MISMATCH

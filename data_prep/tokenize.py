@@ -24,6 +24,7 @@ from data_prep.encode import DocumentEncoder, EncoderOptions, encode_in_order
 from data_prep.exam_sheets import sheet
 from data_prep.exam_tokenizer import write_exam_tokenizer
 from data_prep.progress import progress_bar
+from dms_train.cli.errors import REFUSED, message
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import (
     Manifest,
@@ -64,13 +65,13 @@ class TokenizeJob:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 on success, 1 on a refused input, 2 on a wrong command line."""
+    """Run the command; 0 on success, 2 on a refused input or a wrong command line."""
     args = _parser().parse_args(argv)
     try:
         args.run(args)
     except (DataError, OSError) as error:
-        print(f"dms-data: {error}", file=sys.stderr)
-        return 1
+        print(f"dms-data: {message(error)}", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         print("dms-data: interrupted; nothing was written", file=sys.stderr)
         return 130

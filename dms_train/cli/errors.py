@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 
 from dms_train.cli import launcher
@@ -10,6 +11,7 @@ from dms_train.config.build import ConfigError
 
 REFUSED = 2
 INTERRUPTED = 130
+_PATIENCE_SECONDS = 5.0
 _OWN_PACKAGES = ("dms_train", "checkpoints_tools", "data_prep")
 # torch.distributed raises these by class with NCCL, and a plain RuntimeError with gloo.
 _PEER_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -33,8 +35,8 @@ def run_main(command: Callable[[], int | None]) -> int:
     ValueError classes, missing files and other refusals of the operating system such as a full
     disk, and the loss of another rank. Ctrl-C returns 130. Anything else is a bug and propagates.
 
-    Under a launcher every rank fails alike, so rank 0 speaks for a wrong configuration and one
-    rank of each machine for wrong data; only failures of the operating system differ by rank.
+    Most failures hit all ranks alike, so ranks other than 0 wait before they speak: a launcher
+    that has seen rank 0 fail ends them meanwhile, and rank 0 is never ended before it has spoken.
     """
     try:
         return command() or 0
@@ -43,9 +45,10 @@ def run_main(command: Callable[[], int | None]) -> int:
     except (ValueError, OSError, PeerLost) as error:
         if not is_expected(error):
             raise
-        if _speaks(error):
-            sys.stderr.write("".join(f"{line}\n" for line in describe(error)))
-            sys.stderr.flush()
+        if _may_repeat_others(error):
+            time.sleep(_PATIENCE_SECONDS)
+        sys.stderr.write("".join(f"{line}\n" for line in describe(error)))
+        sys.stderr.flush()
         return REFUSED
 
 
@@ -57,24 +60,25 @@ def is_expected(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> list[str]:
     """The lines that tell the user what went wrong."""
-    if isinstance(error, ConfigError):
-        return [f"config error: {_one_line(problem)}" for problem in error.problems]
     rank = launcher.rank()
-    prefix = f"[rank {rank}] error" if rank and not isinstance(error, PeerLost) else "error"
-    return [f"{prefix}: {_one_line(_os_message(error))}"]
-
-
-def _speaks(error: BaseException) -> bool:
+    prefix = f"[rank {rank}] " if rank and not isinstance(error, PeerLost) else ""
     if isinstance(error, ConfigError):
-        return launcher.rank() == 0
-    return isinstance(error, OSError | PeerLost) or launcher.local_rank() == 0
+        return [f"{prefix}config error: {_one_line(problem)}" for problem in error.problems]
+    return [f"{prefix}error: {message(error)}"]
 
 
-def _os_message(error: BaseException) -> str:
+def _may_repeat_others(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return False  # a full disk or a missing mount belongs to one machine
+    return isinstance(error, PeerLost) or launcher.rank() != 0
+
+
+def message(error: BaseException) -> str:
+    """What an exception says, on one line and without error numbers."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
-    return str(error) or type(error).__name__
+        return _one_line(f"{where}{error.strerror}")
+    return _one_line(str(error)) or type(error).__name__
 
 
 def _one_line(text: str) -> str:

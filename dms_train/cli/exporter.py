@@ -12,16 +12,41 @@ import torch.distributed as dist
 
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.export import write_export
+from dms_train.hf.export import check_replaceable, write_export
 from dms_train.hf.selftest import SelfTest
+from dms_train.mcore import checkpoint
 from dms_train.mcore.engine import McoreEngine
 from dms_train.method.accounting import cr_factor
 from dms_train.method.plan import StepPlan
+from dms_train.method.spec import DMSSpec
 from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INFERENCE_PLAN = StepPlan(neuron_scale=0.0, eviction="hard")
+
+
+def export_format(options: ExportOptions, spec: DMSSpec) -> str:
+    """The format of an export; by default the one of the method's preset."""
+    return options.format or formats.default_format(spec)
+
+
+def export_dtype(options: ExportOptions, spec: DMSSpec, params_dtype: str) -> torch.dtype:
+    """Dtype of exported weights; by default that of the consumer, for our format the training's."""
+    own = export_format(options, spec) == "dms"
+    return _DTYPES[options.dtype or (params_dtype if own else "bf16")]
+
+
+def check_folder(exports: Path, options: ExportOptions, target_cr: float) -> None:
+    """Refuse to replace what is no export of ours, before there is anything to write.
+
+    Raises:
+        FileExistsError: A folder that a run will write holds something else.
+    """
+    ratios = range(1, int(target_cr) + 1) if options.every_integer_cr else ()
+    for name in ("final", *(f"cr{ratio}" for ratio in ratios)):
+        check_replaceable(exports / name / "hf")
+        checkpoint.check_replaceable(exports / name / "megatron")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,28 +66,6 @@ class ModelExporter:
     source_dir: Path | None
     params_dtype: str
     provenance: dict[str, Any]
-
-    def check(self, target_cr: float) -> list[str]:
-        """Advice about the export to come; ExportRefused when it would be misread."""
-        engine = self.engine
-        return formats.check_export(
-            self.format,
-            engine.spec,
-            engine.architecture,
-            _DTYPES[self.dtype],
-            target_cr,
-            self.options.paged_attention_block_size,
-        )
-
-    @property
-    def format(self) -> str:
-        """The export format; by default the one of the method's preset."""
-        return self.options.format or formats.default_format(self.engine.spec)
-
-    @property
-    def dtype(self) -> str:
-        """`fp32` or `bf16` of the Hugging Face weights."""
-        return self.options.dtype or ("bf16" if self.format != "dms" else self.params_dtype)
 
     def export(self, name: str, state: dict[str, Any]) -> Path:
         """Write both checkpoints; every rank calls it."""
@@ -84,6 +87,7 @@ class ModelExporter:
         """Write the Hugging Face directory with its self-test; every rank calls it."""
         engine = self.engine
         compressed = bool(state["lane_borrowed"])
+        dtype = export_dtype(self.options, engine.spec, self.params_dtype)
         selftest, measured = self._selftest() if compressed else (None, None)
         tensors = engine.hf_tensors()
         if engine.view.rank == 0:
@@ -93,8 +97,8 @@ class ModelExporter:
                 spec=engine.spec if compressed else None,
                 cr_factor=measured,
                 target_cr=float(state["target_cr"]),
-                dtype=_DTYPES[self.dtype] if compressed else _DTYPES[self.params_dtype],
-                export_format=self.format,
+                dtype=dtype if compressed else _DTYPES[self.params_dtype],
+                export_format=export_format(self.options, engine.spec),
                 weights=tensors,
                 source_dir=self.source_dir,
                 selftest=selftest,

@@ -45,13 +45,19 @@ def resume_point(config: RunConfig, start: StartPoint) -> StartPoint:
     """The newest valid checkpoint of this run folder, or `start` when there is none.
 
     Raises:
-        ConfigError: The folder belongs to a run with another configuration, or resuming was
-            not asked for.
+        ConfigError: The folder belongs to a run with another configuration, resuming was not
+            asked for, or no checkpoint is usable.
+        CheckpointError: The newest whole checkpoint was not written by this program.
     """
     folder = Path(config.run.dir)
     newest, passed = checkpoint.newest(folder / "checkpoints")
     for reason in passed:
         logger().warning("skipped: %s", reason)
+    if newest is None and passed:
+        raise ConfigError(
+            f"run.dir={folder}: none of its checkpoints can be used; restore one, or choose "
+            "another folder to start again"
+        )
     if newest is None:
         return start
     if config.run.resume == "never":
@@ -59,7 +65,7 @@ def resume_point(config: RunConfig, start: StartPoint) -> StartPoint:
             f"run.dir={folder}: it holds {newest.name} and run.resume=never; choose another folder"
         )
     _require_same(config, folder / CONFIG_FILE)
-    state = TrainState.from_dict(checkpoint.read_state(newest))
+    state = TrainState.from_dict(checkpoint.check(newest))
     logger().info("resuming from %s", newest)
     return replace(start, student=newest, spec=None, state=state, resumes=True)
 
@@ -78,8 +84,14 @@ def _require_same(config: RunConfig, file: Path) -> None:
 
 
 def write(config: RunConfig, *, leads: bool) -> None:
-    """Make the folder and store the resolved configuration."""
-    if leads:
-        folder = Path(config.run.dir)
+    """Make the folder and store the resolved configuration; ConfigError when that fails."""
+    if not leads:
+        return
+    folder = Path(config.run.dir)
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(mapping(config), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={folder}: cannot be written ({error.strerror}); choose another folder"
+        ) from error

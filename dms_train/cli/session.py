@@ -11,19 +11,27 @@ import torch
 
 from dms_train.cli import launcher, run_folder
 from dms_train.cli.errors import PeerLost, lost_peer
-from dms_train.cli.exporter import ModelExporter, run_provenance
+from dms_train.cli.exporter import (
+    ModelExporter,
+    check_folder,
+    export_dtype,
+    export_format,
+    run_provenance,
+)
 from dms_train.cli.plan import describe
 from dms_train.cli.start_point import StartPoint, find_start, load_start
 from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import file_sha256, read_manifest
-from dms_train.data.tokens import TokenSamples, build_datasets
+from dms_train.data.tokens import TokenSamples, build_datasets, check_files
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader
+from dms_train.hf.formats import check_export
 from dms_train.mcore import groups
 from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model import rope_arguments
 from dms_train.mcore.weights import RandomWeights
 from dms_train.method.spec import DMSSpec
 from dms_train.observe import log
@@ -63,6 +71,7 @@ def run(config: RunConfig) -> None:
             text = describe(config, prepared.architecture, launcher.world_size())
             sys.stdout.write(f"{text}\ndry run: nothing was started\n")
         return
+    run_folder.write(config, leads=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
     try:
         _run(prepared, view)
@@ -79,6 +88,7 @@ def run(config: RunConfig) -> None:
 def _prepare(config: RunConfig) -> _Prepared:
     start = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=start.architecture)
+    rope_arguments(start.architecture)  # refuses a rule that megatron-core lacks
     spec = config.method.spec()
     start.require(spec)
     folder = Path(config.run.dir)
@@ -88,6 +98,7 @@ def _prepare(config: RunConfig) -> _Prepared:
         options, config.optim.lr, config.optim.lr_warmup_steps, start.state.target_cr
     )
     _check_data(config, start)
+    _check_export(config, start, stages)
     return _Prepared(
         config=config,
         architecture=start.architecture,
@@ -100,21 +111,35 @@ def _prepare(config: RunConfig) -> _Prepared:
 
 def _check_data(config: RunConfig, start: StartPoint) -> None:
     """Refuse data of another tokenizer or vocabulary before anything is allocated."""
-    from dms_train.data.manifest import check_run, check_shard
-
     directory = start.tokenizer_dir
     tokenizer = None if directory is None else directory / "tokenizer.json"
     sha256 = file_sha256(tokenizer) if tokenizer is not None and tokenizer.is_file() else None
-    for prefix in config.data.paths:
-        manifest = read_manifest(prefix)
-        check_shard(prefix, manifest)
-        check_run(manifest, vocab_size=start.architecture.vocab_size, tokenizer_sha256=sha256)
+    vocab_size = start.architecture.vocab_size
+    check_files(config.data, vocab_size=vocab_size, tokenizer_sha256=sha256)
+
+
+def _check_export(config: RunConfig, start: StartPoint, stages: list[Stage | None]) -> None:
+    """Refuse an export that would be misread or replace something else, before the training."""
+    if "export" not in config.stage.run:
+        return
+    options, spec = config.stage.export, config.method.spec()
+    target_cr = max(start.state.target_cr, config.stage.retrofit.target_cr)
+    check_folder(Path(config.run.dir) / "exports", options, target_cr)
+    borrows = any(stage and (stage.borrows_lane or stage.hands_over) for stage in stages)
+    if borrows or start.state.lane_borrowed:
+        check_export(
+            export_format(options, spec),
+            spec,
+            start.architecture,
+            export_dtype(options, spec, config.parallel.params_dtype),
+            target_cr,
+            options.paged_attention_block_size,
+        )
 
 
 def _run(prepared: _Prepared, view: ParallelView) -> None:
     config = prepared.config
     leads = view.rank == 0
-    run_folder.write(config, leads=leads)
     engine = _build_engine(prepared, view)
     state = prepared.start.state
     train, valid = _datasets(prepared, view)
@@ -129,8 +154,6 @@ def _run(prepared: _Prepared, view: ParallelView) -> None:
         params_dtype=config.parallel.params_dtype,
         provenance=provenance,
     )
-    if "export" in config.stage.run and any(s and s.borrows_lane for s in prepared.stages):
-        exporter.check(max(state.target_cr, config.stage.retrofit.target_cr))
     reporter = _reporter(config, state, leads=leads)
     try:
         loop.run(

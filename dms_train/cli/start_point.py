@@ -9,10 +9,11 @@ from typing import Any
 from dms_train.config.build import ConfigError, build_dataclass
 from dms_train.config.schema import RunConfig
 from dms_train.hf import formats
-from dms_train.hf.architecture import Architecture, from_hf_config
-from dms_train.hf.directory import WeightReader, read_config, resolve
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.mcore import checkpoint
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.errors import CheckpointError
 from dms_train.method.spec import DMSSpec
 from dms_train.training.state import TrainState
 
@@ -93,25 +94,29 @@ def _original(directory: Path) -> StartPoint:
             f"model.path={directory}: this is a DMS export; give the original model as model.path "
             "(it is the teacher) and this folder as run.load"
         )
-    WeightReader(directory)  # refuses missing and truncated files now rather than on every rank
     return StartPoint(
-        architecture=from_hf_config(read_config(directory)),
+        architecture=_whole_model(directory),
         model_dir=directory,
         tokenizer_dir=directory,
         state=TrainState(),
     )
 
 
+def _whole_model(directory: Path) -> Architecture:
+    """Refuses missing, truncated and unfit weights before any process group exists."""
+    architecture = read_architecture(directory)
+    WeightReader(directory).require(architecture)
+    return architecture
+
+
 def _with_student(start: StartPoint, student: Path) -> StartPoint:
     if (student / checkpoint.STATE_FILE).is_file():
-        stored = checkpoint.read_state(student)
-        architecture = build_dataclass(Architecture, stored["architecture"], "architecture")
-        lane_borrowed = bool(stored.get("lane_borrowed"))
-        spec = DMSSpec.from_dict(stored["spec"]) if lane_borrowed else None
+        stored = checkpoint.check(student)
+        architecture, trained = described_model(student, stored)
+        spec = trained if stored.get("lane_borrowed") else None
         ratio = float(stored.get("target_cr", 1.0))
     elif (student / "config.json").is_file():
-        config = read_config(student)
-        architecture, spec = from_hf_config(config), formats.read_spec(student)
+        architecture, spec = _whole_model(student), formats.read_spec(student)
         ratio = formats.read_target_cr(student)
     else:
         raise ConfigError(
@@ -122,6 +127,18 @@ def _with_student(start: StartPoint, student: Path) -> StartPoint:
         raise ConfigError(f"run.load={student}: its architecture is not that of the model")
     state = TrainState(lane_borrowed=spec is not None, target_cr=ratio)
     return replace(start, student=student, spec=spec, state=state)
+
+
+def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, DMSSpec]:
+    """What the JSON state of a checkpoint says about its model; CheckpointError if it does not."""
+    try:
+        architecture = build_dataclass(Architecture, state["architecture"], "architecture")
+        return architecture, DMSSpec.from_dict(state["spec"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {checkpoint.STATE_FILE} does not describe its model ({error}); "
+            "use another checkpoint"
+        ) from error
 
 
 def load_start(engine: McoreEngine, start: StartPoint) -> None:

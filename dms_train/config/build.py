@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar
 
@@ -27,6 +27,14 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
+@dataclass(slots=True, kw_only=True)
+class _Refused:
+    """Problems found so far, and every key there is to suggest."""
+
+    known: list[str]
+    lines: list[str] = field(default_factory=list)
+
+
 def build(mapping: Mapping[str, Any]) -> RunConfig:
     """Build the configuration of a run.
 
@@ -41,10 +49,11 @@ def build(mapping: Mapping[str, Any]) -> RunConfig:
 
 def build_dataclass(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
     """`build` for any of the option dataclasses; `path` is where `mapping` sits in the whole."""
-    problems: list[str] = []
-    result = _dataclass(cls, mapping, path, problems)
-    if problems:
-        raise ConfigError(*problems)
+    known = [path, *valid_paths(cls, path)] if path else list(valid_paths(cls))
+    refused = _Refused(known=known)
+    result = _dataclass(cls, mapping, path, refused)
+    if refused.lines:
+        raise ConfigError(*refused.lines)
     return typing.cast(T, result)
 
 
@@ -63,9 +72,9 @@ def valid_paths(cls: type = RunConfig, path: str = "") -> Iterator[str]:
             yield from valid_paths(nested, here)
 
 
-def unknown_key(path: str, valid: typing.Iterable[str] | None = None) -> str:
+def unknown_key(path: str, valid: Iterable[str]) -> str:
     """The line that refuses `path`, with the nearest valid key when there is one."""
-    known = list(dict.fromkeys(valid_paths() if valid is None else valid))
+    known = list(dict.fromkeys(valid))
     wrong = _shortest_unknown(path, known)
     block, _, name = wrong.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == block]
@@ -95,47 +104,46 @@ def _dataclass_in(hint: Any) -> type | None:
     return next((h for h in options if isinstance(h, type) and is_dataclass(h)), None)
 
 
-def _dataclass(cls: type, mapping: Any, path: str, problems: list[str]) -> Any:
+def _dataclass(cls: type, mapping: Any, path: str, refused: _Refused) -> Any:
     if not isinstance(mapping, Mapping):
-        problems.append(f"{path}={mapping!r}: expected a block with keys {', '.join(_hints(cls))}")
+        refused.lines.append(
+            f"{path}={mapping!r}: expected a block with keys {', '.join(_hints(cls))}"
+        )
         return None
     dotted = {name: f"{path}.{name}" if path else name for name in (*_hints(cls), *mapping)}
     unknown = [str(key) for key in mapping if key not in _hints(cls)]
-    problems += [unknown_key(dotted[key]) for key in unknown]
+    refused.lines += [unknown_key(dotted[key], refused.known) for key in unknown]
     values = {}
-    for field in fields(cls):
-        value = mapping.get(field.name, MISSING)
-        if isinstance(value, str) and value == _MISSING_MARK:
-            value = MISSING
-        if value is not MISSING:
-            hint = _hints(cls)[field.name]
-            values[field.name] = _value(hint, value, dotted[field.name], problems)
-        elif field.default is MISSING:
-            problems.append(f"{dotted[field.name]}: missing; set {dotted[field.name]}=...")
-    return None if problems else cls(**values)
+    for item in fields(cls):
+        here, value = dotted[item.name], mapping.get(item.name, item.default)
+        if value is MISSING or (isinstance(value, str) and value == _MISSING_MARK):
+            refused.lines.append(f"{here}: missing; set {here}=...")
+        elif item.name in mapping:
+            values[item.name] = _value(_hints(cls)[item.name], value, here, refused)
+    return None if refused.lines else cls(**values)
 
 
-def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+def _value(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
     if isinstance(hint, UnionType):
         options = [h for h in typing.get_args(hint) if h is not NoneType]
-        return None if value is None else _value(options[0], value, path, problems)
+        return None if value is None else _value(options[0], value, path, refused)
     if is_dataclass(hint):
-        return _dataclass(typing.cast(type, hint), value, path, problems)
+        return _dataclass(typing.cast(type, hint), value, path, refused)
     if typing.get_origin(hint) is tuple:
-        return _tuple(hint, value, path, problems)
+        return _tuple(hint, value, path, refused)
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        problems.append(f"{path}={value!r}: expected {_NAMES[hint]}")
+        refused.lines.append(f"{path}={value!r}: expected {_NAMES[hint]}")
     return value
 
 
-def _tuple(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+def _tuple(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
     item = typing.get_args(hint)[0]
     if not isinstance(value, list | tuple):
-        problems.append(f"{path}={value!r}: expected a list, each item {_NAMES[item]}")
+        refused.lines.append(f"{path}={value!r}: expected a list, each item {_NAMES[item]}")
         return None
-    return tuple(_value(item, v, f"{path}[{i}]", problems) for i, v in enumerate(value))
+    return tuple(_value(item, v, f"{path}[{i}]", refused) for i, v in enumerate(value))
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
@@ -116,6 +120,27 @@ class _Builder(BlendedMegatronDatasetBuilder):
         )
 
 
+def check_files(options: DataOptions, *, vocab_size: int, tokenizer_sha256: str | None) -> None:
+    """Find what `build_datasets` would refuse, without building anything.
+
+    Args:
+        options: Files, blend weights, split and sequence length.
+        vocab_size: Rows of the model's embedding that are real tokens.
+        tokenizer_sha256: Hash of the model's `tokenizer.json`; None when the model has none.
+
+    Raises:
+        DataError: As `build_datasets`, or a file was made with another tokenizer.
+    """
+    shards = [_open_shard(prefix, vocab_size, tokenizer_sha256) for prefix in options.paths]
+    eod_id = shards[0].manifest.eod_id if shards else None
+    _check_together(options, shards, -1 if eod_id is None else eod_id)
+    shares = parse_and_normalize_split(_checked_split(options.split))
+    matrix = convert_split_vector_to_split_matrix(shares)
+    for split in (Split.train, Split.valid):
+        for prefix in options.paths:
+            _split_tokens(prefix, split, matrix[split.value], options.seq_length)
+
+
 def build_datasets(  # noqa: PLR0913 - all named
     options: DataOptions,
     *,
@@ -166,10 +191,10 @@ def build_datasets(  # noqa: PLR0913 - all named
     return train, valid
 
 
-def _open_shard(prefix: str, vocab_size: int) -> _Shard:
+def _open_shard(prefix: str, vocab_size: int, tokenizer_sha256: str | None = None) -> _Shard:
     manifest = read_manifest(prefix)
     check_shard(prefix, manifest)
-    check_run(manifest, vocab_size=vocab_size, tokenizer_sha256=None)
+    check_run(manifest, vocab_size=vocab_size, tokenizer_sha256=tokenizer_sha256)
     return _Shard(prefix, manifest)
 
 
@@ -240,7 +265,6 @@ def _split_tokens(
             f"{prefix}: its {split.name} split has {tokens} tokens in {stop - start} of "
             f"{len(lengths)} documents, one sample needs {seq_length + 1}; use more data, "
             "another data.split or a shorter data.seq_length"
-            + (", or turn validation off" if split is Split.valid else "")
         )
     return tokens
 

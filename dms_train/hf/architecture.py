@@ -84,8 +84,8 @@ _QWEN3_DEFAULT_HEAD_DIM = 128  # transformers leaves the key out when it has thi
 _OWN_PREFIX = "dms_"
 
 
-def _refuse(key: str, value: Any, fix: str) -> ValueError:
-    return ValueError(f"config.json: {key}={value!r} is not supported; {fix}")
+def _refuse(key: str, value: Any, fix: str) -> HFError:
+    return HFError(f"config.json: {key}={value!r} is not supported; {fix}")
 
 
 def family_of(config: dict[str, Any]) -> str:
@@ -99,6 +99,16 @@ def family_of(config: dict[str, Any]) -> str:
     if family not in _ARCHITECTURES:
         raise _refuse("model_type", model_type, f"use one of {', '.join(_ARCHITECTURES)}")
     return family
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    missing = [key for key in _REQUIRED if config.get(key) is None]
+    if missing:
+        raise HFError(f"config.json: missing keys {', '.join(missing)}; state them")
+    for key in (*_REQUIRED, "num_key_value_heads", "head_dim"):
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise _refuse(key, value, "state a whole number above 0")
 
 
 def _check_fixed(config: dict[str, Any], family: str) -> None:
@@ -179,9 +189,7 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
         ValueError: One line naming the key that is missing or not supported.
     """
     family = family_of(config)
-    missing = [key for key in _REQUIRED if key not in config]
-    if missing:
-        raise HFError(f"config.json: missing keys {', '.join(missing)}; state them")
+    _check_sizes(config)
     _check_fixed(config, family)
     return Architecture(
         family=family,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
+from dms_train.hf.tensors import expected_shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -88,6 +91,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return read_json(Path(directory) / "config.json")
 
 
+def read_architecture(directory: str | Path) -> Architecture:
+    """The architecture in `config.json`; HFError naming the directory when it is not supported."""
+    try:
+        return from_hf_config(read_config(directory))
+    except HFError as error:
+        where = "" if str(directory) in str(error) else f"{directory}: "
+        raise HFError(f"{where}{error}") from None
+
+
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Header of a safetensors file, after checking that the file is complete.
 
@@ -155,6 +167,24 @@ class WeightReader:
             if self._entries.get(name, ("",))[0] != file:
                 raise HFError(f"{self.directory / INDEX_FILE}: {name} is not in {file}")
         self._open: dict[str, Any] = {}
+
+    def require(self, architecture: Architecture) -> None:
+        """Check that every tensor of the architecture is there, without reading one.
+
+        Raises:
+            HFError: A tensor is missing or has another shape.
+        """
+        for name, shape in expected_shapes(architecture).items():
+            if name not in self._entries:
+                raise HFError(
+                    f"{self.directory}: no tensor {name}, which config.json promises; "
+                    "copy the directory again"
+                )
+            if self.shape(name) != shape:
+                raise HFError(
+                    f"{self.directory}: {name} has shape {self.shape(name)}, config.json promises "
+                    f"{shape}; the weights and config.json do not belong together"
+                )
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -236,9 +266,7 @@ class WeightWriter:
         self._names.add(name)
 
     def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._pending, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        save_tensors(self._temporary(len(self._shards)), self._pending, {"format": "pt"})
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -257,6 +285,17 @@ class WeightWriter:
             weight_map.update(dict.fromkeys(names, file))
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
         write_json(self.directory / INDEX_FILE, index)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file; HFError when that fails, for example on a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        raise HFError(f"{path}: cannot be written ({error}); nothing was exported") from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -171,7 +171,7 @@ def write_export(  # noqa: PLR0913 - all named
 @contextmanager
 def _published(out_dir: Path) -> Iterator[Path]:
     """A hidden sibling directory that takes the name `out_dir` when the block succeeds."""
-    _check_replaceable(out_dir)
+    check_replaceable(out_dir)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -188,7 +188,8 @@ def _published(out_dir: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _check_replaceable(out_dir: Path) -> None:
+def check_replaceable(out_dir: Path) -> None:
+    """Refuse a directory that was not written here; FileExistsError."""
     if not out_dir.exists() or (out_dir / MARKER_FILE).is_file():
         return
     if out_dir.is_dir() and not any(out_dir.iterdir()):

@@ -279,7 +279,14 @@ def read_spec(directory: str | Path) -> DMSSpec | None:
 def _own_spec(directory: Path, dms: Any) -> DMSSpec:
     if not isinstance(dms, dict) or not isinstance(dms.get("spec"), dict):
         raise HFError(f"{directory}: config.json has a `dms` key without a spec")
-    return DMSSpec.from_dict(dms["spec"])
+    return _spec(directory, dms["spec"])
+
+
+def _spec(directory: Path, values: dict[str, Any]) -> DMSSpec:
+    try:
+        return DMSSpec.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise HFError(f"{directory}: {error}; export it again") from None
 
 
 def _flat_spec(directory: Path, config: dict[str, Any]) -> DMSSpec:
@@ -288,16 +295,18 @@ def _flat_spec(directory: Path, config: dict[str, Any]) -> DMSSpec:
     shift = config.get("dms_decision_shift", 1)
     base = PRESETS["dms_fastdms" if shift == 0 else "dms_nvidia"]
     recorded = (stored.get("provenance") or {}).get("spec")
-    spec = (DMSSpec.from_dict(recorded) if recorded else base).override(
-        channel=base.channel,
-        eviction=base.eviction,
-        clear_after_rope=base.clear_after_rope,
-        decision_shift=shift,
-        window=config["dms_window_size"],
-        alpha_scale=config.get("dms_alpha_scale", base.alpha_scale),
-        alpha_offset=config.get("dms_initial_alpha_offset", base.alpha_offset),
-        tau=config.get("dms_tau"),
-    )
+    stated = {
+        "channel": base.channel,
+        "eviction": base.eviction,
+        "clear_after_rope": base.clear_after_rope,
+        "decision_shift": shift,
+        "window": config["dms_window_size"],
+        "alpha_scale": config.get("dms_alpha_scale", base.alpha_scale),
+        "alpha_offset": config.get("dms_initial_alpha_offset", base.alpha_offset),
+        "tau": config.get("dms_tau"),
+    }
+    known = {key: value for key, value in stated.items() if value is not None}
+    spec = _spec(directory, {**(recorded or base.to_dict()), **known})
     _check_agreement(path, stored.get("config") or {}, spec)
     return spec
 

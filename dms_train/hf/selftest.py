@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dms_train.hf.directory import save_tensors
 from dms_train.hf.errors import HFError
 
 # A subfolder: some consumers load every *.safetensors file beside config.json.
@@ -53,8 +54,6 @@ class SelfTest:
 
     def save(self, directory: str | Path) -> None:
         """Write `dms_selftest/reference.safetensors` below `directory`."""
-        from safetensors.torch import save_file
-
         path = Path(directory) / REFERENCE
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -68,7 +67,7 @@ class SelfTest:
             "kl_tolerance": str(self.kl_tolerance),
         }
         contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, path, metadata=metadata)
+        save_tensors(path, contiguous, metadata)
 
     @classmethod
     def load(cls, directory: str | Path) -> SelfTest:

@@ -28,8 +28,8 @@ def dms_attention(
     hk = key.shape[2]
     q = query.view(b, s, hk, hq // hk, d).permute(0, 2, 3, 1, 4)  # [b, hk, r, s, d]
     k, v = (x.transpose(1, 2).unsqueeze(2) for x in (key, value))  # [b, hk, 1, s, d]
-    scores = q @ k.transpose(-1, -2)
-    scores = (scores if scores.dtype == torch.float64 else scores.float()) * scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
     positions = torch.arange(s, device=query.device)
     bias = scores.new_zeros(b, hk, s, s)
     if log_keep is not None:

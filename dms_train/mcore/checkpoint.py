@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -23,26 +27,47 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dms_train.mcore import compat
 from dms_train.mcore.errors import CheckpointError
 
 STATE_FILE = "run_state.json"
 _METADATA_FILE = ".metadata"
-_SAFE_MODULES = ("torch", "megatron.core.dist_checkpointing", "collections", "pathlib", "builtins")
-_UNSAFE_BUILTINS = frozenset({"eval", "exec", "compile", "open", "__import__", "getattr"})
+_COMMON_FILE = "common.pt"
+_TORCH_CHECKPOINT = "torch.distributed.checkpoint"
+# Whole names, not modules: a pickle may ask for `os.system` by way of any module that imports os.
+_METADATA_NAMES = frozenset(
+    {
+        "torch.Size",
+        "torch.serialization._get_layout",
+        f"{_TORCH_CHECKPOINT}.filesystem._StorageInfo",
+        f"{_TORCH_CHECKPOINT}.metadata.BytesStorageMetadata",
+        f"{_TORCH_CHECKPOINT}.metadata.ChunkStorageMetadata",
+        f"{_TORCH_CHECKPOINT}.metadata.Metadata",
+        f"{_TORCH_CHECKPOINT}.metadata.MetadataIndex",
+        f"{_TORCH_CHECKPOINT}.metadata.StorageMeta",
+        f"{_TORCH_CHECKPOINT}.metadata.TensorProperties",
+        f"{_TORCH_CHECKPOINT}.metadata.TensorStorageMetadata",
+        f"{_TORCH_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING",
+        f"{_TORCH_CHECKPOINT}.planner.SavePlan",
+        f"{_TORCH_CHECKPOINT}.planner.TensorWriteData",
+        f"{_TORCH_CHECKPOINT}.planner.WriteItem",
+        f"{_TORCH_CHECKPOINT}.planner.WriteItemType",
+    }
+)
+# What megatron's writers log here they also raise.
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
 
-class _MetadataCheck(pickle.Unpickler):
+class _MetadataReader(pickle.Unpickler):
     """Refuses names that torch's checkpoint metadata never contains."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = any(module == safe or module.startswith(safe + ".") for safe in _SAFE_MODULES)
-        if not known or (module == "builtins" and name in _UNSAFE_BUILTINS):
-            raise CheckpointError(
-                f"checkpoint metadata names {module}.{name}, which no checkpoint of this program "
-                "contains; do not load files from sources you do not trust"
-            )
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and f"{module}.{name}" not in _METADATA_NAMES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
 
@@ -75,35 +100,63 @@ def save(
     """Write model, optimizer (unless None) and the JSON state; all ranks call it, one leads.
 
     Raises:
-        OSError: The folder cannot be written (for example a full disk); nothing is left behind.
+        CheckpointError: The folder cannot be written (for example a full disk); nothing is left
+            behind and other checkpoints are untouched.
     """
     partial = path.with_name(path.name + ".partial")
-    if leads:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group, True)
     try:
-        dist_checkpointing.save(
-            _sharded_state(chunks, optimizer, loading=False), str(partial), strategy
-        )
-        if leads:
-            _seal(partial, state)
-    except BaseException:
         if leads:
             shutil.rmtree(partial, ignore_errors=True)
-        raise
+            partial.mkdir(parents=True)
+        dist.barrier()
+        _write(partial, _sharded_state(chunks, optimizer, loading=False))
+        if leads:
+            _seal(partial, state)
+    except BaseException as error:
+        if leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        reason = _why_not_written(error)
+        if reason is None:
+            raise
+        raise CheckpointError(
+            f"checkpoint {path}: cannot be written ({reason}); older checkpoints are untouched: "
+            "make room and start the same command again"
+        ) from error
     if leads:
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
     dist.barrier()
 
 
+def _write(folder: Path, state: dict[str, Any]) -> None:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group, True)
+    dist_checkpointing.save(state, str(folder), strategy)
+
+
+def _why_not_written(error: BaseException) -> str | None:
+    """The storage's reason; None when the error is about something else."""
+    if isinstance(error, CheckpointException):
+        # rank 0 alone is told what happened where
+        failures = [failure for failure, _ in error.failures.values()]
+        return str(failures[0]).removeprefix("Worker failure: ") if failures else "see rank 0"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error):
+        return "a file could not be written; is the disk full?"
+    return str(error) if isinstance(error, CheckpointingException) else None
+
+
 def _seal(folder: Path, state: dict[str, Any]) -> None:
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     text = json.dumps({**state, "files": files}, indent=1)
     (folder / STATE_FILE).write_text(text + "\n")
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a folder that was not written here; FileExistsError."""
+    if path.exists() and not (path / STATE_FILE).is_file():
+        raise FileExistsError(f"{path}: exists and is not a checkpoint; choose another folder")
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -119,7 +172,7 @@ def read_state(path: Path) -> dict[str, Any]:
         )
     try:
         state = json.loads(state_file.read_text())
-        files = state["files"]
+        files = dict(state["files"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE_FILE} is damaged ({error}); use an older checkpoint"
@@ -131,6 +184,36 @@ def read_state(path: Path) -> dict[str, Any]:
             found = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
             raise CheckpointError(f"checkpoint {path}: {name} {found}; use an older checkpoint")
     return state
+
+
+def check(path: Path) -> dict[str, Any]:
+    """`read_state`, after making sure that loading the folder would run no code of its own.
+
+    Raises:
+        CheckpointError: As `read_state`, or a pickle in it is damaged or foreign.
+    """
+    state = read_state(path)
+    try:
+        metadata = _MetadataReader(io.BytesIO((path / _METADATA_FILE).read_bytes())).load()
+        for content in _pickles(path, metadata):
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle raises anything
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"checkpoint {path}: damaged, or not written by this program ({reason}); "
+            "do not load files from sources you do not trust"
+        ) from error
+    return state
+
+
+def _pickles(path: Path, metadata: Metadata) -> Iterator[bytes]:
+    """Everything in a checkpoint that torch unpickles without asking what it names."""
+    yield (path / _COMMON_FILE).read_bytes()
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            with (path / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                yield file.read(place.length)
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
@@ -152,18 +235,23 @@ def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
     """Load weights, and optimizer state unless None, into any parallel layout.
 
     Raises:
-        CheckpointError: The folder is incomplete or its metadata is not a checkpoint's.
+        CheckpointError: As `check`, or the folder holds another model.
     """
-    read_state(path)
-    _MetadataCheck(io.BytesIO((path / _METADATA_FILE).read_bytes())).load()
+    check(path)
     if optimizer is not None:
         compat.create_optimizer_state(optimizer)
         compat.accept_loaded_state(optimizer)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), group)
-    state = dist_checkpointing.load(
-        _sharded_state(chunks, optimizer, loading=True), str(path), strategy
-    )
+    try:
+        state = dist_checkpointing.load(
+            _sharded_state(chunks, optimizer, loading=True), str(path), strategy
+        )
+    except (CheckpointException, CheckpointingException) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise CheckpointError(
+            f"checkpoint {path}: cannot be loaded ({reason}); is it one of this model?"
+        ) from error
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"], strict=True)
     if optimizer is not None:

@@ -74,7 +74,8 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
     )
 
 
-def _rope_arguments(architecture: Architecture) -> dict[str, Any]:
+def rope_arguments(architecture: Architecture) -> dict[str, Any]:
+    """GPTModel's arguments for RoPE scaling; ModelError for a rule that megatron-core lacks."""
     scaling = architecture.rope_scaling
     if scaling is None:
         return {}
@@ -113,7 +114,7 @@ class DMSModel(GPTModel):
             rotary_base=architecture.rotary_base,
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,
             vp_stage=vp_stage,
-            **_rope_arguments(architecture),
+            **rope_arguments(architecture),
         )
         self.architecture = architecture
         self.method = method

@@ -8,6 +8,7 @@ with gloo. With CUDA nothing is patched.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,8 @@ class _CpuRuntime:
         set_state = lambda state, *_, **__: generator.set_state(state)  # noqa: E731
         self._replace(megatron_random, "_set_cuda_rng_state", set_state)
         logging.getLogger(megatron_random.__name__).addFilter(self._filter)
+        # advice about GPUs only
+        warnings.filterwarnings("ignore", message="When using async grad allreduce")
         self._mode.__enter__()
 
     def stop(self) -> None:

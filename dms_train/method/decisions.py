@@ -45,7 +45,7 @@ def relax(logits: Tensor, noise: Tensor | None, tau: float) -> tuple[Tensor, Ten
     """
     z = (logits if noise is None else logits + noise) / tau
     alpha = torch.sigmoid(z)
-    straight_through = (z > 0).to(alpha.dtype) + alpha - alpha.detach()
+    straight_through = (z > 0).to(alpha.dtype) + (alpha - alpha.detach())
     return alpha, F.logsigmoid(-z), straight_through
 
 

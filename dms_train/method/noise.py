@@ -23,7 +23,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def _counter(like: Tensor, value: int) -> Tensor:
     """`value` steps along the stream; multiplied as a tensor, where int64 wraps."""
-    return torch.full_like(like, value) * _GOLDEN
+    signed = (value + 2**63) % 2**64 - 2**63  # a seed may be any integer
+    return torch.full_like(like, signed) * _GOLDEN
 
 
 def _mix(x: Tensor) -> Tensor:

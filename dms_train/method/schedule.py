@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+_ROUNDING = 1e-9  # what float arithmetic may add to a whole number of steps
+
 
 def neuron_scale(step: int, zero_steps: int) -> float:
     """Factor on the borrowed neuron after `step` of `zero_steps` (paper appendix B)."""
@@ -17,7 +21,7 @@ def compression_ratio(step: int, steps_per_cr: int, target: float, start: float 
 
 def anneal_steps(steps_per_cr: int, target: float, start: float = 1.0) -> int:
     """Steps until `compression_ratio` reaches the target."""
-    return max(0, round((target - start) * steps_per_cr))
+    return max(0, math.ceil((target - start) * steps_per_cr - _ROUNDING))
 
 
 def evicted_fraction(cr: float) -> float:

@@ -16,17 +16,16 @@ VP = "parallel__virtual_pipeline_model_parallel_size"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
 
-def problems(world_size: int = 1, model: dict | None = None, **changes) -> list[str]:
-    try:
-        check(
-            configs.config(**changes),
-            world_size=world_size,
-            architecture=configs.architecture(**(model or {})),
-        )
-    except ConfigError as error:
-        assert all("\n" not in line for line in error.problems)
-        return list(error.problems)
-    return []
+def run_check(world_size: int = 1, model: dict | None = None, **changes) -> None:
+    architecture = configs.architecture(**(model or {}))
+    check(configs.config(**changes), world_size=world_size, architecture=architecture)
+
+
+def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        run_check(world_size, model, **changes)
+    assert all("\n" not in line for line in caught.value.problems)
+    return caught.value.problems
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> list[
     ],
 )
 def test_sound_configurations_pass(world_size, changes):
-    assert problems(world_size, **changes) == []
+    run_check(world_size, **changes)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def left(tmp_path: Path) -> list[str]:
 
 def refused(capsys: pytest.CaptureFixture[str], status: int, *parts: str) -> None:
     error = capsys.readouterr().err
-    assert status == 1
+    assert status == 2
     assert error.startswith("dms-data: ")
     assert error.count("\n") == 1
     for part in parts:

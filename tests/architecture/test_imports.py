@@ -1,0 +1,76 @@
+"""Rooms import downwards only, every module imports, and optional packages stay optional."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("dms_train", "checkpoints_tools", "data_prep")
+OPTIONAL = ("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers")
+
+
+def modules() -> list[str]:
+    found = []
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        found += [m.name for m in pkgutil.walk_packages(module.__path__, f"{package}.")]
+    return [name for name in found if not name.endswith("__main__")]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+BLOCK = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_import_contracts():
+    tool = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    if tool is None:
+        pytest.skip("import-linter is not installed")
+    done = subprocess.run(
+        [tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_imports(name):
+    importlib.import_module(name)
+
+
+def test_training_needs_base_packages_only():
+    done = python(f"{BLOCK}import dms_train.cli.train, dms_train.cli.session")
+    assert done.returncode == 0, done.stderr
+
+
+def test_configuration_is_read_without_torch():
+    done = python(
+        "import sys\n"
+        "import dms_train.config.check, dms_train.cli.plan\n"
+        "from dms_train.cli.config_source import compose\n"
+        "compose(['experiment=tiny_pretrain'])\n"
+        "sys.exit(', '.join({'torch', 'megatron', 'numpy', 'wandb'} & set(sys.modules)) or 0)\n"
+    )
+    assert done.returncode == 0, done.stderr

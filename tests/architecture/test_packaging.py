@@ -1,0 +1,35 @@
+"""What pyproject.toml promises is there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.mark.parametrize("target", PROJECT["scripts"].values(), ids=PROJECT["scripts"])
+def test_commands_exist(target):
+    module, _, function = target.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_every_dependency_has_an_exact_version():
+    def names(lines):
+        return {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower().replace("_", "-") for line in lines}
+
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = names(line for line in lines if not line.startswith("#"))
+    extras = [item for extra in PROJECT["optional-dependencies"].values() for item in extra]
+    assert names([*PROJECT["dependencies"], *extras]) <= pinned
+    assert "torch==2.13.0" in lines
+
+
+def test_presets_ship_with_the_package():
+    assert list((ROOT / "dms_train" / "conf").glob("*/*.yaml"))
+    assert not list((ROOT / "dms_train" / "conf").rglob("__init__.py"))

@@ -1,0 +1,69 @@
+"""What `dms-plan` prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dms_train.cli import plan
+from dms_train.cli.model import read_architecture
+from dms_train.config.build import ConfigError
+from dms_train.hf.architecture import to_hf_config
+from dms_train.hf.options import ModelOptions
+from tests.support import configs
+
+
+def run_plan(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["dms-plan", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        plan.main()
+    return exit_.value.code
+
+
+def test_layout_memory_and_five_steps_of_each_stage():
+    config = configs.config(parallel__tensor_model_parallel_size=2, stage__retrofit__target_cr=2)
+    text = plan.describe(config, configs.architecture(), 8)
+    assert "layout  8 processes = TP 2 x PP 1 x DP 4, fp32" in text
+    assert "512 tokens a step), 2 microbatch(es) of 1" in text
+    assert "window 16" in text
+    assert "MiB on the fullest process" in text
+    rows = [line.split() for line in text.splitlines() if line[:10].strip().isdigit()]
+    assert len(rows) == 10
+    assert rows[0] == ["1", "0.900", "none", "1.000", "0.000"]
+    assert rows[4] == ["10", "0.000", "none", "1.000", "0.000"]
+    assert rows[9] == ["20", "0.000", "soft", "2.000", "0.500"]
+
+
+def test_stages_shorter_than_five_steps():
+    config = configs.config(stage__run=["zero_neuron"], stage__zero_neuron__steps=2)
+    rows = plan.describe(config, configs.architecture(), 1).splitlines()[-2:]
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+
+
+def test_command(monkeypatch, capsys):
+    assert run_plan(monkeypatch, "experiment=tiny_pretrain", "--world-size", "4") == 0
+    assert "4 processes = TP 2 x PP 1 x DP 2" in capsys.readouterr().out
+    assert run_plan(monkeypatch, "experiment=tiny_pretrain", "--world-size", "3") == 2
+    assert capsys.readouterr().err.startswith("config error: parallel: tensor x pipeline size")
+
+
+def test_a_wrong_layout_is_refused_rather_than_divided_by(monkeypatch, capsys):
+    override = "parallel.tensor_model_parallel_size=0"
+    assert run_plan(monkeypatch, "experiment=tiny_pretrain", override) == 2
+    assert "use at least 1" in capsys.readouterr().err
+
+
+def test_architecture_of_a_directory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(configs.architecture())))
+    assert read_architecture(ModelOptions(path=str(tmp_path))) == configs.architecture()
+
+
+def test_architecture_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="set exactly one"):
+        read_architecture(ModelOptions())
+    with pytest.raises(ConfigError, match=r"model\.path=\./nowhere"):
+        read_architecture(ModelOptions(path="./nowhere"))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="use one of llama"):
+        read_architecture(ModelOptions(path=str(tmp_path)))

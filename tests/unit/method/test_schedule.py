@@ -1,0 +1,59 @@
+"""The recipe's ramps start, pass and end where the paper says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dms_train.method import schedule
+
+
+@pytest.mark.parametrize(
+    ("step", "ratio"), [(0, 1.0), (1, 1.01), (100, 2.0), (150, 2.5), (300, 4.0), (301, 4.0)]
+)
+def test_ratio_grows_by_one_in_a_hundred_steps_up_to_four(step: int, ratio: float) -> None:
+    assert schedule.compression_ratio(step, 100, 4.0) == pytest.approx(ratio, abs=1e-12)
+
+
+def test_from_one_to_four_takes_three_hundred_steps() -> None:
+    assert schedule.anneal_steps(100, 4.0) == 300
+    assert schedule.anneal_steps(100, 8.0) == 700
+    assert schedule.anneal_steps(100, 8.0, start=4.0) == 400
+    assert schedule.anneal_steps(100, 4.0, start=4.0) == 0
+
+
+@given(
+    steps_per_cr=st.integers(1, 500),
+    tenths=st.integers(10, 200),
+    start_tenths=st.integers(10, 100),
+)
+def test_annealing_takes_the_fewest_steps_that_reach_the_target(
+    steps_per_cr: int, tenths: int, start_tenths: int
+) -> None:
+    target, start = max(tenths, start_tenths) / 10, start_tenths / 10
+    steps = schedule.anneal_steps(steps_per_cr, target, start)
+    reached = schedule.compression_ratio(steps, steps_per_cr, target, start)
+    assert reached == pytest.approx(target, abs=1e-9)
+    if steps:
+        before = schedule.compression_ratio(steps - 1, steps_per_cr, target, start)
+        assert before < target - 1e-9
+
+
+def test_neuron_falls_linearly_to_exactly_zero() -> None:
+    factors = [schedule.neuron_scale(step, 2000) for step in range(2002)]
+    assert factors[0] == 1.0
+    assert factors[100] == pytest.approx(0.95)
+    assert factors[1000] == 0.5
+    assert factors[1999] == pytest.approx(0.0005)
+    assert factors[2000] == factors[2001] == 0.0
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_a_ramp_without_steps_is_already_zero() -> None:
+    assert schedule.neuron_scale(0, 0) == 0.0
+
+
+@pytest.mark.parametrize(("ratio", "share"), [(1.0, 0.0), (2.0, 0.5), (4.0, 0.75), (8.0, 0.875)])
+def test_evicted_share_is_one_less_the_inverse_ratio(ratio: float, share: float) -> None:
+    assert schedule.evicted_fraction(ratio) == share

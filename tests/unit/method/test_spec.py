@@ -1,0 +1,121 @@
+"""The presets' numbers are a contract with checkpoints and with the readers of exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from dms_train.method.options import MethodOptions
+from dms_train.method.spec import CHOICES, PRESETS, DMSSpec
+
+COMMON = {
+    "alpha_scale": 100.0,
+    "alpha_offset": 5.0,
+    "tau": 0.1,
+    "aux_form": "mean",
+    "eviction": "delayed",
+    "kl_direction": "teacher_student",
+}
+TABLE: dict[str, dict[str, Any]] = {
+    "dms": {
+        "channel": 0,
+        "decision_shift": 1,
+        "window": 256,
+        "clear_after_rope": False,
+        "alpha_in_loss": "soft",
+    },
+    "dms_nvidia": {
+        "channel": -1,
+        "decision_shift": 1,
+        "window": 512,
+        "clear_after_rope": True,
+        "alpha_in_loss": "hard_st",
+    },
+    "dms_fastdms": {
+        "channel": -1,
+        "decision_shift": 0,
+        "window": 256,
+        "clear_after_rope": False,
+        "alpha_in_loss": "hard_st",
+    },
+}
+
+
+def test_presets_are_exactly_the_table() -> None:
+    expected = {name: {"preset": name, **COMMON, **values} for name, values in TABLE.items()}
+    assert {name: spec.to_dict() for name, spec in PRESETS.items()} == expected
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_spec_survives_json(name: str) -> None:
+    spec = PRESETS[name].override(window=7, tau=0.25, eviction="immediate")
+    assert DMSSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_a_spec_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["dms"].window = 3  # type: ignore[misc]
+
+
+REFUSED = [
+    *((name, "other") for name in CHOICES),
+    ("channel", 1),
+    ("channel", -2),
+    ("decision_shift", 2),
+    ("decision_shift", -1),
+    ("window", 0),
+    ("tau", 0.0),
+    ("tau", float("nan")),
+    ("alpha_scale", 0.0),
+    ("alpha_scale", -100.0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"method.{name}=.*(use|choose)"):
+        PRESETS["dms"].override(**{name: value})
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DMSSpec)])
+def test_a_missing_key_is_named(name: str) -> None:
+    values = PRESETS["dms"].to_dict()
+    del values[name]
+    with pytest.raises(ValueError, match=f"missing keys \\['{name}'\\]"):
+        DMSSpec.from_dict(values)
+
+
+def test_an_unknown_key_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown keys \\['windw'\\]"):
+        DMSSpec.from_dict({**PRESETS["dms"].to_dict(), "windw": 3})
+
+
+def test_override_ignores_none_but_not_false_or_zero() -> None:
+    spec = PRESETS["dms_nvidia"]
+    assert spec.override(window=None, tau=None) == spec
+    changed = spec.override(clear_after_rope=False, alpha_offset=0.0, decision_shift=0, channel=0)
+    assert (changed.clear_after_rope, changed.alpha_offset) == (False, 0.0)
+    assert (changed.decision_shift, changed.channel) == (0, 0)
+
+
+@pytest.mark.parametrize(("eviction", "extra"), [("delayed", 0), ("immediate", 9)])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_governing_shift_adds_the_window_only_when_immediate(
+    eviction: str, extra: int, shift: int
+) -> None:
+    spec = PRESETS["dms"].override(window=9, eviction=eviction, decision_shift=shift)
+    assert spec.governing_shift == shift + extra
+
+
+def test_options_resolve_to_the_preset_with_their_overrides() -> None:
+    assert MethodOptions(preset="dms_fastdms").spec() == PRESETS["dms_fastdms"]
+    spec = MethodOptions(preset="dms", window=16, clear_after_rope=True).spec()
+    assert spec == PRESETS["dms"].override(window=16, clear_after_rope=True)
+
+
+def test_an_unknown_preset_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="choose one of dms, dms_nvidia, dms_fastdms"):
+        MethodOptions(preset="dmx").spec()

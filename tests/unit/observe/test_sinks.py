@@ -1,0 +1,219 @@
+"""metrics.jsonl as the durable record; Weights & Biases as a view that may fail."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from dms_train.observe import sinks
+from dms_train.observe.options import ObserveOptions
+from dms_train.observe.sinks import JsonlSink, WandbSink, open_sinks, reachable, wandb_run_id
+from tests.support import wandb_file
+
+KEY = "0123456789abcdef" * 2 + "deadbeef"
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_are_on_disk_at_once(tmp_path):
+    sink = JsonlSink(tmp_path / "run")
+    sink.log(1, {"train/loss": 0.5})
+    assert rows(tmp_path / "run") == [{"step": 1, "train/loss": 0.5}]
+    sink.close()
+
+
+def test_numbers_json_cannot_hold_become_null(tmp_path):
+    JsonlSink(tmp_path).log(1, {"a": float("nan"), "b": float("inf"), "c": 1})
+    assert rows(tmp_path) == [{"step": 1, "a": None, "b": None, "c": 1}]
+
+
+def test_resuming_drops_rows_past_the_step_and_a_cut_off_one(tmp_path):
+    sink = JsonlSink(tmp_path)
+    for step in range(1, 6):
+        sink.log(step, {"x": step})
+    sink.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "x"')
+    resumed = JsonlSink(tmp_path, resume_step=3)
+    resumed.log(4, {"x": 40})
+    assert [(row["step"], row["x"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_starting_over_forgets_an_earlier_attempt(tmp_path):
+    JsonlSink(tmp_path).log(1, {})
+    JsonlSink(tmp_path)
+    assert rows(tmp_path) == []
+
+
+def test_summary_adds_up(tmp_path):
+    sink = JsonlSink(tmp_path)
+    sink.summary({"a": 1})
+    sink.summary({"b": float("nan")})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": 1, "b": None}
+
+
+def test_run_id_belongs_to_the_run_folder(tmp_path):
+    first = wandb_run_id(tmp_path, resumed=False)
+    assert wandb_run_id(tmp_path, resumed=True) == first
+    assert wandb_run_id(tmp_path, resumed=False) != first
+
+
+def test_disabled_opens_no_wandb(tmp_path):
+    opened = open_sinks(
+        ObserveOptions(wandb="disabled"), tmp_path, {}, resume_step=0, warn=pytest.fail
+    )
+    assert [type(sink) for sink in opened] == [JsonlSink]
+    assert not (tmp_path / "wandb_id").exists()
+
+
+def test_without_wandb_one_warning_and_silence(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def blocked(name, *args, **kwargs):
+        if name == "wandb":
+            raise ImportError("No module named 'wandb'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", blocked)
+    warnings: list[str] = []
+    sink = WandbSink(ObserveOptions(), tmp_path, {}, run_id="a", warn=warnings.append)
+    sink.log(1, {"x": 1})
+    sink.summary({"x": 1})
+    sink.close()
+    assert warnings == ["wandb: ImportError: No module named 'wandb'; no longer recorded there"]
+
+
+class BrokenRun:
+    """A run whose server went away."""
+
+    def log(self, *args, **kwargs):
+        raise OSError("gone\nfor good")
+
+    def finish(self):
+        time.sleep(10)
+
+
+def broken_sink(run: object, warnings: list[str]) -> WandbSink:
+    sink = WandbSink.__new__(WandbSink)
+    sink._warn, sink._run = warnings.append, run
+    return sink
+
+
+def test_failures_never_reach_training():
+    warnings: list[str] = []
+    sink = broken_sink(BrokenRun(), warnings)
+    sink.log(1, {})
+    sink.log(2, {})
+    sink.close()
+    assert warnings == ["wandb: OSError: gone for good; no longer recorded there"]
+
+
+def test_closing_waits_for_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(sinks, "_FINISH_SECONDS", 0.05)
+    warnings: list[str] = []
+    begin = time.monotonic()
+    broken_sink(BrokenRun(), warnings).close()
+    assert time.monotonic() - begin < 5
+    assert "did not finish in time" in warnings[0]
+
+
+def test_reachable(monkeypatch):
+    monkeypatch.setattr(sinks.urllib.request, "getproxies", dict)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert reachable(f"http://127.0.0.1:{port}")
+    assert not reachable(f"http://127.0.0.1:{port}")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        monkeypatch.setattr(sinks.urllib.request, "getproxies", lambda: {"https": address})
+        monkeypatch.setattr(sinks.urllib.request, "proxy_bypass", lambda host: False)
+        assert reachable("https://api.example.invalid")
+
+
+@pytest.fixture
+def wandb(monkeypatch, tmp_path):
+    module = pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    yield module
+    module.teardown()
+
+
+def record(run_dir: Path, resume_step: int, steps: range, **options) -> list[str]:
+    warnings: list[str] = []
+    opened = open_sinks(
+        ObserveOptions(**options),
+        run_dir,
+        {"optim": {"lr": 1e-4}},
+        resume_step=resume_step,
+        warn=warnings.append,
+    )
+    for step in steps:
+        for sink in opened:
+            sink.log(step, {"train/loss": 1 / step})
+    for sink in opened:
+        sink.summary({"final/cr": 2.0})
+        sink.close()
+    return warnings
+
+
+def test_offline_run_read_back(wandb, tmp_path):
+    run_dir = tmp_path / "outputs" / "mine"
+    assert record(run_dir, 0, range(1, 5)) == []
+    (path,) = wandb_file.find(run_dir)
+    run = wandb_file.read(path)
+    assert run.name == "mine"
+    assert run.run_id == (run_dir / "wandb_id").read_text().strip()
+    assert [(r["step"], r["train/loss"]) for r in run.rows] == [(s, 1 / s) for s in range(1, 5)]
+    assert run.config["optim"] == {"lr": 1e-4}
+    assert run.summary["final/cr"] == 2.0
+    assert run.step_metrics == {"step": "", "*": "step"}
+    assert all(KEY.encode() not in f.read_bytes() for f in run_dir.rglob("*") if f.is_file())
+
+
+def test_resumed_offline_run_keeps_its_id_and_steps(wandb, tmp_path):
+    record(tmp_path, 0, range(1, 5))
+    record(tmp_path, 3, range(4, 7))
+    segments = [wandb_file.read(path) for path in wandb_file.find(tmp_path)]
+    assert len({segment.run_id for segment in segments}) == 1
+    assert [row["_step"] for row in segments[-1].rows] == [4, 5, 6]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_online_without_a_server_records_offline(wandb, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    warnings = record(tmp_path, 0, range(1, 3), wandb="online")
+    assert warnings == [f"wandb: {url} cannot be reached; recording offline"]
+    (path,) = wandb_file.find(tmp_path)
+    assert len(wandb_file.read(path).rows) == 2
+
+
+def test_online_without_a_key_asks_nothing(wandb, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        (warning,) = record(tmp_path, 0, range(1, 3), wandb="online")
+    assert "no API key" in warning
+    assert len(wandb_file.find(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_costs_seconds(wandb, tmp_path, monkeypatch):
+    begin = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        (warning,) = record(tmp_path, 0, range(1, 3), wandb="online")
+    assert time.monotonic() - begin < 60
+    assert warning.endswith("recording offline")
+    assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
