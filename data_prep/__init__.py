@@ -1,1 +1,0 @@
-"""The command `dms-data`: makes token files from text and checks them."""

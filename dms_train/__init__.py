@@ -5,6 +5,7 @@ _KNOWN = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
+    "The pad token id in the tokenizer collides",
     r"`torch\.distributed\.\w+` is deprecated",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
 )

@@ -1,1 +1,0 @@
-"""Token files, their manifests, and the batches a rank trains on."""

@@ -27,7 +27,7 @@ _FLAT_KEYS = ("dms_window_size", "dms_alpha_scale", "dms_initial_alpha_offset", 
 _SWITCHES = {"dms_separate_alpha": False, "dms_alpha_per": "head", "dms_disable_eviction": False}
 
 
-class ExportRefused(ValueError):  # noqa: N818 - a refusal, not a failure
+class ExportRefused(ValueError):
     """The consumer of a format would silently compute something else with these weights."""
 
 
