@@ -1,0 +1,167 @@
+"""The commands of the README, on a model and a text small enough to run here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import launch
+
+TINY = [
+    "model.architecture.num_layers=2",
+    "model.architecture.hidden_size=32",
+    "model.architecture.ffn_hidden_size=48",
+    "model.architecture.kv_channels=8",
+    "observe.wandb=disabled",
+]
+SHORT = [
+    "data.seq_length=96",
+    "run.eval_samples=8",
+    "optim.lr_warmup_steps=0",
+    "run.log_interval=1",
+]
+
+
+def train(processes: int, *overrides: str) -> str:
+    """Run `python -m dms_train` in that many ranks; its log."""
+    result = launch.torchrun(processes, "-m", "dms_train", *overrides, timeout=400)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exam sheets, and a model pretrained on them for a few steps with TP 2."""
+    root = tmp_path_factory.mktemp("recipe")
+    sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
+    launch.checked(launch.python("-m", "data_prep.tokenize", *sheets))
+    train(
+        2,
+        "experiment=tiny_pretrain",
+        *TINY,
+        *SHORT,
+        f"data.paths=[{root}/sheets/train]",
+        f"model.tokenizer={root}/sheets/tokenizer",
+        "stage.pretrain.steps=12",
+        f"run.dir={root}/pretrain",
+    )
+    return root
+
+
+def retrofit(root: Path, name: str) -> list[str]:
+    """Overrides of a short retrofit of the pretrained model."""
+    return [
+        "experiment=tiny_retrofit",
+        *SHORT,
+        f"data.paths=[{root}/sheets/train]",
+        f"model.path={root}/pretrain/exports/final/hf",
+        "stage.zero_neuron.steps=6",
+        "stage.retrofit.steps_per_cr=5",
+        "stage.retrofit.target_cr=3",
+        "optim.lr=1e-3",
+        "run.save_interval=3",
+        "observe.wandb=disabled",
+        f"run.dir={root}/{name}",
+    ]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Training rows of a run without what depends on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    clock = ("train/tokens_per_second", "train/checkpoint_seconds")
+    kept = [{k: v for k, v in line.items() if k not in clock} for line in lines]
+    return [row for row in kept if "train/loss" in row]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_pretrain_learns_and_exports_a_dense_model(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    losses = [row["train/lm"] for row in rows(folder / "pretrain")]
+    assert losses[-1] < losses[0] - 0.2
+    model = AutoModelForCausalLM.from_pretrained(folder / "pretrain/exports/final/hf")
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log = train(2, *retrofit(folder, "tp2"), "parallel.sequence_parallel=true")
+    exports = folder / "tp2" / "exports"
+    assert {path.name for path in exports.iterdir()} == {"cr2", "cr3", "final"}
+    assert (exports / "final").is_symlink()
+    assert "zero_neuron" in log
+    assert "retrofit" in log
+    verified = launch.python("-m", "checkpoints_tools.verify", str(exports / "final/hf"))
+    assert "PASS" in launch.checked(verified)
+    model = AutoModelForCausalLM.from_pretrained(exports / "final/hf", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(exports / "final/hf", trust_remote_code=True)
+    prompt = tokenizer("1: Solve 4*c + 15 = 6*c - 15 for c.\n", return_tensors="pt").input_ids
+    with torch.no_grad():
+        answer = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert answer.shape[1] == prompt.shape[1] + 8
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_comparison_puts_dms_between_the_window_and_the_original(folder: Path) -> None:
+    train(1, *retrofit(folder, "compared"), "parallel=single")
+    out = folder / "comparison.json"
+    compared = launch.python(
+        "-m",
+        "checkpoints_tools.compare",
+        str(folder / "compared/exports/final/hf"),
+        f"--teacher={folder}/pretrain/exports/final/hf",
+        f"--data={folder}/sheets/train",
+        "--seq-length=96",
+        "--samples=8",
+        f"--cache-dir={folder}/cache",
+        f"--json={out}",
+    )
+    launch.checked(compared)
+    table = json.loads(out.read_text())["rows"]
+    assert table["original"]["kl_nats_per_token"] < 1e-6
+    assert table["original"]["cr_factor"] == 1.0
+    assert table["window_only"]["evicted_fraction"] == 1.0
+    assert table["window_only"]["cr_factor"] == pytest.approx(96 / 17)
+    assert 1.0 <= table["dms"]["cr_factor"] <= table["window_only"]["cr_factor"]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_killed_run_continues_as_if_nothing_had_happened(folder: Path) -> None:
+    train(1, *retrofit(folder, "whole"), "parallel=single")
+    killed = folder / "killed"
+    command = [sys.executable, "-m", "dms_train", *retrofit(folder, "killed"), "parallel=single"]
+    for kill_at in (4, 8):  # in the middle of zero_neuron, then of retrofit
+        process = subprocess.Popen(
+            command, env=launch.environment(), cwd=launch.ROOT, stderr=subprocess.DEVNULL
+        )
+        wait_for_step(killed, kill_at, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    train(1, *retrofit(folder, "killed"), "parallel=single")
+    assert rows(killed) == rows(folder / "whole")
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Until the metrics of a running process reach a step."""
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None:
+        text = metrics.read_text() if metrics.is_file() else ""
+        if any(f'"step": {n},' in text for n in range(step, step + 20)):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run ended before it could be killed")
