@@ -39,7 +39,7 @@ test: $(STAMP)
 	$(BIN)/pytest -m "not slow and not gpu and not multi_gpu and not perf and not slurm"
 
 test-full: $(STAMP)
-	$(BIN)/pytest
+	DMS_FULL_MATRIX=1 $(BIN)/pytest
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh

@@ -1,0 +1,141 @@
+"""Every parallel layout computes the loss and the gradients of one process.
+
+The full matrix (family x preset x layout x variant) runs with DMS_FULL_MATRIX=1; by default every
+pair of family, preset and layout occurs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.support import launch
+
+BAR = 1e-5
+FAMILIES = ("llama", "qwen2", "qwen3")
+PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_num_layers": 1}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "tp2_pp2_sp": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+    ),
+    "dp2": (2, {}),
+    "pp2_vp2": (
+        2,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "recompute": (1, FULL_RECOMPUTE),
+    "recompute_tp2_pp2_sp": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            **FULL_RECOMPUTE,
+        },
+    ),
+    "selective": (1, {"recompute_granularity": "selective"}),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "retrofit": {"plan": {"target_cr": 8.0}},
+    "immediate_sum": {
+        "plan": {"target_cr": 8.0},
+        "spec": {"eviction": "immediate", "aux_form": "sum", "kl_direction": "student_teacher"},
+    },
+    "lm": {"plan": {"target_cr": 8.0, "loss": "lm"}},
+    "zeroing": {"plan": {"eviction": "none", "neuron_scale": 0.5}},
+}
+
+
+def _cases() -> list[tuple[str, str, str, str]]:
+    """(family, preset, layout, variant); `retrofit` for every pair, the others once a layout."""
+    everything = list(itertools.product(FAMILIES, PRESETS, LAYOUTS, VARIANTS))
+    if os.environ.get("DMS_FULL_MATRIX") == "1":
+        return everything
+    chosen = []
+    for number, layout in enumerate(LAYOUTS):
+        for index, family in enumerate(FAMILIES):
+            preset = PRESETS[(index + number) % len(PRESETS)]
+            chosen.append((family, preset, layout, "retrofit"))
+        for index, variant in enumerate(list(VARIANTS)[1:]):
+            family, preset = FAMILIES[(index + number) % 3], PRESETS[(index + 2 * number) % 3]
+            chosen.append((family, preset, layout, variant))
+    return chosen
+
+
+CASES = _cases()
+
+
+def _describe(family: str, preset: str, layout: str, variant: str) -> dict[str, Any]:
+    options = LAYOUTS[layout][1] if layout != "one" else {}
+    name = f"{family}-{preset}-{layout}-{variant}"
+    return {
+        "name": name,
+        "family": family,
+        "preset": preset,
+        "layout": options,
+        **VARIANTS[variant],
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs all cases: one launch per number of processes."""
+    folder = tmp_path_factory.mktemp("parity")
+    by_world: dict[int, list[dict[str, Any]]] = {}
+    for family, preset, layout, variant in CASES:
+        by_world.setdefault(LAYOUTS[layout][0], []).append(
+            _describe(family, preset, layout, variant)
+        )
+    for family, preset, variant in sorted({(f, p, v) for f, p, _, v in CASES}):
+        by_world.setdefault(1, []).append(_describe(family, preset, "one", variant))
+    for world, cases in by_world.items():
+        listing = folder / f"cases{world}.json"
+        listing.write_text(json.dumps(cases))
+        arguments = ("-m", "tests.support.parity_worker", str(listing), str(folder))
+        launch.checked(launch.torchrun(world, *arguments, timeout=1500))
+    return folder
+
+
+def _read(folder: Path, name: str) -> tuple[dict[str, float], dict[str, Any]]:
+    with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return json.loads(file.metadata()["totals"]), tensors
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("family", "preset", "layout", "variant"), CASES)
+def test_layout_equals_one_process(
+    results: Path, family: str, preset: str, layout: str, variant: str
+) -> None:
+    totals, gradients = _read(results, f"{family}-{preset}-{layout}-{variant}")
+    expected, reference = _read(results, f"{family}-{preset}-one-{variant}")
+    assert gradients.keys() == reference.keys()
+    if variant != "zeroing":
+        assert 0.3 < expected["alpha"] < 0.7
+        assert expected["aux_loss"] > 0.05
+    loss = sum(totals[k] for k in ("token_loss", "aux_loss"))
+    expected_loss = sum(expected[k] for k in ("token_loss", "aux_loss"))
+    worst_loss = abs(loss - expected_loss) / abs(expected_loss)
+    worst = max(
+        ((gradients[name] - g).abs().max() / g.abs().max().clamp_min(1e-30)).item()
+        for name, g in reference.items()
+        if g.abs().max() > 0 or gradients[name].abs().max() > 0
+    )
+    print(f"{layout} {family} {preset} {variant}: loss {worst_loss:.1e}, gradients {worst:.1e}")
+    assert worst_loss < BAR
+    assert worst < BAR
