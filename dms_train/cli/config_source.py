@@ -89,7 +89,8 @@ def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
         return _explain_choice(override, groups[key])
     known = list(valid_paths())
     if key in known:
-        return None
+        again = override.is_add() and not _assigns_block(override)
+        return f"+{key}: every run has this key; write {key}=... without the +" if again else None
     return unknown_key(key, [*known, *groups])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,10 +32,32 @@ def export_format(options: ExportOptions, spec: DMSSpec) -> str:
     return options.format or formats.default_format(spec)
 
 
-def export_dtype(options: ExportOptions, spec: DMSSpec, params_dtype: str) -> torch.dtype:
-    """Dtype of exported weights; by default that of the consumer, for our format the training's."""
-    own = export_format(options, spec) == "dms"
+def export_dtype(options: ExportOptions, spec: DMSSpec | None, params_dtype: str) -> torch.dtype:
+    """Dtype of exported weights: what an interop format asks for, else that of the training."""
+    own = spec is None or export_format(options, spec) == "dms"
     return _DTYPES[options.dtype or (params_dtype if own else "bf16")]
+
+
+def check_format(
+    options: ExportOptions,
+    spec: DMSSpec,
+    architecture: Architecture,
+    params_dtype: str,
+    target_cr: float,
+) -> None:
+    """Refuse an export that its consumer would misread, before there are weights.
+
+    Raises:
+        ExportRefused: As `formats.check_export`.
+    """
+    formats.check_export(
+        export_format(options, spec),
+        spec,
+        architecture,
+        export_dtype(options, spec, params_dtype),
+        target_cr,
+        options.paged_attention_block_size,
+    )
 
 
 def check_folder(exports: Path, options: ExportOptions, target_cr: float) -> None:
@@ -70,6 +93,9 @@ class ModelExporter:
     def export(self, name: str, state: dict[str, Any]) -> Path:
         """Write both checkpoints; every rank calls it."""
         path = self.folder / name
+        if self.engine.view.rank == 0 and path.is_symlink():
+            path.unlink()  # an alias of an earlier run: write beside what it points to
+        dist.barrier()
         described = {**state, **self.provenance}
         self.engine.save_weights(path / "megatron", described)
         self.write_hf(path / "hf", state)
@@ -79,6 +105,8 @@ class ModelExporter:
         """A relative link, so that the folder can be moved."""
         if self.engine.view.rank == 0:
             link = self.folder / name
+            if link.is_dir() and not link.is_symlink():
+                shutil.rmtree(link)  # an earlier export: `check_folder` refused anything else
             link.unlink(missing_ok=True)
             link.symlink_to(target, target_is_directory=True)
         dist.barrier()
@@ -87,17 +115,18 @@ class ModelExporter:
         """Write the Hugging Face directory with its self-test; every rank calls it."""
         engine = self.engine
         compressed = bool(state["lane_borrowed"])
-        dtype = export_dtype(self.options, engine.spec, self.params_dtype)
+        spec = engine.spec if compressed else None
+        dtype = export_dtype(self.options, spec, self.params_dtype)
         selftest, measured = self._selftest() if compressed else (None, None)
         tensors = engine.hf_tensors()
         if engine.view.rank == 0:
             advice = write_export(
                 path,
                 architecture=engine.architecture,
-                spec=engine.spec if compressed else None,
+                spec=spec,
                 cr_factor=measured,
                 target_cr=float(state["target_cr"]),
-                dtype=dtype if compressed else _DTYPES[self.params_dtype],
+                dtype=dtype,
                 export_format=export_format(self.options, engine.spec),
                 weights=tensors,
                 source_dir=self.source_dir,

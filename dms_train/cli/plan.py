@@ -30,14 +30,19 @@ def main() -> None:
     sys.exit(run_main(lambda: _main(sys.argv[1:])))
 
 
-def describe(config: RunConfig, architecture: Architecture, world_size: int) -> str:
-    """The plan of a configuration that passed `check`, ready to be printed."""
+def describe(
+    config: RunConfig, architecture: Architecture, world_size: int, loaded_cr: float = 1.0
+) -> str:
+    """The plan of a configuration that passed `check`, ready to be printed.
+
+    `loaded_cr` is the compression ratio of the student that `run.load` names.
+    """
     lines = [
         *_summary(config, architecture, world_size),
         f"memory  {_memory(estimate(config, architecture, world_size))}",
         f"folder  {config.run.dir}",
         "",
-        *_stages(config),
+        *_stages(config, loaded_cr),
     ]
     return "\n".join(lines)
 
@@ -50,8 +55,16 @@ def _main(arguments: Sequence[str]) -> int:
     world_size = options.world_size or max(1, layout)
     architecture = read_architecture(config.model)
     check(config, world_size=world_size, architecture=architecture)
-    print(describe(config, architecture, world_size))
+    print(describe(config, architecture, world_size, _loaded_cr(config)))
     return 0
+
+
+def _loaded_cr(config: RunConfig) -> float:
+    if config.run.load is None:
+        return 1.0
+    from dms_train.cli.start_point import find_start, with_student  # needs torch
+
+    return with_student(find_start(config), Path(config.run.load)).state.target_cr
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -97,8 +110,9 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def _stages(config: RunConfig) -> Iterator[str]:
-    stages = build_stages(config.stage, config.optim.lr, config.optim.lr_warmup_steps)
+def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
+    optim = config.optim
+    stages = build_stages(config.stage, optim.lr, optim.lr_warmup_steps, loaded_cr)
     done = 0
     for name, stage in zip(config.stage.run, stages, strict=True):
         if stage is None:

@@ -17,7 +17,7 @@ from dms_train.training.state import TrainState
 
 CONFIG_FILE = "config.yaml"
 # What may change between the parts of one run: it moves no sample, weight or decision.
-_FREE = ("parallel", "observe", "run", "data.micro_batch_size", "data.cache_dir")
+_FREE = ("observe", "data.micro_batch_size", "data.cache_dir")
 
 
 def mapping(config: RunConfig) -> dict[str, Any]:
@@ -30,10 +30,12 @@ def _fixed(values: dict[str, Any], path: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         here = f"{path}.{key}" if path else key
-        if here in _FREE and here != "run":
+        if here in _FREE:
             continue
         if here == "run":
             flat["run.seed"] = value["seed"]
+        elif here == "parallel":
+            flat["parallel.params_dtype"] = value["params_dtype"]
         elif isinstance(value, dict):
             flat |= _fixed(value, here)
         else:
@@ -41,8 +43,8 @@ def _fixed(values: dict[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def resume_point(config: RunConfig, start: StartPoint) -> StartPoint:
-    """The newest valid checkpoint of this run folder, or `start` when there is none.
+def resume_point(config: RunConfig, start: StartPoint) -> StartPoint | None:
+    """`start` moved to the newest valid checkpoint of this run folder; None when it has none.
 
     Raises:
         ConfigError: The folder belongs to a run with another configuration, resuming was not
@@ -51,15 +53,15 @@ def resume_point(config: RunConfig, start: StartPoint) -> StartPoint:
     """
     folder = Path(config.run.dir)
     newest, passed = checkpoint.newest(folder / "checkpoints")
-    for reason in passed:
-        logger().warning("skipped: %s", reason)
     if newest is None and passed:
         raise ConfigError(
-            f"run.dir={folder}: none of its checkpoints can be used; restore one, or choose "
-            "another folder to start again"
+            f"run.dir={folder}: none of its {len(passed)} checkpoint(s) can be used "
+            f"({passed[0].rpartition('; ')[0]}); choose another folder to start again"
         )
     if newest is None:
-        return start
+        return None
+    for reason in passed:
+        logger().warning("skipped: %s", reason)
     if config.run.resume == "never":
         raise ConfigError(
             f"run.dir={folder}: it holds {newest.name} and run.resume=never; choose another folder"
@@ -90,7 +92,10 @@ def write(config: RunConfig, *, leads: bool) -> None:
     folder = Path(config.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(yaml.safe_dump(mapping(config), sort_keys=False))
+        # replaced in one step: another rank may be reading the old one
+        scratch = folder / f"{CONFIG_FILE}.partial"
+        scratch.write_text(yaml.safe_dump(mapping(config), sort_keys=False))
+        scratch.replace(folder / CONFIG_FILE)
     except OSError as error:
         raise ConfigError(
             f"run.dir={folder}: cannot be written ({error.strerror}); choose another folder"

@@ -11,15 +11,10 @@ import torch
 
 from dms_train.cli import launcher, run_folder
 from dms_train.cli.errors import PeerLost, lost_peer
-from dms_train.cli.exporter import (
-    ModelExporter,
-    check_folder,
-    export_dtype,
-    export_format,
-    run_provenance,
-)
+from dms_train.cli.exporter import ModelExporter, check_folder, check_format, run_provenance
 from dms_train.cli.plan import describe
-from dms_train.cli.start_point import StartPoint, find_start, load_start
+from dms_train.cli.start_point import StartPoint, find_start, load_start, with_student
+from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
@@ -27,7 +22,6 @@ from dms_train.data.manifest import file_sha256, read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets, check_files
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader
-from dms_train.hf.formats import check_export
 from dms_train.mcore import groups
 from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
@@ -43,6 +37,8 @@ from dms_train.training.loop import LoopParts
 from dms_train.training.reporting import Reporter
 from dms_train.training.stages import Stage, build_stages
 from dms_train.training.state import TrainState
+
+_SELFTEST_TOKENS = 128  # behind the window, so that evictions show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +64,12 @@ def run(config: RunConfig) -> None:
     prepared = _prepare(config)
     if config.run.dry_run:
         if launcher.rank() == 0:
-            text = describe(config, prepared.architecture, launcher.world_size())
+            ratio = prepared.start.state.target_cr
+            text = describe(config, prepared.architecture, launcher.world_size(), ratio)
             sys.stdout.write(f"{text}\ndry run: nothing was started\n")
+        return
+    if prepared.start.state.stage >= len(prepared.stages):
+        log.logger().info("nothing left to do: %s is finished", config.run.dir)
         return
     run_folder.write(config, leads=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
@@ -86,16 +86,18 @@ def run(config: RunConfig) -> None:
 
 
 def _prepare(config: RunConfig) -> _Prepared:
-    start = find_start(config)
-    check(config, world_size=launcher.world_size(), architecture=start.architecture)
-    rope_arguments(start.architecture)  # refuses a rule that megatron-core lacks
+    original = find_start(config)
+    check(config, world_size=launcher.world_size(), architecture=original.architecture)
+    rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
     spec = config.method.spec()
-    start.require(spec)
-    folder = Path(config.run.dir)
-    start = run_folder.resume_point(config, start)
-    options = config.stage
+    start = run_folder.resume_point(config, original)
+    if start is None:
+        load = config.run.load
+        start = original if load is None else with_student(original, Path(load))
+        start.require(spec)
+        _check_lane(config, start)
     stages = build_stages(
-        options, config.optim.lr, config.optim.lr_warmup_steps, start.state.target_cr
+        config.stage, config.optim.lr, config.optim.lr_warmup_steps, start.state.target_cr
     )
     _check_data(config, start)
     _check_export(config, start, stages)
@@ -105,8 +107,22 @@ def _prepare(config: RunConfig) -> _Prepared:
         spec=spec,
         start=start,
         stages=stages,
-        folder=folder,
+        folder=Path(config.run.dir),
     )
+
+
+def _check_lane(config: RunConfig, start: StartPoint) -> None:
+    """Refuse stages that do not fit the lane the student starts with."""
+    run, borrowed = config.stage.run, start.state.lane_borrowed
+    if borrowed and {"zero_neuron", "pretrain"} & set(run):
+        raise ConfigError(
+            f"run.load={start.student}: its lane is already borrowed for decisions; leave "
+            "zero_neuron and pretrain out of stage.run"
+        )
+    if not borrowed and "hold" in run and "retrofit" not in run:
+        raise ConfigError("stage.run: hold needs a retrofitted student; give one as run.load")
+    if not borrowed and "retrofit" in run and "zero_neuron" not in run and launcher.rank() == 0:
+        log.logger().warning("retrofit without zero_neuron: the borrowed neuron is cleared at once")
 
 
 def _check_data(config: RunConfig, start: StartPoint) -> None:
@@ -115,7 +131,12 @@ def _check_data(config: RunConfig, start: StartPoint) -> None:
     tokenizer = None if directory is None else directory / "tokenizer.json"
     sha256 = file_sha256(tokenizer) if tokenizer is not None and tokenizer.is_file() else None
     vocab_size = start.architecture.vocab_size
-    check_files(config.data, vocab_size=vocab_size, tokenizer_sha256=sha256)
+    check_files(
+        config.data,
+        vocab_size=vocab_size,
+        tokenizer_sha256=sha256,
+        validates=config.run.eval_samples > 0,
+    )
 
 
 def _check_export(config: RunConfig, start: StartPoint, stages: list[Stage | None]) -> None:
@@ -127,19 +148,14 @@ def _check_export(config: RunConfig, start: StartPoint, stages: list[Stage | Non
     check_folder(Path(config.run.dir) / "exports", options, target_cr)
     borrows = any(stage and (stage.borrows_lane or stage.hands_over) for stage in stages)
     if borrows or start.state.lane_borrowed:
-        check_export(
-            export_format(options, spec),
-            spec,
-            start.architecture,
-            export_dtype(options, spec, config.parallel.params_dtype),
-            target_cr,
-            options.paged_attention_block_size,
-        )
+        params_dtype = config.parallel.params_dtype
+        check_format(options, spec, start.architecture, params_dtype, target_cr)
 
 
 def _run(prepared: _Prepared, view: ParallelView) -> None:
     config = prepared.config
     leads = view.rank == 0
+    _agree(prepared, view)
     engine = _build_engine(prepared, view)
     state = prepared.start.state
     train, valid = _datasets(prepared, view)
@@ -181,12 +197,25 @@ def _exports_integers(config: RunConfig) -> bool:
     return "export" in config.stage.run and config.stage.export.every_integer_cr
 
 
+def _agree(prepared: _Prepared, view: ParallelView) -> None:
+    """All ranks must have found the same place to start from; they looked for themselves."""
+    start = prepared.start
+    mine = (str(start.student), start.state.to_dict())
+    if groups.value_of_rank_0(mine) != mine:
+        raise ConfigError(
+            f"rank {view.rank}: sees {start.student} as the place to start from, rank 0 another "
+            f"one; all ranks must see the same run.dir={prepared.folder}"
+        )
+
+
 def _build_engine(prepared: _Prepared, view: ParallelView) -> McoreEngine:
     config, start = prepared.config, prepared.start
     options = EngineOptions(parallel=config.parallel, optim=config.optim, seed=config.run.seed)
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
-    engine = McoreEngine(prepared.architecture, prepared.spec, view, options, original or random)
+    # weights that a student's replace need not be read
+    source = None if start.student is not None else original or random
+    engine = McoreEngine(prepared.architecture, prepared.spec, view, options, source)
     remaining = prepared.stages[start.state.stage :]
     if original is not None and any(s is not None and s.loss == "distill" for s in remaining):
         engine.attach_teacher(original)
@@ -241,7 +270,9 @@ def _batches(
 def _selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Tensor:
     """A real text of the data, the first sample of the validation split if there is one."""
     assert samples is not None
-    return samples[0].tokens[: config.data.seq_length]
+    wanted = config.method.spec().window + _SELFTEST_TOKENS
+    shards = config.parallel.tensor_model_parallel_size
+    return samples[0].tokens[: min(config.data.seq_length, -(-wanted // shards) * shards)]
 
 
 def _reporter(config: RunConfig, state: TrainState, *, leads: bool) -> Reporter:

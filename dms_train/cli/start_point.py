@@ -68,24 +68,21 @@ def _yaml(value: Any) -> str:
 
 
 def find_start(config: RunConfig) -> StartPoint:
-    """Look at the model and at `run.load` without loading weights."""
+    """Look at the original model without loading weights."""
     model = config.model
     if model.path is None:
         if model.architecture is None:
             raise ConfigError("model: give model.path, or model.architecture to train from scratch")
         tokenizer = None if model.tokenizer is None else Path(model.tokenizer)
-        start = StartPoint(
+        return StartPoint(
             architecture=model.architecture,
             model_dir=None,
             tokenizer_dir=tokenizer,
             state=TrainState(),
         )
-    else:
-        directory = resolve(
-            model.path, revision=model.revision, local_files_only=model.local_files_only
-        )
-        start = _original(directory)
-    return start if config.run.load is None else _with_student(start, Path(config.run.load))
+    return _original(
+        resolve(model.path, revision=model.revision, local_files_only=model.local_files_only)
+    )
 
 
 def _original(directory: Path) -> StartPoint:
@@ -109,9 +106,11 @@ def _whole_model(directory: Path) -> Architecture:
     return architecture
 
 
-def _with_student(start: StartPoint, student: Path) -> StartPoint:
+def with_student(start: StartPoint, student: Path) -> StartPoint:
+    """`start` with the weights of `run.load` in place of the original's."""
     if (student / checkpoint.STATE_FILE).is_file():
         stored = checkpoint.check(student)
+        _require_whole_lane(student, stored)
         architecture, trained = described_model(student, stored)
         spec = trained if stored.get("lane_borrowed") else None
         ratio = float(stored.get("target_cr", 1.0))
@@ -121,10 +120,10 @@ def _with_student(start: StartPoint, student: Path) -> StartPoint:
     else:
         raise ConfigError(
             f"run.load={student}: neither a checkpoint folder ({checkpoint.STATE_FILE}) nor a "
-            "Hugging Face directory (config.json)"
+            "Hugging Face directory (config.json); correct the path"
         )
     if asdict(architecture) != asdict(start.architecture):
-        raise ConfigError(f"run.load={student}: its architecture is not that of the model")
+        raise ConfigError(f"run.load={student}: its architecture is not that of model.path")
     state = TrainState(lane_borrowed=spec is not None, target_cr=ratio)
     return replace(start, student=student, spec=spec, state=state)
 
@@ -139,6 +138,15 @@ def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, DM
             f"checkpoint {path}: {checkpoint.STATE_FILE} does not describe its model ({error}); "
             "use another checkpoint"
         ) from error
+
+
+def _require_whole_lane(student: Path, stored: dict[str, Any]) -> None:
+    scale = float(stored.get("neuron_scale", 1.0))
+    if not stored.get("lane_borrowed") and scale != 1.0:
+        raise ConfigError(
+            f"run.load={student}: its borrowed neuron was being zeroed (factor {scale:.3f}); "
+            "finish that run, or load a checkpoint from the end of a stage"
+        )
 
 
 def load_start(engine: McoreEngine, start: StartPoint) -> None:

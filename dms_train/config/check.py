@@ -9,13 +9,13 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from dms_train.config.build import ConfigError
+from dms_train.config.memory import needs_teacher
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.options import ParallelOptions
+from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.training.options import STAGES
 
-_VOCAB_MULTIPLE = 128  # embeddings are padded to a multiple of this
 _RETROFIT_STAGES = ("zero_neuron", "retrofit", "hold")
 
 
@@ -49,8 +49,8 @@ def _split_model(parallel: ParallelOptions, architecture: Architecture) -> Itera
         size = getattr(architecture, name)
         if size % tp:
             yield f"{where}: does not divide the model's {name}={size}; use a divisor of it"
-    if _VOCAB_MULTIPLE % tp:
-        yield f"{where}: use a divisor of {_VOCAB_MULTIPLE}, to which the vocabulary is padded"
+    if VOCABULARY_MULTIPLE % tp:
+        yield f"{where}: use a divisor of {VOCABULARY_MULTIPLE}, to which the vocabulary is padded"
     if parallel.sequence_parallel and tp == 1:
         yield f"parallel.sequence_parallel=true: needs {where.partition('=')[0]} above 1"
     yield from _split_layers(parallel, architecture.num_layers)
@@ -150,5 +150,7 @@ def _starting_weights(config: RunConfig) -> Iterator[str]:
         yield "model.path: pretrain starts from random weights; use model=scratch"
     elif "pretrain" not in run and model.path is None and config.run.load is None:
         yield f"stage.run: {run[0]} needs weights; set model.path (model=hf) or run.load"
+    elif model.path is None and needs_teacher(config):
+        yield "model.path: distilling needs the original as teacher; set it, or use loss=lm"
     if "hold" in run and "retrofit" not in run and config.run.load is None:
         yield "stage.run: hold needs retrofit before it, or run.load with a retrofitted checkpoint"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.mcore.options import VOCABULARY_MULTIPLE
 
-_VOCAB_MULTIPLE = 128
 _FP32 = 4
 _ADAM_MOMENTS = 2
 
@@ -47,7 +47,8 @@ def estimate(config: RunConfig, architecture: Architecture, world_size: int) -> 
         gradients=parameters * _FP32,
         optimizer=parameters * _FP32 * states // copies,
         teacher=parameters * width * (models - 1),
-        logits=models * positions * padded_vocab(architecture) * _FP32 // tp,
+        # logits and their gradient in the weights' precision; fp32 lives in small chunks only
+        logits=(models + 1) * positions * padded_vocab(architecture) * width // tp,
     )
 
 
@@ -66,7 +67,7 @@ def parameter_count(architecture: Architecture) -> int:
 
 def padded_vocab(architecture: Architecture) -> int:
     """Rows of the embedding once it is padded for tensor parallelism."""
-    return -(-architecture.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def _layer_parameters(a: Architecture) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -12,6 +13,7 @@ from dms_train.hf.architecture import Architecture, family_of
 from dms_train.training.options import RetrofitOptions
 
 _LOSSES = ("distill", "lm")
+_SEEDS = 2**32
 _DTYPES = ("fp32", "bf16")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "stage.zero_neuron.loss": _LOSSES,
@@ -26,9 +28,10 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 _AT_LEAST = {
     "stage.pretrain.steps": 1,
-    "stage.zero_neuron.steps": 1,
+    "stage.zero_neuron.steps": 0,
     "stage.retrofit.steps_per_cr": 1,
     "stage.retrofit.start_cr": 1,
+    "stage.retrofit.target_cr": 1,
     "stage.hold.steps": 1,
     "stage.export.paged_attention_block_size": 1,
     "data.seq_length": 1,
@@ -45,7 +48,7 @@ _AT_LEAST = {
     "run.save_interval": 0,
     "run.keep_checkpoints": 1,
     "run.eval_interval": 0,
-    "run.eval_samples": 1,
+    "run.eval_samples": 0,
     "run.log_interval": 1,
 }
 _ABOVE_ZERO = (
@@ -95,6 +98,12 @@ def _choices(config: RunConfig) -> Iterator[str]:
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
+    for path in (*_AT_LEAST, *_ABOVE_ZERO):
+        value = _get(config, path)
+        if value is not None and value == math.inf:
+            yield f"{path}={value}: use a finite number"
+    if not config.run.seed < _SEEDS:
+        yield f"run.seed={config.run.seed}: use a number below {_SEEDS}"
     for path, least in _AT_LEAST.items():
         value = _get(config, path)
         if value is not None and not value >= least:

@@ -120,13 +120,16 @@ class _Builder(BlendedMegatronDatasetBuilder):
         )
 
 
-def check_files(options: DataOptions, *, vocab_size: int, tokenizer_sha256: str | None) -> None:
+def check_files(
+    options: DataOptions, *, vocab_size: int, tokenizer_sha256: str | None, validates: bool
+) -> None:
     """Find what `build_datasets` would refuse, without building anything.
 
     Args:
         options: Files, blend weights, split and sequence length.
         vocab_size: Rows of the model's embedding that are real tokens.
         tokenizer_sha256: Hash of the model's `tokenizer.json`; None when the model has none.
+        validates: Whether validation samples will be asked for.
 
     Raises:
         DataError: As `build_datasets`, or a file was made with another tokenizer.
@@ -136,7 +139,7 @@ def check_files(options: DataOptions, *, vocab_size: int, tokenizer_sha256: str 
     _check_together(options, shards, -1 if eod_id is None else eod_id)
     shares = parse_and_normalize_split(_checked_split(options.split))
     matrix = convert_split_vector_to_split_matrix(shares)
-    for split in (Split.train, Split.valid):
+    for split in (Split.train, Split.valid) if validates else (Split.train,):
         for prefix in options.paths:
             _split_tokens(prefix, split, matrix[split.value], options.seq_length)
 
@@ -265,6 +268,7 @@ def _split_tokens(
             f"{prefix}: its {split.name} split has {tokens} tokens in {stop - start} of "
             f"{len(lengths)} documents, one sample needs {seq_length + 1}; use more data, "
             "another data.split or a shorter data.seq_length"
+            + (", or run.eval_samples=0" if split is Split.valid else "")
         )
     return tokens
 

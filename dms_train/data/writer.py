@@ -100,7 +100,8 @@ class ShardWriter:
             DataError: There are no documents, or a file cannot be written.
         """
         if not self._documents:
-            raise DataError("the input has no documents; nothing was written")
+            names = ", ".join(source.name for source in sources)
+            raise DataError(f"{names}: no documents; nothing was written")
         try:
             self._builder.finalize(str(idx_path(self._partial)))
             for path in (bin_path(self._partial), idx_path(self._partial)):
@@ -134,7 +135,7 @@ class ShardWriter:
 
     def _failed(self, error: OSError) -> DataError:
         reason = error.strerror or str(error)
-        return DataError(f"{self._prefix}: cannot be written ({reason}); the files were removed")
+        return DataError(f"{self._prefix}: cannot be written ({reason}); choose another place")
 
 
 def _flush(path: Path) -> None:

@@ -47,7 +47,7 @@ def resolve(
         return path
     name = str(path_or_id)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"{name}: no such directory")
+        raise FileNotFoundError(f"{name}: no such directory; correct the path")
     try:
         from huggingface_hub import snapshot_download
 
@@ -143,7 +143,9 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
             f"{directory}: has only pytorch_model.bin, which is not read (pickle runs code); "
             "convert it with transformers' save_pretrained(..., safe_serialization=True)"
         )
-    raise FileNotFoundError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}")
+    raise FileNotFoundError(
+        f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; copy the directory again"
+    )
 
 
 class WeightReader:
@@ -295,7 +297,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     try:
         save_file(dict(tensors), path, metadata=dict(metadata))
     except SafetensorError as error:
-        raise HFError(f"{path}: cannot be written ({error}); nothing was exported") from None
+        raise HFError(f"{path}: cannot be written ({error}); make room and try again") from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

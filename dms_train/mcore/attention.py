@@ -84,7 +84,7 @@ class DMSSelfAttention(SelfAttention):
         log_keep, self.side = self._decide(lane)
         query = self._rotate_query(grouped, rotary_pos_emb).reshape(s, b, n, d)
         key = self._rotate(key, rotary_pos_emb)
-        if self.checkpoint_core_attention and self.training and log_keep is not None:
+        if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(
                 self.core_attention, False, query, key, value, log_keep
             )
@@ -126,8 +126,9 @@ class DMSSelfAttention(SelfAttention):
         s, b, g = lane.shape
         if plan.eviction == "none":
             # every slot stays: (alpha, live slots, reads / length) of a dense cache
-            side = torch.tensor([0.0, s, (s + 1) / 2], device=lane.device) * g
-            return None, side.expand(b, 3)
+            values = (0.0, float(s * g), g * (s + 1) / 2)
+            # filled on the device: a tensor of Python numbers would wait for a copy in every layer
+            return None, torch.stack([torch.full((b,), v, device=lane.device) for v in values], 1)
         logits = decisions.eviction_logits(lane, spec)
         if self.recorded is not None:
             self.recorded.append(logits.detach())

@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,8 @@ _METADATA_NAMES = frozenset(
         f"{_TORCH_CHECKPOINT}.planner.WriteItemType",
     }
 )
+# What stands before the reason when a writer of megatron failed.
+_WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # What megatron's writers log here they also raise.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
@@ -139,7 +142,7 @@ def _why_not_written(error: BaseException) -> str | None:
     if isinstance(error, CheckpointException):
         # rank 0 alone is told what happened where
         failures = [failure for failure, _ in error.failures.values()]
-        return str(failures[0]).removeprefix("Worker failure: ") if failures else "see rank 0"
+        return _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error):
@@ -149,8 +152,18 @@ def _why_not_written(error: BaseException) -> str | None:
 
 def _seal(folder: Path, state: dict[str, Any]) -> None:
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    text = json.dumps({**state, "files": files}, indent=1)
-    (folder / STATE_FILE).write_text(text + "\n")
+    _write_state(folder, {**state, "files": files})
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    scratch = folder / f"{STATE_FILE}.partial"
+    scratch.write_text(json.dumps(state, indent=1) + "\n")
+    scratch.replace(folder / STATE_FILE)
+
+
+def annotate(path: Path, state: dict[str, Any]) -> None:
+    """Replace values of a finished checkpoint's JSON state; one rank calls it."""
+    _write_state(path, {**read_state(path), **state})
 
 
 def check_replaceable(path: Path) -> None:
@@ -195,25 +208,32 @@ def check(path: Path) -> dict[str, Any]:
     state = read_state(path)
     try:
         metadata = _MetadataReader(io.BytesIO((path / _METADATA_FILE).read_bytes())).load()
-        for content in _pickles(path, metadata):
-            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        for name, content in _pickles(path, metadata):
+            _require_plain(name, content)
     except Exception as error:  # a damaged pickle raises anything
-        reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"checkpoint {path}: damaged, or not written by this program ({reason}); "
+            f"checkpoint {path}: damaged, or not written by this program ({error}); "
             "do not load files from sources you do not trust"
         ) from error
     return state
 
 
-def _pickles(path: Path, metadata: Metadata) -> Iterator[bytes]:
-    """Everything in a checkpoint that torch unpickles without asking what it names."""
-    yield (path / _COMMON_FILE).read_bytes()
+def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
+    """File and content of everything that is unpickled besides the metadata."""
+    yield _COMMON_FILE, (path / _COMMON_FILE).read_bytes()
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
             with (path / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
-                yield file.read(place.length)
+                yield place.relative_path, file.read(place.length)
+
+
+def _require_plain(name: str, content: bytes) -> None:
+    """Torch's own loading of a checkpoint's objects does not restrict what they name."""
+    try:
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{name} holds more than tensors and plain values") from None
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore import checkpoint, compat, families, optim, weights
 from dms_train.mcore.attention import MethodState
-from dms_train.mcore.errors import DivergenceError
+from dms_train.mcore.errors import DivergenceError, ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import DMSModel, transformer_config
 from dms_train.mcore.options import OptimOptions, ParallelOptions
@@ -24,6 +23,9 @@ from dms_train.mcore.recording import Recording, record
 from dms_train.mcore.step import PassContext, PassTotals, count_loss_tokens, run_pass
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import DMSSpec
+
+# A run keeps its learning rate, so it cannot be resumed with another one.
+_START_AGAIN = "Lower optim.lr in another run.dir; run.load starts it from a checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,8 @@ class McoreEngine:
         return PassContext(self.spec, plan, self.architecture, self.view, self._options.seed, scale)
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> PassTotals:
+        if plan.loss == "distill" and not self._models[0].has_teacher:
+            raise ModelError("the plan distills but no teacher is attached; name it in model.path")
         self._method.plan = plan
         return run_pass(
             self._chunks,
@@ -123,14 +127,14 @@ class McoreEngine:
         totals = self.forward_backward(plan, batches)
         if not math.isfinite(totals.token_loss + totals.aux_loss):
             raise DivergenceError(
-                f"step {plan.step}: loss is {totals.token_loss + totals.aux_loss}; the weights are "
-                "those of the step before. Lower optim.lr or resume from an older checkpoint"
+                f"step {plan.step}: loss is {totals.token_loss + totals.aux_loss}; the checkpoints "
+                f"are untouched. {_START_AGAIN}"
             )
         _, grad_norm, _ = self._optimizer.step()
         if not math.isfinite(grad_norm):
             raise DivergenceError(
-                f"step {plan.step}: the gradient norm is {grad_norm}; this update is lost, the "
-                "last checkpoint is not. Lower optim.lr and resume"
+                f"step {plan.step}: the gradient norm is {grad_norm}; the checkpoints are "
+                f"untouched. {_START_AGAIN}"
             )
         learning_rate = self._optimizer.param_groups[0]["lr"]
         return self._result(
@@ -161,6 +165,8 @@ class McoreEngine:
 
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
         """
+        if self._optimizer is not None:
+            compat.create_optimizer_state(self._optimizer)
         groups = self.architecture.num_query_groups // self.view.tp_size
         rows = families.lane_rows(self.architecture, self.spec.channel, groups)
         for model in self._models:
@@ -195,6 +201,11 @@ class McoreEngine:
         """Write a checkpoint that any parallel layout can load."""
         self._save(path, self._optimizer, state)
 
+    def annotate(self, path: Path, state: dict[str, Any]) -> None:
+        """Change values in the JSON state of a checkpoint, if there is one at `path`."""
+        if self.view.rank == 0 and path.is_dir():
+            checkpoint.annotate(path, state)
+
     def save_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Write the weights alone, in the same form."""
         self._save(path, None, state)
@@ -217,7 +228,3 @@ class McoreEngine:
         weights.load(self._models, source, self.architecture, self.view)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier()

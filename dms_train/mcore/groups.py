@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,13 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
     )
+
+
+def value_of_rank_0(value: Any) -> Any:
+    """What rank 0 passed in, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def stop(*, keep_process_group: bool = False) -> None:

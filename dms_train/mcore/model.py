@@ -19,11 +19,9 @@ from dms_train.mcore import vocab_losses
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layer_spec import block_spec
-from dms_train.mcore.options import ParallelOptions
+from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.stage_tensor import SIDE_VALUES, StageState, pack, unpack
 
-# Fixed for every tensor-parallel size, so that a checkpoint has the same shapes in all of them.
-VOCABULARY_MULTIPLE = 128
 _ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core knows
 
 
@@ -87,7 +85,7 @@ def rope_arguments(architecture: Architecture) -> dict[str, Any]:
     if rule != _ROPE_RULE:
         raise ModelError(
             f"model: llama3 RoPE scaling with (low, high, original length) = {rule}; "
-            f"megatron-core supports {_ROPE_RULE} only"
+            f"megatron-core supports {_ROPE_RULE} only; use a model with that rule"
         )
     return {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
 
@@ -128,6 +126,11 @@ class DMSModel(GPTModel):
         """The frozen teacher's chunk, when the current plan distills."""
         wanted = self.method.plan.loss == "distill" and not self.records_logits
         return self._teacher[0] if self._teacher and wanted else None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher is attached, whatever the plan says."""
+        return bool(self._teacher)
 
     def set_teacher(self, teacher: DMSModel) -> None:
         """Attach the frozen chunk of the same layout."""

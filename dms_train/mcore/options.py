@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Rows of the embedding table are padded to a multiple of this, whatever the tensor-parallel size,
+# so that a checkpoint has the same shapes in every layout.
+VOCABULARY_MULTIPLE = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:

@@ -28,7 +28,8 @@ def _forward_step(view: ParallelView, outputs: list[Tensor]) -> Any:
         output = model(*(t.to(view.device) for t in arguments))
 
         def keep(result: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            outputs.append(result[0].detach())
+            if not outputs:  # every microbatch is the same text
+                outputs.append(result[0].detach())
             return result[1].sum(), {}
 
         return output, keep
@@ -87,9 +88,9 @@ def _assemble(
         "logits": outputs[0][:, 0].float().cpu() if outputs else None,
         "place": (view.pp_rank, view.tp_rank),
     }
-    everyone: list[Any] = [None] * view.world_size
-    dist.all_gather_object(everyone, mine if view.dp_rank == 0 else None)
-    if view.rank != 0:
+    everyone: list[Any] | None = [None] * view.world_size if view.rank == 0 else None
+    dist.gather_object(mine if view.dp_rank == 0 else None, everyone, dst=0)
+    if everyone is None:
         return None
     ranks = sorted((r for r in everyone if r), key=lambda r: r["place"])
     layers = sorted({n for r in ranks for n in r["decided"]})

@@ -68,8 +68,8 @@ def _loss_function(
         token_loss = (losses.float() * mask).sum() * context.token_scale
         target = evicted_fraction(plan.target_cr)
         aux_loss = compression_hinge(side[:, 0], decisions, target, spec.aux_form)
-        sums = side.detach().double().sum(0)
-        means = sums / torch.tensor([decisions, per_sample, per_sample], device=side.device)
+        alpha, live, reads = side.detach().double().sum(0)
+        means = (alpha / decisions, live / per_sample, reads / per_sample)
         # Own tensors: the schedule divides the returned loss in place.
         report = torch.stack([token_loss.detach().double(), aux_loss.detach().double(), *means])
         return token_loss + aux_loss, {"report": report}

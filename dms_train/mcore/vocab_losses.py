@@ -16,39 +16,61 @@ def valid_columns(width: int, vocab_size: int, shard: int) -> int:
     return max(0, min(width, vocab_size - width * shard))
 
 
-class _KL(torch.autograd.Function):
-    """KL(p || q) per position for p = softmax(a), q = softmax(b); gradient to one of them.
+# Positions whose logits exist in fp32 at a time.
+_CHUNK = 512
 
-    Two all-reduces of a few numbers per position forward, none backward.
+
+def _ordered(student: Tensor, teacher: Tensor, direction: str) -> tuple[Tensor, Tensor]:
+    """(p, q) of KL(p || q), in fp32."""
+    pair = (teacher, student) if direction == "teacher_student" else (student, teacher)
+    return pair[0].float(), pair[1].float()
+
+
+def _row_maxima(logits: Tensor) -> Tensor:
+    if logits.shape[-1] == 0:
+        return torch.full(logits.shape[:-1], float("-inf"), device=logits.device)
+    return logits.amax(-1).float()
+
+
+class _KL(torch.autograd.Function):
+    """KL(p || q) per position for p = softmax(a), q = softmax(b), with a gradient to the student.
+
+    Two all-reduces of a few numbers per position forward, none backward. What is kept for the
+    backward pass has the dtype of the logits; fp32 copies exist for one chunk at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, direction: str, group: Any) -> Tensor:
-        s, t = student.float(), teacher.float()
-        p, q = (t, s) if direction == "teacher_student" else (s, t)
-        top = torch.full((2, *s.shape[:-1]), float("-inf"), device=s.device)
-        if s.shape[-1]:
-            top = torch.stack([p.amax(-1), q.amax(-1)])
+        top = torch.stack([_row_maxima(student), _row_maxima(teacher)])
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        exp_p, exp_q = (p - top[0, ..., None]).exp(), (q - top[1, ..., None]).exp()
-        sums = torch.stack([exp_p.sum(-1), exp_q.sum(-1), (exp_p * (p - q)).sum(-1)])
+        top_p, top_q = top.flip(0) if direction == "teacher_student" else top
+        chunks = [slice(i, i + _CHUNK) for i in range(0, student.shape[0], _CHUNK)]
+        sums = student.new_zeros(3, *student.shape[:-1], dtype=torch.float32)
+        for c in chunks:
+            p, q = _ordered(student[c], teacher[c], direction)
+            exp_p = (p - top_p[c, ..., None]).exp()
+            sums[0, c] = exp_p.sum(-1)
+            sums[1, c] = (q - top_q[c, ..., None]).exp().sum(-1)
+            sums[2, c] = (exp_p * (p - q)).sum(-1)
         dist.all_reduce(sums, group=group)
-        z_p, z_q, cross = sums
-        log_ratio = (z_p.log() + top[0]) - (z_q.log() + top[1])
-        kl = cross / z_p - log_ratio
-        prob_p, prob_q = exp_p / z_p[..., None], exp_q / z_q[..., None]
-        if direction == "teacher_student":
-            gradient = prob_q - prob_p
-        else:
-            gradient = prob_p * (p - q - log_ratio[..., None] - kl[..., None])
-        ctx.save_for_backward(gradient)
-        ctx.dtype = student.dtype
+        log_p, log_q = sums[0].log() + top_p, sums[1].log() + top_q  # log partition functions
+        kl = sums[2] / sums[0] - (log_p - log_q)
+        if ctx.needs_input_grad[0]:
+            gradient = torch.empty_like(student)
+            for c in chunks:
+                p, q = _ordered(student[c], teacher[c], direction)
+                p, q = p - log_p[c, ..., None], q - log_q[c, ..., None]  # log probabilities
+                if direction == "teacher_student":
+                    gradient[c] = (q.exp() - p.exp()).to(student.dtype)
+                else:
+                    gradient[c] = (p.exp() * (p - q - kl[c, ..., None])).to(student.dtype)
+            ctx.save_for_backward(gradient)
         return kl
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad[..., None]).to(ctx.dtype), None, None, None
+        return gradient * grad[..., None].to(gradient.dtype), None, None, None
 
 
 def distillation_kl(

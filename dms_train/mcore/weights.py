@@ -147,6 +147,8 @@ def gather(
                 full = torch.empty(shape, dtype=dtype, device=view.device)
                 dist.recv(full, owner[1])
             yield from families.to_hf(entry, full.cpu(), architecture).items()
+        # in lockstep: no rank waits longer than rank 0 takes to write one shard
+        dist.barrier()
 
 
 def _gather_tensor_parallel(

@@ -31,6 +31,10 @@ class TrainEngine(Protocol):
         """Write weights, optimizer and the JSON state."""
         ...
 
+    def annotate(self, path: Path, state: dict[str, Any]) -> None:
+        """Change values in the JSON state of a checkpoint, if there is one at `path`."""
+        ...
+
 
 class TokenSource(Protocol):
     """Numbered samples, cut into this rank's microbatches."""

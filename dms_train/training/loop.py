@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from dms_train.method.plan import StepPlan, StepResult
 from dms_train.training.engine import Exporter, TokenSource, TrainEngine
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
-from dms_train.training.stages import RetrofitStage, Stage
+from dms_train.training.stages import Stage
 from dms_train.training.state import TrainState
 
 
@@ -43,38 +43,58 @@ class LoopParts:
 
 def run(stages: list[Stage | None], state: TrainState, parts: LoopParts) -> TrainState:
     """Run what is left of the stages; `state` says where to begin."""
+    _export_due(state, parts)
     while state.stage < len(stages):
         stage = stages[state.stage]
         if stage is None:
             _export_final(state, parts)
+            state.next_stage()
+            parts.engine.annotate(_checkpoint(state, parts), state.to_dict())
         else:
             _run_stage(stage, state, parts)
-        state.next_stage()
-        if stage is not None:
-            _save(state, parts, permanent=True)
     return state
 
 
 def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> None:
-    engine, options = parts.engine, parts.options
+    """Run the rest of a stage and leave `state` at the start of the next one."""
     if stage.borrows_lane and not state.lane_borrowed:
         _hand_over(state, parts)
-    engine.begin_stage(stage.rate)
+    parts.engine.begin_stage(stage.rate)
     parts.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
-    while state.stage_step < stage.steps:
-        plan = stage.plan(state.step, state.stage_step)
-        result = engine.train_step(plan, parts.source.microbatches(state.consumed_samples))
-        state.advance(parts.global_batch_size)
-        state.target_cr = plan.target_cr if stage.borrows_lane else state.target_cr
-        parts.reporter.step(state.step, state.stage_step, plan, result)
-        ends = state.stage_step == stage.steps
-        if _due(state.step, options.eval_interval) or ends:
-            evaluate(stage.eval_plan(state.step, state.stage_step), state, parts)
-        _export_integer(stage, state, parts)
-        if _due(state.step, options.save_interval) and not ends:
-            _save(state, parts, permanent=False)
+    for done in range(state.stage_step + 1, stage.steps + 1):
+        _step(stage, state, parts)
+        ends = done == stage.steps
+        if _due(state.step, parts.options.eval_interval) or ends:
+            evaluate(stage.eval_plan(state.step, done), state, parts)
+        ratio = stage.integer_passed(done) if parts.every_integer_cr else None
+        state.due_export = None if ratio is None else f"cr{ratio}"
+        if ends:
+            _finish(stage, state, parts)
+        elif ratio is not None or _due(state.step, parts.options.save_interval):
+            _save(state, parts, permanent=ratio is not None)
+        # after saving, so that a failed export costs no step
+        _export_due(state, parts)
+    if stage.steps == 0:
+        _finish(stage, state, parts)
+
+
+def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
+    plan = stage.plan(state.step, state.stage_step)
+    batches = parts.source.microbatches(state.consumed_samples)
+    result = parts.engine.train_step(plan, batches)
+    state.advance(parts.global_batch_size)
+    state.neuron_scale = plan.neuron_scale
+    if stage.borrows_lane:
+        state.target_cr = plan.target_cr
+    parts.reporter.step(state.step, state.stage_step, plan, result)
+
+
+def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     if stage.hands_over and not state.lane_borrowed:
         _hand_over(state, parts)
+    state.next_stage()
+    parts.reporter.end_stage(state.step)
+    _save(state, parts, permanent=True)
 
 
 def _due(step: int, interval: int) -> bool:
@@ -96,12 +116,14 @@ def evaluate(plan: StepPlan, state: TrainState, parts: LoopParts) -> StepResult 
     return result
 
 
-def _export_integer(stage: Stage, state: TrainState, parts: LoopParts) -> None:
-    if not (parts.every_integer_cr and isinstance(stage, RetrofitStage)):
+def _export_due(state: TrainState, parts: LoopParts) -> None:
+    """Write the export that the last checkpoint still owes."""
+    if state.due_export is None:
         return
-    ratio = stage.integer_passed(state.stage_step)
-    if ratio is not None:
-        _export(f"cr{ratio}", state, parts)
+    _export(state.due_export, state, parts)
+    state.due_export = None
+    settled = {"exported": state.exported, "due_export": None}
+    parts.engine.annotate(_checkpoint(state, parts), settled)
 
 
 def _export_final(state: TrainState, parts: LoopParts) -> None:
@@ -117,24 +139,35 @@ def _export(name: str, state: TrainState, parts: LoopParts) -> None:
     parts.reporter.note(f"exported {path}")
 
 
+def _checkpoint(state: TrainState, parts: LoopParts) -> Path:
+    return parts.checkpoints / f"step_{state.step:08d}"
+
+
 def _save(state: TrainState, parts: LoopParts, *, permanent: bool) -> None:
-    path = parts.checkpoints / f"step_{state.step:08d}"
+    path = _checkpoint(state, parts)
     described = {**state.to_dict(), "permanent": permanent, **parts.provenance}
     seconds = parts.reporter.timed(lambda: parts.engine.save(path, described))
     parts.reporter.saved(state.step, path, seconds)
     if parts.leads:
-        remove_old(parts.checkpoints, parts.options.keep_checkpoints, _is_permanent)
+        remove_old(path, parts.options.keep_checkpoints)
 
 
-def _is_permanent(path: Path) -> bool:
-    import json
+def _is_temporary(path: Path) -> bool:
+    """Whether a checkpoint may be deleted; what cannot be read stays."""
+    try:
+        return not json.loads((path / "run_state.json").read_text())["permanent"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
-    return bool(json.loads((path / "run_state.json").read_text()).get("permanent"))
 
+def remove_old(saved: Path, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` temporary checkpoints; returns what was deleted.
 
-def remove_old(folder: Path, keep: int, is_permanent: Callable[[Path], bool]) -> list[Path]:
-    """Delete all but the newest `keep` temporary checkpoints; returns what was deleted."""
-    temporary = [p for p in sorted(folder.glob("step_????????")) if not is_permanent(p)]
+    Folders of later steps than `saved` do not count: a run that goes back behind a damaged
+    checkpoint must not delete its own in favour of that one.
+    """
+    found = sorted(saved.parent.glob("step_????????"))
+    temporary = [path for path in found if path.name <= saved.name and _is_temporary(path)]
     old = temporary[: max(0, len(temporary) - keep)]
     for path in old:
         shutil.rmtree(path)

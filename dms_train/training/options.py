@@ -89,7 +89,7 @@ class RunOptions:
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
         keep_checkpoints: Newest checkpoints to keep; those of integer ratios and stage ends stay.
         eval_interval: Steps between evaluations; 0 evaluates at the ends of stages only.
-        eval_samples: Validation samples per evaluation.
+        eval_samples: Validation samples per evaluation; 0 evaluates nothing.
         log_interval: Steps between metric rows.
         dry_run: Print the plan and stop before any process group is made.
     """

@@ -44,10 +44,18 @@ class Reporter:
             row = self.means.take()
             self._log(step, {**row, "tokens": step * self.tokens_per_step}, "train/")
 
+    def end_stage(self, step: int) -> None:
+        """Write what the last, shorter interval measured."""
+        row = self.means.take()
+        if row:
+            self._log(step, {**row, "tokens": step * self.tokens_per_step}, "train/")
+
     def evaluation(self, step: int, plan: StepPlan, result: StepResult) -> None:
         """An evaluation ended."""
         values = _described(plan, result) | {"kv_reads": result.kv_reads}
         self._log(step, values, "valid/")
+        for sink in self.sinks:
+            sink.summary({f"valid/{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         logger().info("step %d evaluation: %s", step, shown)
         self.throughput.pause()

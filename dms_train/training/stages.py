@@ -42,6 +42,10 @@ class Stage:
         plan = self.plan(step, max(0, stage_step - 1))
         return replace(plan, eviction="hard") if plan.eviction == "soft" else plan
 
+    def integer_passed(self, stage_step: int) -> int | None:
+        """The integer ratio reached by the step that made `stage_step`, if it reached one."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroNeuronStage(Stage):
@@ -76,7 +80,7 @@ class RetrofitStage(Stage):
         )
 
     def integer_passed(self, stage_step: int) -> int | None:
-        """The integer ratio reached by the step that made `stage_step`, if it reached one."""
+        """Where the annealed ratio crosses an integer."""
         before, now = (
             schedule.compression_ratio(s, self.steps_per_cr, self.target_cr, self.start_cr)
             for s in (stage_step - 1, stage_step)

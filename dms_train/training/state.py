@@ -16,8 +16,10 @@ class TrainState:
         step: Steps done in all.
         consumed_samples: Position in the data.
         target_cr: Compression ratio of the last retrofit step.
+        neuron_scale: Factor on the borrowed neuron in the last step; 1 is the original model.
         lane_borrowed: Whether the query neuron has been handed over to the decisions.
         exported: Name of the export that holds the current weights, if one does.
+        due_export: Name of the export that these weights still have to become.
     """
 
     stage: int = 0
@@ -25,8 +27,10 @@ class TrainState:
     step: int = 0
     consumed_samples: int = 0
     target_cr: float = 1.0
+    neuron_scale: float = 1.0
     lane_borrowed: bool = False
     exported: str | None = None
+    due_export: str | None = None
 
     def advance(self, samples: int) -> None:
         """Count one optimizer step."""
