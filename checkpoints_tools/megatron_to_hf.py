@@ -10,7 +10,7 @@ import torch
 
 from checkpoints_tools.single_process import open_engine
 from dms_train.cli.errors import run_main
-from dms_train.cli.exporter import ModelExporter
+from dms_train.cli.exporter import ModelExporter, check_format
 from dms_train.cli.start_point import described_model
 from dms_train.hf.directory import resolve
 from dms_train.hf.export import check_replaceable
@@ -57,11 +57,13 @@ def convert(args: argparse.Namespace) -> None:
     architecture, spec = described_model(args.checkpoint, state)
     check_replaceable(args.out)
     tokenizer = _tokenizer_dir(args.tokenizer_from, state.get("model"))
+    options = ExportOptions(
+        format=args.format, dtype=args.dtype, paged_attention_block_size=args.block_size
+    )
+    if state["lane_borrowed"]:
+        check_format(options, spec, architecture, args.dtype, float(state["target_cr"]))
     with open_engine(architecture, spec, args.dtype, None) as engine:
         engine.load(args.checkpoint, with_optimizer=False)
-        options = ExportOptions(
-            format=args.format, dtype=args.dtype, paged_attention_block_size=args.block_size
-        )
         exporter = ModelExporter(
             engine=engine,
             options=options,

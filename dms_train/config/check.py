@@ -150,7 +150,7 @@ def _starting_weights(config: RunConfig) -> Iterator[str]:
         yield "model.path: pretrain starts from random weights; use model=scratch"
     elif "pretrain" not in run and model.path is None and config.run.load is None:
         yield f"stage.run: {run[0]} needs weights; set model.path (model=hf) or run.load"
-    elif model.path is None and needs_teacher(config):
+    elif model.path is None and "pretrain" not in run and needs_teacher(config):
         yield "model.path: distilling needs the original as teacher; set it, or use loss=lm"
     if "hold" in run and "retrofit" not in run and config.run.load is None:
         yield "stage.run: hold needs retrofit before it, or run.load with a retrofitted checkpoint"

@@ -14,6 +14,7 @@ from dms_train.training.options import RetrofitOptions
 
 _LOSSES = ("distill", "lm")
 _SEEDS = 2**32
+_SIDE_ROW = 9  # mcore/stage_tensor.py: 3 sums in 3 parts
 _DTYPES = ("fp32", "bf16")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "stage.zero_neuron.loss": _LOSSES,
@@ -154,6 +155,11 @@ def _architecture(architecture: Architecture) -> Iterator[str]:
         value = getattr(architecture, field.name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             yield f"model.architecture.{field.name}={value}: use a number above 0"
+    if architecture.hidden_size < _SIDE_ROW:
+        yield (
+            f"model.architecture.hidden_size={architecture.hidden_size}: use at least {_SIDE_ROW}; "
+            "side sums travel between pipeline stages in a row of that width"
+        )
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
     if groups > 0 and heads % groups:
         yield (

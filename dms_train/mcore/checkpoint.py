@@ -60,6 +60,8 @@ _METADATA_NAMES = frozenset(
 )
 # What stands before the reason when a writer of megatron failed.
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
+# What torch.save says when a file cannot be written; the rest speaks of positions in it.
+_TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
 # What megatron's writers log here they also raise.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
@@ -139,15 +141,16 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
 
 def _why_not_written(error: BaseException) -> str | None:
     """The storage's reason; None when the error is about something else."""
+    text = str(error)
     if isinstance(error, CheckpointException):
         # rank 0 alone is told what happened where
         failures = [failure for failure, _ in error.failures.values()]
-        return _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
+        text = _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
+    if any(name in text for name in _TORCH_WRITER):
+        return "a file could not be written whole; is the disk full?"
     if isinstance(error, OSError):
-        return error.strerror or str(error)
-    if isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error):
-        return "a file could not be written; is the disk full?"
-    return str(error) if isinstance(error, CheckpointingException) else None
+        return error.strerror or text
+    return text if isinstance(error, CheckpointException | CheckpointingException) else None
 
 
 def _seal(folder: Path, state: dict[str, Any]) -> None:

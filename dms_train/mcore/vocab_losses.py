@@ -70,7 +70,11 @@ class _KL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad[..., None].to(gradient.dtype), None, None, None
+        out = torch.empty_like(gradient)
+        for first in range(0, gradient.shape[0], _CHUNK):
+            c = slice(first, first + _CHUNK)
+            out[c] = (gradient[c].float() * grad[c, ..., None]).to(gradient.dtype)
+        return out, None, None, None
 
 
 def distillation_kl(

@@ -6,6 +6,7 @@ where their values are written; everything else reads them from here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -64,10 +65,12 @@ class DMSSpec:
             raise ValueError(f"method.decision_shift={self.decision_shift}: use 0 or 1")
         if self.window < 1:
             raise ValueError(f"method.window={self.window}: use at least 1 token")
-        if not self.tau > 0:
+        if not 0 < self.tau < math.inf:
             raise ValueError(f"method.tau={self.tau}: use a positive temperature")
-        if not self.alpha_scale > 0:
+        if not 0 < self.alpha_scale < math.inf:
             raise ValueError(f"method.alpha_scale={self.alpha_scale}: use a positive scale")
+        if not math.isfinite(self.alpha_offset):
+            raise ValueError(f"method.alpha_offset={self.alpha_offset}: use a finite offset")
 
     @property
     def governing_shift(self) -> int:

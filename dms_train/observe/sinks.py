@@ -14,7 +14,8 @@ import socket
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -81,8 +82,9 @@ class JsonlSink:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a row and flush it."""
-        self._file.write(json.dumps({STEP: step, **_finite(values)}) + "\n")
-        self._file.flush()
+        with self._named_errors():
+            self._file.write(json.dumps({STEP: step, **_finite(values)}) + "\n")
+            self._file.flush()
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Rewrite `summary.json` with the added values."""
@@ -91,7 +93,16 @@ class JsonlSink:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with self._named_errors():
+            self._file.close()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """A full disk is reported without a file name when an open file is written."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 class WandbSink:

@@ -17,7 +17,7 @@ from dms_train.method.visibility import align_to_keys
 from tests.support import convert_worker as worker
 from tests.support import launch, tiny
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 COMMON = {
     "num_hidden_layers": 4,
     "hidden_size": 32,
@@ -81,7 +81,7 @@ def results(
 ) -> Path:
     out = tmp_path_factory.mktemp("converted")
     arguments = ("-m", "tests.support.convert_worker", str(models[0]), str(out))
-    launch.checked(launch.torchrun(worker.PROCESSES, *arguments))
+    launch.checked(launch.torchrun(worker.PROCESSES, *arguments, timeout=500))
     return out
 
 

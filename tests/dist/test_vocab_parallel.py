@@ -14,7 +14,7 @@ from dms_train.method import losses
 from tests.support import launch
 from tests.support import vocab_worker as worker
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 PLAIN = {
     "teacher_student": losses.kl_teacher_student,
     "student_teacher": losses.kl_student_teacher,
@@ -24,7 +24,7 @@ PLAIN = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("vocab")
-    launch.checked(launch.torchrun(4, "-m", "tests.support.vocab_worker", str(out)))
+    launch.checked(launch.torchrun(4, "-m", "tests.support.vocab_worker", str(out), timeout=500))
     return out
 
 
@@ -65,8 +65,9 @@ def test_sharded_loss_and_gradient_equal_the_whole(
     difference = (ranks[0][0] - value).abs().max().item()
     print(f"tp{tp} {loss} {vocab} {dtype}: {difference:.1e}, {(got - gradient).abs().max():.1e}")
     assert difference < 1e-5
-    rounding = {"rtol": 2**-8, "atol": 1e-5} if dtype == "bf16" else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(got, gradient, **rounding)
+    # in 16 bits: stored, weighted with a rounded weight, and rounded again
+    relative = 3 * 2**-8 if dtype == "bf16" else 1e-5
+    torch.testing.assert_close(got, gradient, rtol=relative, atol=1e-5)
     assert (got[..., vocab:] == 0).all()
 
 

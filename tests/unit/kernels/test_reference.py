@@ -158,7 +158,7 @@ def test_sixteen_bit_inputs_keep_their_dtype_and_get_single_precision_scores() -
     assert out.dtype == torch.bfloat16
     exact = dms_attention(4 * q.double(), k.double(), v.double(), kept, 3, 0.125)
     # scores rounded to 16 bits would triple this error
-    assert (out.double() - exact).norm() < 2**-9 * exact.norm()
+    assert (out.double() - exact).norm() < 0.003 * exact.norm()
 
 
 def test_backends_go_by_name() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.mcore import vocab_losses
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.vocab_losses import distillation_kl, next_token_loss, valid_columns
 from dms_train.method import losses
@@ -54,6 +55,22 @@ def test_divergence_of_equal_logits_is_zero_with_zero_gradient(
     assert kl.abs().max() < 1e-5
     kl.sum().backward()
     assert student.grad.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_positions_may_be_taken_in_any_number_of_chunks(
+    view: ParallelView, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for chunk in (1, 3, 7, 512):
+        monkeypatch.setattr(vocab_losses, "_CHUNK", chunk)
+        student = logits(0).requires_grad_()
+        kl = distillation_kl(student, logits(1), direction, VOCAB, view.tp_group)
+        (kl * weights()).sum().backward()
+        results.append((kl.detach(), student.grad))
+    for kl, gradient in results[1:]:
+        torch.testing.assert_close(kl, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1])
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

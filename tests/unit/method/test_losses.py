@@ -10,8 +10,8 @@ import torch
 from dms_train.method import losses
 
 P, Q = [0.5, 0.5], [0.25, 0.75]
-KL_PQ = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-KL_QP = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+KL_PQ = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)  # 0.1438
+KL_QP = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)  # 0.1308
 
 
 def logits(probabilities: list[float], offset: float = 3.0) -> torch.Tensor:
@@ -22,8 +22,6 @@ def test_divergence_directions_are_what_their_names_say() -> None:
     student, teacher = logits(Q), logits(P)
     assert losses.kl_teacher_student(student, teacher).item() == pytest.approx(KL_PQ)
     assert losses.kl_student_teacher(student, teacher).item() == pytest.approx(KL_QP)
-    assert KL_PQ == pytest.approx(0.143841, abs=1e-6)
-    assert KL_QP == pytest.approx(0.130812, abs=1e-6)
 
 
 @pytest.mark.parametrize("kl", [losses.kl_teacher_student, losses.kl_student_teacher])

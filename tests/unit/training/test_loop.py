@@ -80,11 +80,6 @@ class World:
         if path.is_dir():
             file.write_text(json.dumps({**json.loads(file.read_text()), **state}))
 
-    def annotate(self, path: Path, state: dict[str, Any]) -> None:
-        if path.is_dir():
-            file = path / "run_state.json"
-            file.write_text(json.dumps({**json.loads(file.read_text()), **state}))
-
     def microbatches(self, first_sample: int) -> list[Any]:
         return [first_sample]
 
@@ -103,9 +98,6 @@ class World:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.events.append(("log", step, values))
-
-    def summary(self, values: dict[str, float]) -> None:
-        self.events.append(("summary", values))
 
     def summary(self, values: dict[str, float]) -> None:
         self.events.append(("summary", values))

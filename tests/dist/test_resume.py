@@ -1,0 +1,73 @@
+"""A run that was saved and loaded again is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support import launch
+from tests.support import resume_worker as worker
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+BAR = 1e-5
+Rows = list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("resume")
+    arguments = ("-m", "tests.support.resume_worker", str(out))
+    launch.checked(launch.torchrun(worker.PROCESSES, *arguments, timeout=500))
+    return out
+
+
+def read(folder: Path, name: str) -> tuple[Rows, dict[str, Tensor]]:
+    return json.loads((folder / f"{name}.json").read_text()), load_file(
+        folder / f"{name}.safetensors"
+    )
+
+
+@pytest.mark.parametrize(("layout", "dtype"), worker.SAME)
+def test_a_save_changes_nothing(folder: Path, layout: str, dtype: str) -> None:
+    rows, weights = read(folder, f"{layout}-{dtype}-whole")
+    saved_rows, saved = read(folder, f"{layout}-{dtype}-saved")
+    assert len(rows) == worker.STEPS
+    assert saved_rows == rows
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(("layout", "dtype"), worker.SAME)
+def test_a_resumed_run_is_bit_identical(folder: Path, layout: str, dtype: str) -> None:
+    rows, weights = read(folder, f"{layout}-{dtype}-whole")
+    resumed_rows, resumed = read(folder, f"{layout}-{dtype}-resumed")
+    print(f"{layout} {dtype}: losses {[round(row['loss'], 6) for row in rows]}")
+    assert resumed_rows == rows[worker.HALF :]
+    assert resumed.keys() == weights.keys()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+
+
+def test_the_runs_actually_learn_with_changing_rates(folder: Path) -> None:
+    for layout, dtype in worker.SAME:
+        rows, _ = read(folder, f"{layout}-{dtype}-whole")
+        assert len({row["lr"] for row in rows}) == worker.STEPS
+        assert len({row["loss"] for row in rows}) == worker.STEPS
+        assert all(0.05 < row["alpha"] < 0.95 for row in rows)
+
+
+@pytest.mark.parametrize(("source", "layout"), worker.OTHER)
+def test_another_layout_continues_the_same_run(folder: Path, source: str, layout: str) -> None:
+    rows, weights = read(folder, f"{source}-fp32-whole")
+    other_rows, other = read(folder, f"{source}-to-{layout}")
+    worst = max(
+        abs(b["loss"] - a["loss"]) / abs(a["loss"])
+        for a, b in zip(rows[worker.HALF :], other_rows, strict=True)
+    )
+    moved = max(((other[n] - w).norm() / w.norm()).item() for n, w in weights.items())
+    print(f"{source} -> {layout}: loss {worst:.1e}, weights {moved:.1e}")
+    assert worst < BAR
+    assert moved < 1e-4

@@ -1,0 +1,118 @@
+"""Training in one go, with a save and a load in between, and with another layout after the load.
+
+torchrun ... -m tests.support.resume_worker OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dms_train.mcore import groups
+from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.weights import RandomWeights
+from dms_train.method.plan import LearningRate, StepPlan
+from dms_train.method.spec import PRESETS
+from tests.support import tiny
+
+PROCESSES = 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+SAME = [(layout, dtype) for dtype in ("fp32", "bf16") for layout in ("dp2", "tp2", "tp2_sp")]
+OTHER = (("tp2", "pp2"), ("tp2", "dp2"), ("dp2", "tp2_sp"))
+HALF, STEPS = 3, 6
+# a rate that changes at every step
+RATE = LearningRate(max_lr=2e-3, min_lr=2e-4, steps=STEPS, warmup_steps=2, style="cosine")
+SPEC = PRESETS["dms"].override(window=4, alpha_offset=0.5)
+
+
+def build(layout: str, dtype: str, view: ParallelView, seed: int) -> McoreEngine:
+    architecture = tiny.architecture("qwen2", num_layers=2)
+    options = EngineOptions(
+        parallel=ParallelOptions(params_dtype=dtype, **LAYOUTS[layout]),
+        optim=OptimOptions(lr=1e-3, weight_decay=0.01),
+        seed=7,
+    )
+    student = tiny.SmallLanes(architecture, seed, SPEC.channel)
+    engine = McoreEngine(architecture, SPEC, view, options, student)
+    engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
+    engine.begin_stage(RATE)
+    return engine
+
+
+def train(engine: McoreEngine, first: int, last: int) -> list[dict[str, float]]:
+    """Steps first .. last - 1, each on its own samples."""
+    rows = []
+    for step in range(first, last):
+        batches = [
+            tiny.batch(8 * step + 2 * group)
+            for group in range(engine.view.dp_rank, 4, engine.view.dp_size)
+        ]
+        plan = StepPlan(
+            step=step, stage_step=step, eviction="soft", neuron_scale=0.0, target_cr=4.0
+        )
+        result = engine.train_step(plan, batches)
+        rows.append(
+            {
+                "loss": result.loss,
+                "alpha": result.alpha,
+                "grad_norm": result.grad_norm,
+                "lr": result.learning_rate,
+            }
+        )
+    return rows
+
+
+def keep(engine: McoreEngine, rows: list[dict[str, float]], path: Path) -> None:
+    weights = dict(engine.hf_tensors())
+    if engine.view.rank == 0:
+        save_file(weights, path.with_suffix(".safetensors"))
+        path.with_suffix(".json").write_text(json.dumps(rows))
+
+
+def same_layout(layout: str, dtype: str, view: ParallelView, out: Path) -> None:
+    """In one go; then half, a checkpoint, and the other half in a fresh engine."""
+    name, checkpoint = f"{layout}-{dtype}", out / f"{layout}-{dtype}-checkpoint"
+    engine = build(layout, dtype, view, 1)
+    keep(engine, train(engine, 0, STEPS), out / f"{name}-whole")
+    engine = build(layout, dtype, view, 1)
+    rows = train(engine, 0, HALF)
+    engine.save(checkpoint, {"step": HALF})
+    keep(engine, rows + train(engine, HALF, STEPS), out / f"{name}-saved")
+    engine = build(layout, dtype, view, 55)
+    assert engine.load(checkpoint, with_optimizer=True)["step"] == HALF
+    keep(engine, train(engine, HALF, STEPS), out / f"{name}-resumed")
+
+
+def other_layout(source: str, layout: str, view: ParallelView, out: Path) -> None:
+    engine = build(layout, "fp32", view, 55)
+    engine.load(out / f"{source}-fp32-checkpoint", with_optimizer=True)
+    keep(engine, train(engine, HALF, STEPS), out / f"{source}-to-{layout}")
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(mode=True)
+    out = Path(sys.argv[1])
+    for layout, dtype in SAME:
+        view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
+        same_layout(layout, dtype, view, out)
+        groups.stop(keep_process_group=True)
+    for source, layout in OTHER:
+        view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
+        other_layout(source, layout, view, out)
+        groups.stop(keep_process_group=True)
+
+
+if __name__ == "__main__":
+    main()
