@@ -64,7 +64,7 @@ def _loaded_cr(config: RunConfig) -> float:
         return 1.0
     from dms_train.cli.start_point import find_start, with_student  # needs torch
 
-    return with_student(find_start(config), Path(config.run.load)).state.target_cr
+    return with_student(find_start(config), Path(config.run.load)).state.loaded_cr
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

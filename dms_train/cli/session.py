@@ -64,7 +64,7 @@ def run(config: RunConfig) -> None:
     prepared = _prepare(config)
     if config.run.dry_run:
         if launcher.rank() == 0:
-            ratio = prepared.start.state.target_cr
+            ratio = prepared.start.state.loaded_cr
             text = describe(config, prepared.architecture, launcher.world_size(), ratio)
             sys.stdout.write(f"{text}\ndry run: nothing was started\n")
         return
@@ -97,7 +97,7 @@ def _prepare(config: RunConfig) -> _Prepared:
         start.require(spec)
         _check_lane(config, start)
     stages = build_stages(
-        config.stage, config.optim.lr, config.optim.lr_warmup_steps, start.state.target_cr
+        config.stage, config.optim.lr, config.optim.lr_warmup_steps, start.state.loaded_cr
     )
     _check_data(config, start)
     _check_export(config, start, stages)
@@ -118,6 +118,12 @@ def _check_lane(config: RunConfig, start: StartPoint) -> None:
         raise ConfigError(
             f"run.load={start.student}: its lane is already borrowed for decisions; leave "
             "zero_neuron and pretrain out of stage.run"
+        )
+    loaded, retrofit = start.state.loaded_cr, config.stage.retrofit
+    if "retrofit" in run and retrofit.start_cr is None and retrofit.target_cr < loaded:
+        raise ConfigError(
+            f"run.load={start.student}: its compression ratio {loaded:g} is above "
+            f"stage.retrofit.target_cr={retrofit.target_cr:g}; anneal upwards"
         )
     if not borrowed and "hold" in run and "retrofit" not in run:
         raise ConfigError("stage.run: hold needs a retrofitted student; give one as run.load")

@@ -124,7 +124,7 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
         )
     if asdict(architecture) != asdict(start.architecture):
         raise ConfigError(f"run.load={student}: its architecture is not that of model.path")
-    state = TrainState(lane_borrowed=spec is not None, target_cr=ratio)
+    state = TrainState(lane_borrowed=spec is not None, loaded_cr=ratio, target_cr=ratio)
     return replace(start, student=student, spec=spec, state=state)
 
 

@@ -120,7 +120,7 @@ def _numbers(config: RunConfig) -> Iterator[str]:
 
 
 def _target(retrofit: RetrofitOptions) -> Iterator[str]:
-    if not retrofit.target_cr >= retrofit.start_cr:
+    if retrofit.start_cr is not None and not retrofit.target_cr >= retrofit.start_cr:
         yield (
             f"stage.retrofit.target_cr={retrofit.target_cr}: below "
             f"stage.retrofit.start_cr={retrofit.start_cr}; anneal upwards"

@@ -100,6 +100,10 @@ def value_of_rank_0(value: Any) -> Any:
 
 def stop(*, keep_process_group: bool = False) -> None:
     """Leave the parallel groups, and the process group unless another layout follows."""
+    # megatron forgets its groups without closing them; each holds threads and connections
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
     if not keep_process_group and dist.is_initialized():
         dist.destroy_process_group()

@@ -82,7 +82,7 @@ class JsonlSink:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a row and flush it."""
-        with self._named_errors():
+        with _named_errors(self._path):
             self._file.write(json.dumps({STEP: step, **_finite(values)}) + "\n")
             self._file.flush()
 
@@ -93,16 +93,8 @@ class JsonlSink:
 
     def close(self) -> None:
         """Close the file."""
-        with self._named_errors():
+        with _named_errors(self._path):
             self._file.close()
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """A full disk is reported without a file name when an open file is written."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 class WandbSink:
@@ -259,8 +251,18 @@ def _keeps(line: str, step: int) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     scratch = path.with_suffix(path.suffix + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    with _named_errors(path):
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Writing to a full disk fails without saying which file it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,15 @@ class ZeroNeuronOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitOptions:
-    """Anneal the compression ratio by one unit per `steps_per_cr` steps up to `target_cr`."""
+    """Anneal the compression ratio by one unit per `steps_per_cr` steps up to `target_cr`.
+
+    The annealing starts from `start_cr`; None is the ratio of the student that `run.load` names,
+    and 1 for the original model.
+    """
 
     target_cr: float
     steps_per_cr: int
-    start_cr: float = 1.0
+    start_cr: float | None = None
     loss: str = "distill"
     lr: float | None = None
 

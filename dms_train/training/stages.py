@@ -107,15 +107,15 @@ def build_stages(
         options: Stage settings.
         lr: Learning rate of stages without their own.
         warmup: Warm-up steps of every stage but `hold`.
-        loaded_cr: Ratio of the checkpoint the run starts from; `hold` keeps it when no
-            `retrofit` precedes.
+        loaded_cr: Ratio of the student the run starts from: `retrofit` continues from it, and
+            `hold` keeps it when no `retrofit` precedes.
     """
     stages: list[Stage | None] = []
     ratio = loaded_cr
     for name in options.run:
+        stages.append(None if name == "export" else _build(name, options, lr, warmup, ratio))
         if name == "retrofit":
             ratio = options.retrofit.target_cr
-        stages.append(None if name == "export" else _build(name, options, lr, warmup, ratio))
     return stages
 
 
@@ -132,14 +132,15 @@ def _build(name: str, options: StageOptions, lr: float, warmup: int, ratio: floa
         )
     if name == "retrofit":
         r = options.retrofit
-        steps = schedule.anneal_steps(r.steps_per_cr, r.target_cr, r.start_cr)
+        start = ratio if r.start_cr is None else r.start_cr
+        steps = schedule.anneal_steps(r.steps_per_cr, r.target_cr, start)
         return RetrofitStage(
             name=name,
             steps=steps,
             loss=_loss(r.loss),
             rate=_constant(r.lr or lr, steps, warmup),
             borrows_lane=True,
-            start_cr=r.start_cr,
+            start_cr=start,
             target_cr=r.target_cr,
             steps_per_cr=r.steps_per_cr,
         )

@@ -15,6 +15,7 @@ class TrainState:
         stage_step: Steps done in it.
         step: Steps done in all.
         consumed_samples: Position in the data.
+        loaded_cr: Compression ratio of the student the run began with.
         target_cr: Compression ratio of the last retrofit step.
         neuron_scale: Factor on the borrowed neuron in the last step; 1 is the original model.
         lane_borrowed: Whether the query neuron has been handed over to the decisions.
@@ -26,6 +27,7 @@ class TrainState:
     stage_step: int = 0
     step: int = 0
     consumed_samples: int = 0
+    loaded_cr: float = 1.0
     target_cr: float = 1.0
     neuron_scale: float = 1.0
     lane_borrowed: bool = False

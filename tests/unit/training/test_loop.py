@@ -234,6 +234,13 @@ def test_hold_keeps_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     assert [plan.target_cr for plan in world.plans] == [6.0] * 3
 
 
+def test_a_retrofit_continues_from_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
+    world = World()
+    state = TrainState(lane_borrowed=True, loaded_cr=2.0, target_cr=2.0)
+    loop.run(build_stages(only("retrofit"), 1e-4, 0, 2.0), state, parts(world, tmp_path))
+    assert [plan.target_cr for plan in world.plans] == [2.5, 3.0, 3.5, 4.0]
+
+
 def test_integer_ratios_are_exported_when_passed_and_final_is_what_hold_made(
     tmp_path: Path,
 ) -> None:
@@ -368,6 +375,7 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "stage_step": 4,
         "step": 9,
         "consumed_samples": 9 * BATCH,
+        "loaded_cr": 1.0,
         "target_cr": 3.0,
         "neuron_scale": 0.0,
         "lane_borrowed": True,
