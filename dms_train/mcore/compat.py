@@ -6,17 +6,11 @@ megatron does not know completely when it loads a checkpoint.
 
 from __future__ import annotations
 
-import queue
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
-
-# Checkpoints are written before `save` returns, by this process. Megatron's own queue of results
-# is a server process of several hundred megabytes that outlives a run which is killed.
-filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
