@@ -49,7 +49,7 @@ class SmallLanes:
         if "q_proj" in name:
             d = self._architecture.kv_channels
             rows = tensor.unflatten(0, (self._architecture.num_query_groups, self._heads, d))
-            rows[:, 0, self._channel] *= 0.005
+            rows[:, 0, self._channel] *= 0.002
         return tensor
 
 
