@@ -1,0 +1,43 @@
+"""Dynamic Memory Sparsification: marked tokens die when they leave the window.
+
+The rule is that of `method.visibility`, applied to slots instead of a full-length mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
+
+
+class DMSPolicy(CachePolicy):
+    """Token j dies for queries i with i - j > window if decision j + shift says so.
+
+    Args:
+        window: Distance up to which a token is always read.
+        shift: Distance from a token to the decision that governs it.
+    """
+
+    state_width = 1  # 1 for a marked token
+
+    def __init__(self, window: int, shift: int) -> None:
+        self.window = window
+        self.shift = shift
+
+    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+        """Mark the tokens whose decision arrives. signal: bool [b, h, n]."""
+        assert arrival.signal is not None
+        real = arrival.position >= 0
+        start = real.int().argmax(1, keepdim=True)  # [b, 1]
+        first = arrival.position.gather(1, start)
+        index = slots.position + self.shift - first[:, :, None]  # of the governing newcomer
+        governed = (slots.position >= 0) & (index >= 0) & (index < real.sum(1)[:, None, None])
+        column = (index + start[:, :, None]).clamp(0, real.shape[1] - 1)
+        decision = arrival.signal.gather(2, column).to(slots.state.dtype)
+        return torch.where(governed, decision, slots.state[..., 0]).unsqueeze(-1)
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """Whether a token is outside the window of the query and marked."""
+        late = at[:, None, :, None] - slots.position[:, :, None, :] > self.window
+        return late & (slots.state[..., 0] > 0)[:, :, None, :]
