@@ -9,10 +9,6 @@ from torch import Tensor
 from dms_train.inference.policies.base import Arrival
 
 
-class CacheError(ValueError):
-    """A cache cannot do what it is asked for."""
-
-
 class Attended(NamedTuple):
     """Result of one layer's attention.
 

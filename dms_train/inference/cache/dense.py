@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended, CacheError
+from dms_train.inference.cache.base import Attended
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
 from dms_train.kernels.slots import attend_slots
 
@@ -24,28 +25,19 @@ class DenseCache:
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
-        head_size: Channels of a key.
-        dtype: Of keys and values.
-        device: Where they live.
+        like: An empty tensor [0, head size] with the dtype and device of keys and values.
     """
 
-    def __init__(  # noqa: PLR0913 - all named
-        self,
-        policy: CachePolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+    def __init__(
+        self, policy: CachePolicy, *, layers: int, rows: int, heads: int, like: Tensor
     ) -> None:
         if type(policy).merge is not CachePolicy.merge:
-            raise CacheError(f"{type(policy).__name__} merges tokens; use the compact cache")
+            raise InferenceError(f"{type(policy).__name__} merges tokens; use the compact cache")
         self.policy = policy
         self.peak_bytes = 0
-        self.slot_bytes = 2 * head_size * dtype.itemsize + 8 + 4 * policy.state_width + 1
-        content = torch.zeros(rows, heads, 0, head_size, dtype=dtype, device=device)
+        size, device = like.shape[-1], like.device
+        self.slot_bytes = 2 * size * like.dtype.itemsize + 8 + 4 * policy.state_width + 1
+        content = like.new_zeros(rows, heads, 0, size)
         position = torch.zeros(rows, heads, 0, dtype=torch.int64, device=device)
         state = torch.zeros(rows, heads, 0, policy.state_width, device=device)
         dead = torch.zeros(rows, heads, 0, dtype=torch.bool, device=device)

@@ -22,7 +22,7 @@ class PagePool:
         slab_pages: Pages of one slab, the unit in which memory is taken and returned.
     """
 
-    def __init__(  # noqa: PLR0913 - all named
+    def __init__(
         self,
         *,
         head_size: int,
@@ -90,7 +90,7 @@ class PagePool:
     def write(self, field: str, slots: Tensor, values: Tensor) -> None:
         """Scatter one field. slots: int64 [n], all different; values: [n, *field]."""
         _, dtype = self._fields[field]
-        values = values.to(dtype)
+        values = values.detach().to(dtype)
         for number, slab in self._slabs.items():
             chosen = (slots // self._slab_slots == number).nonzero().squeeze(1)
             slab[field][slots[chosen] - number * self._slab_slots] = values[chosen]
@@ -99,4 +99,5 @@ class PagePool:
         """One field of every slab as [pages, page_slots, ...], by slab number."""
         count = max(self._slabs, default=-1) + 1
         found = [self._slabs[n][field] if n in self._slabs else None for n in range(count)]
-        return tuple(None if t is None else t.unflatten(0, (-1, self.page_slots)) for t in found)
+        size = self.page_slots
+        return tuple(None if t is None else t.view(-1, size, *t.shape[1:]) for t in found)

@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from dms_train.inference.cache.base import CacheError
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import Arrival, CachePolicy
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
@@ -40,15 +40,8 @@ def compact(policy, *, layers=1, rows=2, **pool):
 
 
 def dense(policy, *, layers=1, rows=2):
-    return DenseCache(
-        policy,
-        layers=layers,
-        rows=rows,
-        heads=HEADS,
-        head_size=SIZE,
-        dtype=torch.float64,
-        device=CPU,
-    )
+    like = torch.zeros(0, SIZE, dtype=torch.float64)
+    return DenseCache(policy, layers=layers, rows=rows, heads=HEADS, like=like)
 
 
 def text(length, rows=2, seed=0, share=0.5):
@@ -289,7 +282,7 @@ def test_merging_policies_fit():
     expected = masked((data[0][:, :, 20:], *merged, None), everything)
     torch.testing.assert_close(output[:, :, 20:], expected)
     assert live[-1].unique().tolist() == [11]
-    with pytest.raises(CacheError, match="merges"):
+    with pytest.raises(InferenceError, match="merges"):
         dense(PairMean())
 
 
