@@ -94,7 +94,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[str] | list[list[int]] | list[dict[str, Any]],
+        prompts: Prompt | list[Prompt] | list[str] | list[list[int]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
@@ -211,7 +211,8 @@ class LLM:
         kv = sequence.meter.report(sequence.computed)
         self._runner.total.finish(kv)
         ids = sequence.output
-        text = "" if self.tokenizer is None else self.tokenizer.decode(ids)
+        before = sequence.tokens[: sequence.prompt_end]
+        text = "" if self.tokenizer is None else self.tokenizer.continuation(before, ids)
         reason = sequence.finish_reason
         return RequestOutput(
             request_id=sequence.request_id,

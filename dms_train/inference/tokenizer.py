@@ -41,6 +41,11 @@ class Tokenizer:
         text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
 
+    def continuation(self, before: list[int], ids: list[int]) -> str:
+        """Text of `ids` after `before`; a tokenizer may decode a first word differently."""
+        head, whole = self.decode(before), self.decode(before + ids)
+        return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
+
 
 def read_stop_ids(directory: Path) -> frozenset[int]:
     """End-of-text tokens from generation_config.json, else config.json."""

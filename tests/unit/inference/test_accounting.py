@@ -74,9 +74,11 @@ def test_equals_brute_force(folder, oracle, preset, eviction, chunk):
 
 def test_vanilla_example(folder):
     """4 prompt tokens, 3 generated: passes at positions 4 and 5 attend 5 and 6 tokens."""
-    kv = LLM(folder("llama", None)).generate(
-        [random_ids(4)], SamplingParams(max_tokens=3, temperature=0.0)
-    )[0].kv
+    kv = (
+        LLM(folder("llama", None))
+        .generate([random_ids(4)], SamplingParams(max_tokens=3, temperature=0.0))[0]
+        .kv
+    )
     assert (kv.kv_reads, kv.peak_live_tokens, kv.prefill_reads) == (11, 6, 10)
 
 
