@@ -103,7 +103,6 @@ class DMSCache(Cache):
         self._policy = DMSPolicy(numbers.window, numbers.shift)
         self._pools: dict[torch.device, PagePool] = {}
         self._stores: dict[int, CompactCache] = {}
-        self._seen: dict[int, Tensor] = {}  # real tokens by row
 
     @property
     def allocated_bytes(self) -> int:
@@ -112,15 +111,14 @@ class DMSCache(Cache):
 
     def live(self) -> Tensor:
         """Tokens held, int64 [layers, batch, kv_heads]."""
-        counts = [s.live(torch.arange(len(self._seen[i])))[0] for i, s in self._stores.items()]
-        return torch.stack([count.cpu() for count in counts])
+        counts = [store.live(torch.arange(store.rows))[0].cpu() for store in self._stores.values()]
+        return torch.stack(counts)
 
     def _open(self, layer: int, key: Tensor) -> CompactCache:
         batch, heads, _, size = key.shape
         pool = self._pools.setdefault(
             key.device, PagePool(head_size=size, state_width=1, dtype=key.dtype, device=key.device)
         )
-        self._seen[layer] = torch.zeros(batch, dtype=torch.int64, device=key.device)
         self._stores[layer] = CompactCache(pool, self._policy, layers=1, rows=batch, heads=heads)
         return self._stores[layer]
 
@@ -137,12 +135,12 @@ class DMSCache(Cache):
             [batch, heads, T, d].
         """
         store = self._stores.get(layer) or self._open(layer, arrival.key)
-        position = self._seen[layer][:, None] + real.cumsum(1) - 1
-        arrival = arrival._replace(position=position.masked_fill(~real, -1))
+        start, n = self.layers[layer].length, real.shape[1]
+        position = torch.arange(start, start + n, device=real.device)
+        arrival = arrival._replace(position=torch.where(real, position, -1))
         rows = torch.arange(len(real), device=real.device)
         output = store.attend(0, rows, query, arrival).output
-        self._seen[layer] = self._seen[layer] + real.sum(1)
-        self.layers[layer].length += real.shape[1]
+        self.layers[layer].length += n
         return output
 
 

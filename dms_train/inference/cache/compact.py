@@ -40,6 +40,7 @@ class CompactCache:
     ) -> None:
         self.pool = pool
         self.policy = policy
+        self.rows = rows
         empty = torch.full((rows, heads, 0), -1, dtype=torch.int64, device=pool.device)
         self._tables = [empty.clone() for _ in range(layers)]
         self._lengths = torch.zeros(layers, rows, heads, dtype=torch.int64, device=pool.device)

@@ -64,10 +64,10 @@ class Slots(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Tokens that enter one layer; each row's tokens are consecutive, padding lies around them.
+    """Tokens that enter one layer.
 
     Attributes:
-        position: int64 [b, n]; -1 for padding.
+        position: int64 [b, n], rising by 1 from column to column; -1 for padding anywhere.
         key: [b, h, n, d] with RoPE applied.
         value: [b, h, n, d].
         signal: [b, h, n, ...], what the model says about each token for its policy; for DMS the
