@@ -28,18 +28,19 @@ class DMSPolicy(CachePolicy):
     def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
         """Mark the tokens whose decision arrives. signal: bool [b, h, n].
 
-        What padding behind the last token says is overwritten before it can matter: the tokens it
-        would govern are inside their window.
+        Padding between two newcomers decides as a masked token would; padding around them does not.
         """
         assert arrival.signal is not None
         real = arrival.position >= 0
         start = real.int().argmax(1, keepdim=True)  # [b, 1]
         base = arrival.position.gather(1, start) - start  # position of the first column
         column = slots.position + self.shift - base[:, :, None]  # of the governing newcomer
-        n = real.shape[1]
-        governed = (slots.position >= 0) & (column >= 0) & (column < n)
-        governed &= real.any(1)[:, None, None]
-        decision = arrival.signal.gather(2, column.clamp(0, n - 1)).to(slots.state.dtype)
+        last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
+        inside = (column >= start[:, :, None]) & (column <= last[:, :, None])
+        governed = inside & (slots.position >= 0) & real.any(1)[:, None, None]
+        decision = arrival.signal.gather(2, column.clamp(0, real.shape[1] - 1)).to(
+            slots.state.dtype
+        )
         return torch.where(governed, decision, slots.state[..., 0]).unsqueeze(-1)
 
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
