@@ -164,9 +164,10 @@ def consistent(cache, expected):
             assert torch.equal(stored.key[0, head][live][:, 0], mark)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("steps", "eviction"),
-    [(120, "delayed"), (60, "immediate"), pytest.param(4000, "delayed", marks=pytest.mark.slow)],
+    [(120, "delayed"), (60, "immediate"), pytest.param(1500, "delayed", marks=pytest.mark.slow)],
 )
 def test_random_traffic(steps, eviction):
     """Chunks of any size into any rows of two layers, rows freed at random."""
@@ -175,7 +176,7 @@ def test_random_traffic(steps, eviction):
     draw = torch.Generator().manual_seed(steps)
     cache = compact(DMSPolicy(3, spec.governing_shift), layers=layers, rows=rows, slab_pages=8)
     history = {(layer, row): [] for layer in range(layers) for row in range(rows)}
-    operations = 0
+    insertions = 0
     for step in range(steps):
         if chance.random() < 0.05:
             row = chance.randrange(rows)
@@ -199,10 +200,10 @@ def test_random_traffic(steps, eviction):
             key = key.expand(-1, HEADS, n, SIZE)
             query = torch.zeros(len(chosen), HEADS * GROUP, n, SIZE, dtype=torch.float64)
             cache.attend(layer, torch.tensor(chosen), query, Arrival(position, key, key, signal))
-            operations += 2 * HEADS * sum(counts)
+            insertions += HEADS * sum(counts)
         if step % 10 == 0:
             consistent(cache, {at: survivors(seen, spec) for at, seen in history.items()})
-    print(f"{operations} insertions and removals checked")
+    print(f"{insertions} insertions checked")
     assert cache.pool.peak_bytes > cache.pool.allocated_bytes or steps < 100
     cache.free(torch.arange(rows))
     assert cache.pool.allocated_bytes == cache.pool.allocator.used == 0
