@@ -23,7 +23,19 @@ from dms_train.method.spec import DMSSpec
 
 # Marks a directory as written here, and therefore safe to replace.
 MARKER_FILE = "export.json"
+_PACKAGE = Path(__file__).parents[1]
 _CODE = Path(__file__).parent / "code"
+# The compact cache, by module below dms_train: what it is called beside the modelling code.
+_CACHE_CODE = {
+    "inference.cache.allocator": "allocator_dms",
+    "inference.cache.base": "cache_dms",
+    "inference.cache.compact": "compact_dms",
+    "inference.cache.pool": "pool_dms",
+    "inference.policies.base": "policy_dms",
+    "inference.policies.dms": "eviction_dms",
+    "kernels.layout": "layout_dms",
+    "kernels.slots": "slots_dms",
+}
 _COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -215,10 +227,15 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def _write_code(directory: Path, family: str) -> None:
-    """The modelling code under the family's names; its import follows the new name."""
-    for name, original in formats.code_files(family).items():
-        text = (_CODE / original).read_text(encoding="utf-8")
+    """The modelling code under the family's names, the cache beside it; imports follow."""
+    files = {name: _CODE / original for name, original in formats.code_files(family).items()}
+    for module, name in _CACHE_CODE.items():
+        files[f"{name}.py"] = _PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    for name, original in files.items():
+        text = original.read_text(encoding="utf-8")
         text = text.replace("from .configuration_dms ", f"from .configuration_{family}_dms ")
+        for module, sibling in _CACHE_CODE.items():
+            text = text.replace(f"from dms_train.{module} import", f"from .{sibling} import")
         (directory / name).write_text(text, encoding="utf-8")
 
 

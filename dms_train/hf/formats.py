@@ -250,11 +250,15 @@ def metadata(
     }
 
 
-def read_spec(directory: str | Path) -> DMSSpec | None:
+def read_spec(directory: str | Path, *, adapter: bool = False) -> DMSSpec | None:
     """The specification of an export in any of the formats, or None for a dense model.
 
     Interop formats do not state everything: shift 1 (or none) means NVIDIA's conventions, shift 0
     those of FastDMS. Values that matter only in training come from our provenance if present.
+
+    Args:
+        directory: The export.
+        adapter: Whether the caller knows the adapter variant; its spec has no meaningful channel.
 
     Raises:
         FileNotFoundError: If there is no config.json.
@@ -269,6 +273,8 @@ def read_spec(directory: str | Path) -> DMSSpec | None:
         return None
     from_hf_config(config)
     for key, only in _SWITCHES.items():
+        if adapter and key == "dms_separate_alpha":
+            continue
         if config.get(key, only) != only:
             raise HFError(f"{directory}: {key}={config[key]!r} is not supported, only {only!r}")
     if "dms_window_size" not in config:

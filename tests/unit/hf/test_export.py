@@ -91,8 +91,16 @@ def test_files(export, spec, stories):
     names = {p.name for p in directory.iterdir()}
     assert names == {
         "config.json",
+        "allocator_dms.py",
+        "cache_dms.py",
+        "compact_dms.py",
         "configuration_qwen3_dms.py",
+        "eviction_dms.py",
+        "layout_dms.py",
         "modeling_qwen3_dms.py",
+        "policy_dms.py",
+        "pool_dms.py",
+        "slots_dms.py",
         "dms_metadata.json",
         "export.json",
         "generation_config.json",

@@ -1,0 +1,176 @@
+"""What the cache cost: reads, tokens and bytes, of one request and of an engine.
+
+`cr_factor` is tokens seen over tokens held, as in `method.accounting`. Token counts are averaged
+over layers and KV heads, so that a model without compression reads t + 1 at position t.
+
+Shape letters: l layers, h KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.base import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestKV:
+    """The cache of one request when it finished.
+
+    Attributes:
+        tokens: Tokens seen, evicted ones included.
+        kv_reads: Slots attended, summed over the decode steps.
+        prefill_reads: Slots attended, summed over the prompt's queries.
+        live_tokens: Tokens held.
+        peak_live_tokens: Most tokens held after any forward pass.
+        live_bytes: Of the tokens held, all layers and heads.
+        peak_live_bytes: Most of them.
+        allocated_bytes: Of the slots reserved for them.
+        peak_allocated_bytes: Most of them.
+        cr_factors: float64 [l, h], tokens seen over tokens held.
+    """
+
+    tokens: int
+    kv_reads: float
+    prefill_reads: float
+    live_tokens: float
+    peak_live_tokens: float
+    live_bytes: int
+    peak_live_bytes: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    cr_factors: Tensor
+
+    @property
+    def cr_factor(self) -> float:
+        """Tokens seen over mean tokens held."""
+        return self.tokens / self.live_tokens if self.live_tokens else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TotalKV:
+    """All requests of an engine together.
+
+    Attributes:
+        requests: Finished ones.
+        tokens: Tokens seen by them.
+        kv_reads: As in `RequestKV`, summed.
+        prefill_reads: Likewise.
+        peak_live_tokens: Most tokens held at the same time.
+        live_bytes: Of tokens held now.
+        peak_live_bytes: Most of them.
+        allocated_bytes: Taken from the system now, page tables included.
+        peak_allocated_bytes: Most of them.
+        cr_factors: float64 [l, h], tokens seen over tokens held when requests finished.
+    """
+
+    requests: int
+    tokens: int
+    kv_reads: float
+    prefill_reads: float
+    peak_live_tokens: float
+    live_bytes: int
+    peak_live_bytes: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    cr_factors: Tensor
+
+    @property
+    def cr_factor(self) -> float:
+        """Tokens seen over mean tokens held."""
+        return 1.0 / (1.0 / self.cr_factors).mean().item()
+
+
+class Meter:
+    """Counts for one request; peaks and reads start again with `restart`."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget reads and peaks, as at the start of another turn."""
+        self.decode_reads = 0.0
+        self.prefill_reads = 0.0
+        self._peak = (0.0, 0, 0)
+        self._last = (0.0, 0, 0)
+        self._live = torch.zeros(0, 0)
+
+    def step(
+        self, reads: Tensor, live: Tensor, held: Tensor, slot_bytes: int, prefill: bool
+    ) -> None:
+        """Count one forward pass.
+
+        Args:
+            reads: Slots attended, int64 [l, h].
+            live: Tokens held afterwards, int64 [l, h].
+            held: Slots reserved, int64 [l, h].
+            slot_bytes: Bytes of one slot.
+            prefill: Whether the pass computed prompt tokens.
+        """
+        mean = reads.double().mean().item()
+        if prefill:
+            self.prefill_reads += mean
+        else:
+            self.decode_reads += mean
+        self._live = live.cpu()
+        tokens = live.double().mean().item()
+        self._last = (tokens, int(live.sum()) * slot_bytes, int(held.sum()) * slot_bytes)
+        (a, b, c), (x, y, z) = self._peak, self._last
+        self._peak = (max(a, x), max(b, y), max(c, z))
+
+    def report(self, tokens: int) -> RequestKV:
+        """The numbers so far; `tokens` is the count seen."""
+        return RequestKV(
+            tokens=tokens,
+            kv_reads=self.decode_reads,
+            prefill_reads=self.prefill_reads,
+            live_tokens=self._last[0],
+            peak_live_tokens=self._peak[0],
+            live_bytes=self._last[1],
+            peak_live_bytes=self._peak[1],
+            allocated_bytes=self._last[2],
+            peak_allocated_bytes=self._peak[2],
+            cr_factors=tokens / self._live.double().clamp(min=1),
+        )
+
+
+class TotalMeter:
+    """Counts for an engine."""
+
+    def __init__(self, cache: KVCache, rows: Tensor) -> None:
+        self._cache, self._rows = cache, rows
+        self._finished: list[RequestKV] = []
+        self._peak_tokens, self._peak_bytes = 0.0, 0
+
+    def step(self) -> None:
+        """Look at the cache after a forward pass."""
+        live = self._cache.live(self._rows)
+        self._peak_tokens = max(self._peak_tokens, live.sum(1).double().mean().item())
+        self._peak_bytes = max(self._peak_bytes, int(live.sum()) * self._cache.slot_bytes)
+
+    def finish(self, request: RequestKV) -> None:
+        """Add a finished request."""
+        self._finished.append(request)
+
+    def report(self) -> TotalKV | None:
+        """The totals; None before any request has finished."""
+        done = self._finished
+        if not done:
+            return None
+        tokens = sum(r.tokens for r in done)
+        held = torch.stack([r.tokens / r.cr_factors for r in done]).sum(0)
+        return TotalKV(
+            requests=len(done),
+            tokens=tokens,
+            kv_reads=sum(r.kv_reads for r in done),
+            prefill_reads=sum(r.prefill_reads for r in done),
+            peak_live_tokens=self._peak_tokens,
+            live_bytes=int(self._cache.live(self._rows).sum()) * self._cache.slot_bytes,
+            peak_live_bytes=self._peak_bytes,
+            allocated_bytes=self._cache.allocated_bytes,
+            peak_allocated_bytes=self._cache.peak_bytes,
+            cr_factors=tokens / held,
+        )

@@ -1,0 +1,86 @@
+"""Which page belongs to whom: integers only.
+
+Pages are numbered through; page P lies in slab P // slab_pages. Slabs are opened when no page is
+free and closed when all of theirs are, and low slabs are filled first so that high ones run dry.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Hands out page numbers and takes them back.
+
+    Args:
+        slab_pages: Pages of one slab.
+    """
+
+    def __init__(self, slab_pages: int) -> None:
+        if slab_pages < 1:
+            raise ValueError(f"slab_pages={slab_pages}: at least 1")
+        self.slab_pages = slab_pages
+        self._free: dict[int, list[int]] = {}  # by open slab
+        self._owned: set[int] = set()
+        self._fillable: list[int] = []  # heap of slabs; entries may be out of date
+        self._closed: list[int] = []  # heap of slab numbers to open again
+        self._opened = 0  # slab numbers ever used
+
+    @property
+    def used(self) -> int:
+        """Pages handed out."""
+        return len(self._owned)
+
+    @property
+    def slabs(self) -> list[int]:
+        """Numbers of the open slabs, ascending."""
+        return sorted(self._free)
+
+    def allocate(self, count: int) -> tuple[list[int], list[int]]:
+        """Take `count` pages. Returns their numbers and those of the slabs opened for them."""
+        pages: list[int] = []
+        opened: list[int] = []
+        while len(pages) < count:
+            while self._fillable and not self._free.get(self._fillable[0]):
+                heapq.heappop(self._fillable)
+            if not self._fillable:
+                opened.append(self._open())
+            free = self._free[self._fillable[0]]
+            take = min(count - len(pages), len(free))
+            pages += reversed(free[-take:])
+            del free[-take:]
+        self._owned.update(pages)
+        return pages, opened
+
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """Give pages back. Returns the numbers of the slabs closed because they became free.
+
+        Raises:
+            ValueError: If a page was not handed out.
+        """
+        touched = set()
+        for page in pages:
+            if page not in self._owned:
+                raise ValueError(f"page {page} is not in use")
+            self._owned.remove(page)
+            slab = page // self.slab_pages
+            if not self._free[slab]:
+                heapq.heappush(self._fillable, slab)
+            self._free[slab].append(page)
+            touched.add(slab)
+        idle = [slab for slab in sorted(touched) if len(self._free[slab]) == self.slab_pages]
+        for slab in idle:
+            del self._free[slab]
+            heapq.heappush(self._closed, slab)
+        return idle
+
+    def _open(self) -> int:
+        if self._closed:
+            slab = heapq.heappop(self._closed)
+        else:
+            slab, self._opened = self._opened, self._opened + 1
+        first = slab * self.slab_pages
+        self._free[slab] = list(range(first + self.slab_pages - 1, first - 1, -1))
+        heapq.heappush(self._fillable, slab)
+        return slab

@@ -1,0 +1,264 @@
+"""A KV cache that holds what is alive and nothing else.
+
+Every (layer, sequence, KV head) owns a list of pages. Its live tokens fill the slots of that list
+from the front without holes: a newcomer takes the slot of a dead token, and if more die than
+arrive the last tokens move into the holes, so that pages at the end empty out and go back.
+
+Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.inference.cache.base import Attended
+from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
+from dms_train.kernels.layout import CompactLayout
+from dms_train.kernels.slots import attend_slots
+
+
+def _pages(slots: Tensor, page_slots: int) -> Tensor:
+    return (slots + page_slots - 1) // page_slots
+
+
+class CompactCache:
+    """Pages of one pool, and a policy that says who lives.
+
+    Args:
+        pool: Where the pages come from.
+        policy: Whose `state_width` the pool was built with.
+        layers: Attention layers.
+        rows: Sequences held at the same time.
+        heads: KV heads.
+    """
+
+    def __init__(
+        self, pool: PagePool, policy: CachePolicy, *, layers: int, rows: int, heads: int
+    ) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.rows = rows
+        empty = torch.full((rows, heads, 0), -1, dtype=torch.int64, device=pool.device)
+        self._tables = [empty.clone() for _ in range(layers)]
+        self._lengths = torch.zeros(layers, rows, heads, dtype=torch.int64, device=pool.device)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the pool's slabs and of the page tables now."""
+        return self.pool.allocated_bytes + self._table_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever taken."""
+        return self.pool.peak_bytes + self._table_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one KV head."""
+        return self.pool.slot_bytes
+
+    @property
+    def _table_bytes(self) -> int:
+        return sum(table.numel() for table in self._tables) * 8 + self._lengths.numel() * 8
+
+    def live(self, rows: Tensor) -> Tensor:
+        """Live tokens, int64 [layers, b, h]."""
+        return self._lengths[:, rows]
+
+    def held_slots(self, rows: Tensor) -> Tensor:
+        """Slots of the pages held, int64 [layers, b, h]."""
+        return _pages(self._lengths[:, rows], self.pool.page_slots) * self.pool.page_slots
+
+    def layout(self, layer: int, rows: Tensor) -> CompactLayout:
+        """Where the cache of these rows lies, for a kernel."""
+        table, lengths = self._lanes(layer, rows)
+        keys, values = self.pool.slabs("key"), self.pool.slabs("value")
+        return CompactLayout(keys, values, table, lengths)
+
+    def free(self, rows: Tensor) -> None:
+        """Give back all pages of these rows, int64 [b]."""
+        for layer, table in enumerate(self._tables):
+            pages = table[rows]
+            self.pool.release(pages[pages >= 0])
+            table[rows] = -1
+            self._lengths[layer, rows] = 0
+            longest = int((table >= 0).sum(-1).max())
+            self._tables[layer] = table[..., :longest].clone()
+
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+        """Store the arrival, drop what is dead and let the queries attend.
+
+        Args:
+            layer: Layer number.
+            rows: int64 [b], all different.
+            query: [b, heads, n, d] with RoPE applied; a token is its own query.
+            arrival: The new tokens.
+
+        Returns:
+            Output and reads. Queries of padding tokens get finite nonsense and read nothing.
+        """
+        table, lengths = self._lanes(layer, rows)
+        numbers = self._numbers(table, lengths)
+        single = arrival.position.shape[1] == 1 and not self.policy.scored
+        stored = self._stored(layer, numbers, content=not single or self.policy.needs_content)
+        slots = _join(stored, arrival)
+        slots = slots._replace(state=self.policy.admit(slots, arrival))
+        if single:
+            table, lengths = self._settle(rows, numbers, slots, stored.state, arrival)
+            return self._attend_stored(layer, self._numbers(table, lengths), query)
+        assert slots.key is not None
+        assert slots.value is not None
+        mask = self._mask(slots, arrival.position)
+        output, weights = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2))
+        if self.policy.scored:
+            slots = slots._replace(state=self.policy.observe(slots, weights))
+        self._settle(rows, numbers, slots, stored.state, arrival)
+        return Attended(output, mask.sum((2, 3)))
+
+    def _lanes(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Page table [b, h, p] and lengths [b, h]."""
+        return self._tables[layer][rows], self._lengths[layer, rows]
+
+    def _numbers(self, table: Tensor, lengths: Tensor) -> Tensor:
+        """Slot numbers in the pool, int64 [b, h, s]; -1 behind the last live one."""
+        size = self.pool.page_slots
+        pages = int(_pages(lengths, size).max())
+        offset = torch.arange(size, device=table.device)
+        numbers = (table[..., :pages, None] * size + offset).flatten(2)
+        order = torch.arange(pages * size, device=table.device)
+        return torch.where(order < lengths[..., None], numbers, -1)
+
+    def _stored(self, layer: int, numbers: Tensor, *, content: bool) -> Slots:
+        position = self.pool.read("position", numbers).long().masked_fill(numbers < 0, -1)
+        state = self.pool.read("state", numbers)
+        if not content:
+            return Slots(layer, position, state)
+        key, value = (self.pool.read(field, numbers) for field in ("key", "value"))
+        return Slots(layer, position, state, key, value)
+
+    def _mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Which slot each query reads inside a chunk, bool [b, h, n, s]."""
+        position = slots.position[:, :, None, :]
+        mask = (position >= 0) & (position <= at[:, None, :, None])
+        return mask if self.policy.scored else mask & ~self.policy.expired(slots, at)
+
+    def _attend_stored(self, layer: int, numbers: Tensor, query: Tensor) -> Attended:
+        stored = self._stored(layer, numbers, content=True)
+        assert stored.key is not None
+        assert stored.value is not None
+        mask = (numbers >= 0)[:, :, None, None, :]
+        chosen = self.policy.select(stored, query)
+        mask = mask if chosen is None else mask & chosen
+        output, _ = attend_slots(query, stored.key, stored.value, mask)
+        return Attended(output, mask.any(2).sum((2, 3)))
+
+    def _settle(
+        self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: Arrival
+    ) -> tuple[Tensor, Tensor]:
+        """Let the dead go and store the rest. Returns the new page table and lengths.
+
+        Args:
+            rows: int64 [b].
+            numbers: Slot numbers of the stored tokens, int64 [b, h, old s].
+            slots: Stored and arriving tokens, s of them.
+            before: State of the stored tokens in the pool, [b, h, old s, w].
+            arrival: The arriving tokens.
+        """
+        newest = arrival.position.amax(1, keepdim=True)
+        held = slots.position >= 0
+        dying = held & self.policy.expired(slots, newest)[:, :, 0]
+        old = numbers.shape[-1]
+        changed = torch.zeros_like(dying)
+        changed[..., :old] = (slots.state[..., :old, :] != before).any(-1)
+        merged = self.policy.merge(slots, dying)
+        if merged is not None:
+            slots, changed = merged[0], changed | merged[1]
+        keep = held & ~dying
+        lengths = keep.sum(-1)
+        order = torch.arange(keep.shape[-1], device=keep.device)
+        filled = order < lengths[..., None]
+        stays = keep & filled & (order < old)
+        table = self._grow(slots.layer, rows, lengths)
+        self._rewrite(numbers, slots, (stays & changed)[..., :old], content=merged is not None)
+        # Lanes have as many homeless tokens as free slots, so both lists run in step.
+        homeless = (keep & ~stays).nonzero(as_tuple=True)
+        lane_b, lane_h, place = (filled & ~stays).nonzero(as_tuple=True)
+        size = self.pool.page_slots
+        target = table[lane_b, lane_h, place // size] * size + place % size
+        self._move(numbers, slots, homeless, target, arrival)
+        self._shrink(slots.layer, rows, lengths)
+        return self._lanes(slots.layer, rows)
+
+    def _rewrite(self, numbers: Tensor, slots: Slots, changed: Tensor, *, content: bool) -> None:
+        """Write back what the policy changed in slots that stay, bool [b, h, old s]."""
+        target = numbers[changed]
+        for field in ("position", "state", "key", "value") if content else ("state",):
+            values = getattr(slots, field)[:, :, : numbers.shape[-1]]
+            self.pool.write(field, target, values[changed])
+
+    def _move(
+        self,
+        numbers: Tensor,
+        slots: Slots,
+        source: tuple[Tensor, ...],
+        target: Tensor,
+        arrival: Arrival,
+    ) -> None:
+        """Copy tokens at `source` (b, h, s) to the slot numbers `target`, int64 [tokens]."""
+        b, h, s = source
+        old = numbers.shape[-1]
+        new = s >= old
+        number = torch.full_like(s, -1)
+        number[~new] = numbers[b[~new], h[~new], s[~new]]
+        for field in ("key", "value"):
+            known = getattr(slots, field)
+            if known is None:
+                values = self.pool.read(field, number)
+                values[new] = getattr(arrival, field)[b[new], h[new], s[new] - old].to(values.dtype)
+            else:
+                values = known[source]
+            self.pool.write(field, target, values)
+        self.pool.write("position", target, slots.position[source])
+        self.pool.write("state", target, slots.state[source])
+
+    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Page table [b, h, p] with pages for `lengths` [b, h] tokens."""
+        size = self.pool.page_slots
+        need, have = _pages(lengths, size), _pages(self._lengths[layer, rows], size)
+        missing = int(need.max()) - self._tables[layer].shape[-1]
+        if missing > 0:
+            self._tables[layer] = F.pad(self._tables[layer], (0, missing), value=-1)
+        table = self._tables[layer][rows]
+        column = torch.arange(table.shape[-1], device=table.device)
+        fresh = (column >= have[..., None]) & (column < need[..., None])
+        if bool(fresh.any()):
+            table[fresh] = self.pool.allocate(int(fresh.sum()))
+            self._tables[layer][rows] = table
+        return table
+
+    def _shrink(self, layer: int, rows: Tensor, lengths: Tensor) -> None:
+        """Set the lengths [b, h] and release the pages behind them."""
+        self._lengths[layer, rows] = lengths
+        table = self._tables[layer][rows]
+        column = torch.arange(table.shape[-1], device=table.device)
+        spare = (column >= _pages(lengths, self.pool.page_slots)[..., None]) & (table >= 0)
+        if bool(spare.any()):
+            self.pool.release(table[spare])
+            table[spare] = -1
+            self._tables[layer][rows] = table
+
+
+def _join(stored: Slots, arrival: Arrival) -> Slots:
+    """Stored tokens followed by the arriving ones."""
+    b, h, _, width = stored.state.shape
+    n = arrival.position.shape[1]
+    position = torch.cat([stored.position, arrival.position[:, None].expand(b, h, n)], 2)
+    state = torch.cat([stored.state, stored.state.new_zeros(b, h, n, width)], 2)
+    if stored.key is None or stored.value is None:
+        return Slots(stored.layer, position, state)
+    key = torch.cat([stored.key, arrival.key.to(stored.key.dtype)], 2)
+    value = torch.cat([stored.value, arrival.value.to(stored.value.dtype)], 2)
+    return Slots(stored.layer, position, state, key, value)

@@ -1,0 +1,7 @@
+"""What this room refuses."""
+
+from __future__ import annotations
+
+
+class InferenceError(ValueError):
+    """A model, an option or a prompt that cannot be used; one line that says what to change."""

@@ -1,0 +1,83 @@
+"""One decoder for Llama, Qwen2 and Qwen3, dense or trained with DMS."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dms_train.hf.architecture import Architecture
+from dms_train.inference.cache.base import KVCache
+from dms_train.inference.models.blocks import (
+    MLP,
+    Attention,
+    AttentionInputs,
+    RMSNorm,
+    rotary_tables,
+)
+from dms_train.method.spec import DMSSpec
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP around a residual stream."""
+
+    def __init__(self, a: Architecture, spec: DMSSpec | None, layer: int, adapter: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(a, spec, layer, adapter)
+        self.mlp = MLP(a)
+        self.input_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
+        self.post_attention_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """[b, n, c] to [b, n, c] and slots read [b, kv_heads]."""
+        update, reads = self.self_attn(self.input_layernorm(x), x, inputs)
+        x = x + update
+        return x + self.mlp(self.post_attention_layernorm(x)), reads
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states, through a cache.
+
+    Args:
+        architecture: The model.
+        spec: What it was trained for; None for a dense model.
+        adapter: Whether decisions come from a projection of their own.
+    """
+
+    def __init__(
+        self, architecture: Architecture, spec: DMSSpec | None, *, adapter: bool = False
+    ) -> None:
+        super().__init__()
+        a = self.architecture = architecture
+        self.embed_tokens = nn.Embedding(a.vocab_size, a.hidden_size)
+        layers = (DecoderLayer(a, spec, number, adapter) for number in range(a.num_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
+        self.lm_head = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
+
+    def forward(
+        self, tokens: Tensor, position: Tensor, rows: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens that follow what the cache holds.
+
+        Args:
+            tokens: int64 [b, n]; anything in padding.
+            position: int64 [b, n]; -1 for padding.
+            rows: Cache rows, int64 [b].
+            cache: Keys and values of what came before; updated.
+
+        Returns:
+            Hidden states [b, n, c] and slots read, int64 [layers, b, kv_heads].
+        """
+        x = self.embed_tokens(tokens)
+        cos, sin = rotary_tables(self.architecture, position, x.dtype)
+        inputs = AttentionInputs(cache, rows, position, cos, sin)
+        reads = []
+        for layer in self.layers:
+            x, read = layer(x, inputs)
+            reads.append(read)
+        return self.norm(x), torch.stack(reads)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., c] to at least float32 [..., vocab]."""
+        found: Tensor = self.lm_head(hidden)
+        return found.to(torch.promote_types(found.dtype, torch.float32))

@@ -1,0 +1,110 @@
+"""From a model directory to a decoder on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import WeightReader, read_architecture, read_config
+from dms_train.hf.formats import read_spec
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.models.decoder import Decoder
+from dms_train.method.spec import DMSSpec
+
+_ADAPTER = "dms_proj_alpha"  # in the names of the weights of NVIDIA's adapter variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A decoder and what its directory says about it.
+
+    Attributes:
+        decoder: In evaluation mode, on its device.
+        architecture: Sizes.
+        spec: What it was trained for; None for a dense model.
+        dtype: Of its weights.
+        config: config.json.
+    """
+
+    decoder: Decoder
+    architecture: Architecture
+    spec: DMSSpec | None
+    dtype: torch.dtype
+    config: dict[str, Any]
+
+
+def load_model(directory: Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load a Llama, Qwen2 or Qwen3 directory, dense or in any export format.
+
+    Args:
+        directory: Holds config.json and safetensors.
+        dtype: Compute dtype, or `auto` for the stored one.
+        device: Where the weights go.
+
+    Raises:
+        FileNotFoundError: A file is absent.
+        ValueError: The model is not supported, or weights and config.json disagree.
+    """
+    config = read_config(directory)
+    architecture = read_architecture(directory)
+    reader = WeightReader(directory)
+    reader.require(architecture)
+    adapter = config.get("dms_separate_alpha") is True
+    spec = read_spec(directory, adapter=adapter)
+    chosen = _dtype(config if dtype == "auto" else {"dtype": dtype})
+    with torch.device("meta"):
+        decoder = Decoder(architecture, spec, adapter=adapter)
+    _check_adapter(directory, reader, adapter)
+    _assign(decoder, reader, architecture, chosen, device)
+    return LoadedModel(
+        decoder=decoder.eval(),
+        architecture=architecture,
+        spec=spec,
+        dtype=chosen,
+        config=config,
+    )
+
+
+def _dtype(config: dict[str, Any]) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InferenceError(f"dtype {name!r}: use float32, bfloat16 or float16")
+    return dtype
+
+
+def _check_adapter(directory: Path, reader: WeightReader, adapter: bool) -> None:
+    """Refuse adapter weights that nothing announces: the lane would be read instead."""
+    present = any(_ADAPTER in name for name in reader.names())
+    if present and not adapter:
+        raise InferenceError(
+            f"{directory}: has {_ADAPTER} weights but config.json does not say "
+            "dms_separate_alpha=true; correct config.json"
+        )
+
+
+def _assign(
+    decoder: Decoder,
+    reader: WeightReader,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Read every weight of the decoder."""
+    known = set(reader.names())
+    weights = {}
+    for name in decoder.state_dict():
+        stored = name if name.startswith("lm_head.") else f"model.{name}"
+        if stored == "lm_head.weight" and architecture.tie_word_embeddings:
+            stored = "model.embed_tokens.weight"
+        if stored not in known:
+            raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
+        weights[name] = reader.get(stored).to(device=device, dtype=dtype)
+    if architecture.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    decoder.load_state_dict(weights, assign=True)
+    decoder.requires_grad_(False)

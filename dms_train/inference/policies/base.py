@@ -1,0 +1,124 @@
+"""Who dies and when, what merges into what, what is read: the face of every cache policy.
+
+A cache shows a policy its slots and asks; it never knows which method it serves. Everything is
+vectorised over sequences, KV heads and slots.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, q queries,
+s slots, w `state_width`, d head size.
+
+One forward pass of a layer calls, in this order:
+
+1. `admit`: stored and arriving tokens get their state; the arriving ones are told by position.
+2. Unscored policies and a single token: `expired` and `merge`, then the survivors and the newcomer
+   are stored; `select` may narrow what is read; attention.
+   Otherwise: attention over stored and arriving tokens, masked with `expired` at every query
+   (scored policies see all of them), then `observe` if scored, `expired` at the newest token and
+   `merge`, then what is left is stored.
+
+How known methods map onto the hooks:
+
+- DMS: the decision logit's sign is the signal; `admit` copies it into the state of the token it
+  governs, `expired` is the visibility rule. Local window: `expired` looks at the age; StreamingLLM
+  spares positions below the number of sinks.
+- H2O, RoCo: scored; state = attention received (RoCo: also its count and squares); `observe` adds
+  the column sums, `expired` is everything below the budget that is not recent.
+- TOVA: scored, w = 1; `observe` overwrites the state with the last query's weights averaged over
+  all heads, `expired` is the smallest once the budget is exceeded. With `max_chunk = 1` prompts
+  stream through the budget as in decoding.
+- SnapKV, PyramidKV: scored; `observe` keeps the observation window's pooled scores, `expired` cuts
+  to the budget (of `slots.layer`) once, after the last prompt chunk; afterwards nothing dies.
+- R-KV: scored with `needs_content`; `observe` keeps recent weights, `expired` acts every 128th
+  position and compares keys.
+- CaM, D2O: as H2O with `needs_content`; `merge` folds the dying into the kept ones.
+- DMC: unscored, `needs_content`, `max_chunk = 1`; the signal carries decision and importance, the
+  state the accumulated weight; `merge` folds the newcomer into the last slot (rotating that key on
+  by the distance, RoPE being linear), and `expired` is then the newcomer.
+- Quest: nothing dies; `needs_content`; `select` bounds each page's scores from its keys and reads
+  the best pages of each query head. Nothing ever moves, so pages hold consecutive tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Slots(NamedTuple):
+    """What a policy sees of one layer.
+
+    Attributes:
+        layer: Layer number.
+        position: int64 [b, h, s], the token's position in its sequence; -1 for an empty slot.
+        state: float32 [b, h, s, w], the policy's own numbers; 0 when a token arrives.
+        key: [b, h, s, d] with RoPE applied; only for policies with `needs_content`.
+        value: [b, h, s, d], likewise.
+    """
+
+    layer: int
+    position: Tensor
+    state: Tensor
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+
+class Arrival(NamedTuple):
+    """Tokens that enter one layer.
+
+    Attributes:
+        position: int64 [b, n], rising by 1 from column to column; -1 for padding anywhere.
+        key: [b, h, n, d] with RoPE applied.
+        value: [b, h, n, d].
+        signal: [b, h, n, ...], what the model says about each token for its policy; for DMS the
+            hard decisions. None if the model says nothing.
+    """
+
+    position: Tensor
+    key: Tensor
+    value: Tensor
+    signal: Tensor | None
+
+
+class CachePolicy(Protocol):
+    """A compression method. Inherit from it to get the hooks that do nothing.
+
+    Attributes:
+        state_width: float32 numbers kept with each slot.
+        scored: Whether tokens die by the attention they receive: then they die after it.
+        needs_content: Whether the hooks read keys and values.
+        max_chunk: Most tokens of a sequence per forward pass, or None.
+    """
+
+    state_width: int = 0
+    scored: bool = False
+    needs_content: bool = False
+    max_chunk: int | None = None
+
+    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+        """The state once the arrival, already among the slots, is known: [b, h, s, w]."""
+        return slots.state
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """Who is dead for queries at the positions `at`, int64 [b, q]: bool [b, h, q, s].
+
+        Empty slots may come out either way.
+        """
+        b, h, s = slots.position.shape
+        return torch.zeros(b, h, at.shape[1], s, dtype=torch.bool, device=at.device)
+
+    def observe(self, slots: Slots, weights: Tensor) -> Tensor:
+        """The state after attention [b, h * r, q, s]: [b, h, s, w]. For scored policies only."""
+        return slots.state
+
+    def merge(self, slots: Slots, dying: Tensor) -> tuple[Slots, Tensor] | None:
+        """What the others become before slots die (bool [b, h, s]).
+
+        Returns:
+            The slots afterwards and which of them changed, bool [b, h, s]; None for no change.
+        """
+        return None
+
+    def select(self, slots: Slots, query: Tensor) -> Tensor | None:
+        """What each query [b, h * r, 1, d] reads while decoding: bool [b, h, r, 1, s] or None."""
+        return None

@@ -1,0 +1,49 @@
+"""Dynamic Memory Sparsification: marked tokens die when they leave the window.
+
+The rule is that of `method.visibility`, applied to slots instead of a full-length mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
+
+
+class DMSPolicy(CachePolicy):
+    """Token j dies for queries i with i - j > window if decision j + shift says so.
+
+    Args:
+        window: Distance up to which a token is always read.
+        shift: Distance from a token to the decision that governs it.
+    """
+
+    state_width = 1  # 1 for a marked token
+
+    def __init__(self, window: int, shift: int) -> None:
+        self.window = window
+        self.shift = shift
+
+    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+        """Mark the tokens whose decision arrives. signal: bool [b, h, n].
+
+        Padding between two newcomers decides as a masked token would; padding around them does not.
+        """
+        assert arrival.signal is not None
+        real = arrival.position >= 0
+        start = real.int().argmax(1, keepdim=True)  # [b, 1]
+        base = arrival.position.gather(1, start) - start  # position of the first column
+        column = slots.position + self.shift - base[:, :, None]  # of the governing newcomer
+        last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
+        inside = (column >= start[:, :, None]) & (column <= last[:, :, None])
+        governed = inside & (slots.position >= 0) & real.any(1)[:, None, None]
+        decision = arrival.signal.gather(2, column.clamp(0, real.shape[1] - 1)).to(
+            slots.state.dtype
+        )
+        return torch.where(governed, decision, slots.state[..., 0]).unsqueeze(-1)
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """Whether a token is outside the window of the query and marked."""
+        late = at[:, None, :, None] - slots.position[:, :, None, :] > self.window
+        return late & (slots.state[..., 0] > 0)[:, :, None, :]

@@ -1,0 +1,117 @@
+"""Tiny exports whose lanes evict about half of all tokens, and the masked model to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dms_train.hf.export import write_export
+from dms_train.hf.formats import read_spec
+from dms_train.method.spec import PRESETS, DMSSpec
+from tests.unit.hf import conftest as hf
+
+WINDOW = 8
+_private_module_cache = hf._private_module_cache
+stories = hf.stories
+load = hf.load
+
+
+def small_spec(preset: str, **overrides) -> DMSSpec:
+    return PRESETS[preset].override(window=WINDOW, **overrides)
+
+
+def tiny_architecture(family: str, tied: bool = False):
+    a = hf._architecture(family)
+    return replace(a, max_position_embeddings=1024, tie_word_embeddings=tied)
+
+
+def varied_weights(a, seed: int):
+    """Random weights with which greedy continuations do not repeat one token for ever."""
+    weights = hf._weights(a, seed + 2)  # with these all families evict about half
+    weights["model.embed_tokens.weight"] *= 0.25
+    if not a.tie_word_embeddings:
+        weights["lm_head.weight"] -= 4 * weights["model.embed_tokens.weight"] * a.hidden_size**-0.5
+    return weights
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(family, spec or None, seed=0, tied=False) -> export directory, written once."""
+    known: dict[tuple, Path] = {}
+
+    def _folder(family: str, spec: DMSSpec | None, seed: int = 0, tied: bool = False) -> Path:
+        key = (family, spec, seed, tied)
+        if key not in known:
+            a = tiny_architecture(family, tied)
+            known[key] = tmp_path_factory.mktemp("model") / "export"
+            write_export(
+                known[key],
+                architecture=a,
+                spec=spec,
+                cr_factor=None,
+                target_cr=2.0,
+                dtype=torch.float32,
+                export_format="dms",
+                weights=varied_weights(a, seed).items(),
+                source_dir=None,
+                selftest=None,
+                provenance={},
+            )
+        return known[key]
+
+    return _folder
+
+
+@pytest.fixture(scope="session")
+def oracle(load) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """(directory, ids) -> logits [T, vocab] and decisions bool [L, H, T] of one masked forward."""
+    models: dict[Path, object] = {}
+
+    @torch.no_grad()
+    def _oracle(directory: Path, ids: list[int]):
+        if directory not in models:
+            models[directory] = load(directory)
+        model, tokens = models[directory], torch.tensor([ids])
+        logits = model(tokens, use_cache=False).logits[0]
+        if read_spec(directory) is None:
+            return logits, None
+        return logits, model.dms_decision_logits(tokens)[:, 0] > 0
+
+    return _oracle
+
+
+@pytest.fixture(scope="session")
+def compared():
+    """Counts cases and tokens, printed at the end."""
+    counts = {"cases": 0, "tokens": 0, "near_ties": 0}
+    yield counts
+    print(f"\ngreedy parity: {counts}")
+
+
+@pytest.fixture(scope="session")
+def assert_greedy(oracle, compared):
+    """(directory, prompt, output) checks each token against the masked model's choice."""
+
+    def _assert(directory: Path, prompt: list[int], output: list[int]):
+        logits, decisions = oracle(directory, prompt + output)
+        best = logits[len(prompt) - 1 : -1].topk(2)
+        for step, token in enumerate(output):
+            if token == int(best.indices[step, 0]):
+                continue
+            gap = (best.values[step, 0] - best.values[step, 1]).item()
+            assert gap < 1e-4, f"token {step}: {token}, masked {best.indices[step, 0]}, gap {gap}"
+            compared["near_ties"] += 1
+        compared["cases"] += 1
+        compared["tokens"] += len(output)
+        return decisions
+
+    return _assert
+
+
+def random_ids(length: int, seed: int = 0, vocabulary: int = 61) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (length,), generator=draw).tolist()

@@ -1,0 +1,307 @@
+"""Caches without a model: against the visibility rule, and random traffic against bookkeeping."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from dms_train.inference.cache.compact import CompactCache
+from dms_train.inference.cache.dense import DenseCache
+from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.policies.base import Arrival, CachePolicy
+from dms_train.inference.policies.dms import DMSPolicy
+from dms_train.inference.policies.keep_all import KeepAllPolicy
+from dms_train.inference.policies.window import WindowPolicy
+from dms_train.method.accounting import live_slots
+from dms_train.method.spec import PRESETS
+from dms_train.method.visibility import visible
+
+HEADS, GROUP, SIZE, WINDOW = 3, 2, 4, 8
+CPU = torch.device("cpu")
+
+
+def pool_for(policy, *, dtype=torch.float64, page_slots=4, slab_pages=4):
+    return PagePool(
+        head_size=SIZE,
+        state_width=policy.state_width,
+        dtype=dtype,
+        device=CPU,
+        page_slots=page_slots,
+        slab_pages=slab_pages,
+    )
+
+
+def compact(policy, *, layers=1, rows=2, **pool):
+    return CompactCache(pool_for(policy, **pool), policy, layers=layers, rows=rows, heads=HEADS)
+
+
+def dense(policy, *, layers=1, rows=2):
+    like = torch.zeros(0, SIZE, dtype=torch.float64)
+    return DenseCache(policy, layers=layers, rows=rows, heads=HEADS, like=like)
+
+
+def text(length, rows=2, seed=0, share=0.5):
+    """query, key, value [rows, ., length, SIZE] and decisions [rows, HEADS, length]."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (rows, HEADS * GROUP, length, SIZE)
+    query = torch.randn(shape, generator=draw, dtype=torch.float64)
+    key, value = torch.randn(2, rows, HEADS, length, SIZE, generator=draw, dtype=torch.float64)
+    return query, key, value, torch.rand(rows, HEADS, length, generator=draw) < share
+
+
+def feed(cache, data, chunks):
+    """Attend chunk by chunk. Outputs, reads and live tokens after each chunk."""
+    query, key, value, decisions = data
+    rows = torch.arange(query.shape[0])
+    outputs, reads, live, start = [], [], [], 0
+    for n in chunks:
+        part = slice(start, start + n)
+        position = torch.arange(start, start + n).expand(len(rows), n)
+        arrival = Arrival(position, key[:, :, part], value[:, :, part], decisions[:, :, part])
+        done = cache.attend(0, rows, query[:, :, part], arrival)
+        outputs.append(done.output)
+        reads.append(done.reads)
+        live.append(cache.live(rows)[0])
+        start += n
+    return torch.cat(outputs, 2), torch.stack(reads), torch.stack(live)
+
+
+def masked(data, allowed):
+    """Attention with a bool mask [rows, HEADS, T, T]."""
+    query, key, value, _ = data
+    repeat = [x.repeat_interleave(GROUP, 1) for x in (key, value, allowed)]
+    scores = query @ repeat[0].transpose(-1, -2) / math.sqrt(SIZE)
+    return scores.masked_fill(~repeat[2], -torch.inf).softmax(-1) @ repeat[1]
+
+
+CHUNKS = [(1,) * 60, (60,), (7,) * 8 + (4,), (20,) + (1,) * 40, (1, 19, 1, 1, 1, 30, 7)]
+
+
+@pytest.mark.parametrize("build", [compact, dense])
+@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("eviction", ["delayed", "immediate"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_equals_the_visibility_rule(build, chunks, shift, eviction, share):
+    spec = PRESETS["dms"].override(window=WINDOW, decision_shift=shift, eviction=eviction)
+    data = text(60, share=share)
+    output, reads, live = feed(build(DMSPolicy(WINDOW, spec.governing_shift)), data, chunks)
+    allowed = visible(data[3], spec)
+    torch.testing.assert_close(output, masked(data, allowed))
+    ends = torch.tensor(chunks).cumsum(0) - 1
+    assert torch.equal(live, live_slots(data[3], spec)[..., ends].permute(2, 0, 1))
+    assert torch.equal(reads.sum(0), allowed.sum((2, 3)))
+
+
+@pytest.mark.parametrize("build", [compact, dense])
+@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
+def test_keep_all_and_window(build, chunks):
+    data, i = text(60), torch.arange(60)
+    causal = (i[None] <= i[:, None]).expand(2, HEADS, 60, 60)
+    torch.testing.assert_close(feed(build(KeepAllPolicy()), data, chunks)[0], masked(data, causal))
+    near = causal & (i[:, None] - i[None] <= WINDOW)
+    output, _, live = feed(build(WindowPolicy(WINDOW)), data, chunks)
+    torch.testing.assert_close(output, masked(data, near))
+    assert (live[-1] == WINDOW + 1).all()
+
+
+def test_newcomers_take_the_slots_of_the_dead():
+    """Decoding with everything evicted touches the same pages for ever."""
+    cache = compact(WindowPolicy(WINDOW))
+    feed(cache, text(60), (1,) * 60)
+    assert cache.pool.allocator.used == 2 * HEADS * 3  # 9 tokens in pages of 4
+    assert set(cache.layout(0, torch.arange(2)).page_table.flatten().tolist()) == set(range(18))
+
+
+def test_layout_describes_the_cache():
+    spec = PRESETS["dms"].override(window=WINDOW)
+    data = text(60)
+    cache = compact(DMSPolicy(WINDOW, 1))
+    feed(cache, data, (13,) + (1,) * 47)
+    layout = cache.layout(0, torch.arange(2))
+    last = visible(data[3], spec)[:, :, -1]
+    for row in range(2):
+        for head in range(HEADS):
+            found = []
+            for slot in range(int(layout.lengths[row, head])):
+                page = int(layout.page_table[row, head, slot // 4])
+                found.append(layout.key_slabs[page // 4][page % 4, slot % 4].tolist())
+            assert sorted(found) == sorted(data[1][row, head][last[row, head]].tolist())
+
+
+def test_bfloat16_storage():
+    data = text(60)
+    cache = compact(DMSPolicy(WINDOW, 1), dtype=torch.bfloat16)
+    low = tuple(x.bfloat16() for x in data[:3]) + data[3:]
+    output = feed(cache, low, (20,) + (1,) * 40)[0]
+    exact = masked(tuple(x.double() for x in low[:3]) + data[3:], visible(data[3], SPEC))
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+SPEC = PRESETS["dms"].override(window=WINDOW)
+
+
+def consistent(cache, expected):
+    """Every live token is stored once, in pages that nobody else owns."""
+    owned = []
+    for layer, table in enumerate(cache._tables):
+        owned += table[table >= 0].tolist()
+        held = -(-cache._lengths[layer] // cache.pool.page_slots)
+        assert torch.equal((table >= 0).sum(-1), held)
+    assert len(owned) == len(set(owned)) == cache.pool.allocator.used
+    for (layer, row), positions in expected.items():
+        lanes = cache._lanes(layer, torch.tensor([row]))
+        stored = cache._stored(layer, cache._numbers(*lanes), content=True)
+        for head, alive in enumerate(positions):
+            live = stored.position[0, head] >= 0
+            assert sorted(stored.position[0, head][live].tolist()) == alive
+            mark = stored.position[0, head][live].double() + 1000 * row + 100_000 * layer
+            assert torch.equal(stored.key[0, head][live][:, 0], mark)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("steps", "eviction"),
+    [(120, "delayed"), (60, "immediate"), pytest.param(1500, "delayed", marks=pytest.mark.slow)],
+)
+def test_random_traffic(steps, eviction):
+    """Chunks of any size into any rows of two layers, rows freed at random."""
+    spec = PRESETS["dms"].override(window=3, eviction=eviction)
+    chance, rows, layers = random.Random(steps), 4, 2
+    draw = torch.Generator().manual_seed(steps)
+    cache = compact(DMSPolicy(3, spec.governing_shift), layers=layers, rows=rows, slab_pages=8)
+    history = {(layer, row): [] for layer in range(layers) for row in range(rows)}
+    insertions = 0
+    for step in range(steps):
+        if chance.random() < 0.05:
+            row = chance.randrange(rows)
+            cache.free(torch.tensor([row]))
+            history.update({(layer, row): [] for layer in range(layers)})
+            continue
+        chosen = chance.sample(range(rows), chance.randrange(1, rows + 1))
+        counts = [chance.choice((0, 1, 1, 1, 5, 23)) for _ in chosen]
+        n = max(*counts, 1)
+        left = chance.random() < 0.5
+        for layer in range(layers):
+            position = torch.full((len(chosen), n), -1)
+            signal = torch.rand(len(chosen), HEADS, n, generator=draw) < chance.random()
+            for index, (row, count) in enumerate(zip(chosen, counts, strict=True)):
+                seen = history[layer, row]
+                part = slice(n - count, n) if left else slice(0, count)
+                position[index, part] = torch.arange(len(seen), len(seen) + count)
+                seen += signal[index, :, part].T.tolist()
+            offset = torch.tensor(chosen) * 1000 + 100_000 * layer
+            key = (position + offset[:, None]).double()[:, None, :, None]
+            key = key.expand(-1, HEADS, n, SIZE)
+            query = torch.zeros(len(chosen), HEADS * GROUP, n, SIZE, dtype=torch.float64)
+            cache.attend(layer, torch.tensor(chosen), query, Arrival(position, key, key, signal))
+            insertions += HEADS * sum(counts)
+        if step % 10 == 0:
+            consistent(cache, {at: survivors(seen, spec) for at, seen in history.items()})
+    print(f"{insertions} insertions checked")
+    assert cache.pool.peak_bytes > cache.pool.allocated_bytes or steps < 100
+    cache.free(torch.arange(rows))
+    assert cache.pool.allocated_bytes == cache.pool.allocator.used == 0
+    assert all(table.numel() == 0 for table in cache._tables)
+
+
+def survivors(seen, spec):
+    if not seen:
+        return [[] for _ in range(HEADS)]
+    last = visible(torch.tensor(seen).T, spec)[:, -1]
+    return [row.nonzero().flatten().tolist() for row in last]
+
+
+class Tova(CachePolicy):
+    """Drops the token that the last query read least."""
+
+    state_width, scored, max_chunk = 1, True, 1
+
+    def __init__(self, budget):
+        self.budget = budget
+
+    def observe(self, slots, weights):
+        mean = weights[:, :, -1].mean(1)[:, None, :, None]
+        return mean.expand_as(slots.state).to(slots.state.dtype)
+
+    def expired(self, slots, at):
+        held = slots.position >= 0
+        score = slots.state[..., 0].masked_fill(~held, torch.inf)
+        least = torch.zeros_like(held).scatter(2, score.argmin(2, keepdim=True), True)
+        return (least & (held.sum(2, keepdim=True) > self.budget))[:, :, None]
+
+
+def test_scored_policies_fit():
+    """A token that dies is the same for all heads of a layer."""
+    data = text(30)
+    cache = compact(Tova(6))
+    output, _, live = feed(cache, data, (1,) * 30)
+    kept = torch.zeros(2, HEADS, 30, dtype=torch.bool)
+    for t in range(30):
+        kept[:, :, t] = True
+        query = tuple(x[:, :, t : t + 1] if i == 0 else x for i, x in enumerate(data))
+        torch.testing.assert_close(output[:, :, t : t + 1], masked(query, kept[:, :, None]))
+        scores = query[0] @ data[1].repeat_interleave(GROUP, 1).transpose(-1, -2) / 2
+        hidden = ~kept[:, :, None].repeat_interleave(GROUP, 1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)[:, :, 0].mean(1)
+        if t >= 6:
+            worst = weights.masked_fill(~kept[:, 0], torch.inf).argmin(-1)
+            kept[torch.arange(2), :, worst] = False
+        assert torch.equal(live[t], kept.sum(-1))
+
+
+class PairMean(CachePolicy):
+    """Folds every odd token into its predecessor as their mean."""
+
+    needs_content, max_chunk = True, 1
+
+    def expired(self, slots, at):
+        return (slots.position % 2 == 1)[:, :, None]
+
+    def merge(self, slots, dying):
+        newest = slots.position.amax(2, keepdim=True)
+        target = (slots.position == newest - 1) & (newest % 2 == 1)
+        new = [x[:, :, -1:] for x in (slots.key, slots.value)]
+        old = (slots.key, slots.value)
+        key, value = (
+            torch.where(target[..., None], (a + b) / 2, a) for a, b in zip(old, new, strict=True)
+        )
+        return slots._replace(key=key, value=value), target
+
+
+def test_merging_policies_fit():
+    data = text(21)
+    output, _, live = feed(compact(PairMean()), data, (1,) * 21)
+    pairs = [x[:, :, :20].unflatten(2, (10, 2)).mean(3) for x in data[1:3]]
+    merged = [torch.cat([p, x[:, :, 20:]], 2) for p, x in zip(pairs, data[1:3], strict=True)]
+    everything = torch.ones(2, HEADS, 1, 11, dtype=torch.bool)
+    expected = masked((data[0][:, :, 20:], *merged, None), everything)
+    torch.testing.assert_close(output[:, :, 20:], expected)
+    assert live[-1].unique().tolist() == [11]
+    with pytest.raises(InferenceError, match="merges"):
+        dense(PairMean())
+
+
+class EvenReader(CachePolicy):
+    """Reads even positions only, for the second query head of each group."""
+
+    def select(self, slots, query):
+        even = (slots.position % 2 == 0)[:, :, None, None]
+        return torch.cat([torch.ones_like(even), even], 2)
+
+
+@pytest.mark.parametrize("build", [compact, dense])
+def test_partial_reading_fits(build):
+    data, i = text(20), torch.arange(20)
+    output, reads, live = feed(build(EvenReader()), data, (1,) * 20)
+    causal = (i[None] <= i[:, None]).expand(2, HEADS, 20, 20)
+    torch.testing.assert_close(output[:, ::GROUP], masked(data, causal)[:, ::GROUP])
+    half = masked(data, causal & (i % 2 == 0))
+    torch.testing.assert_close(output[:, 1::GROUP], half[:, 1::GROUP])
+    assert live[-1].unique().tolist() == [20]
+    assert reads.sum(0).unique().tolist() == [210]

@@ -1,0 +1,130 @@
+"""The public face: prompts, stops, refusals, sampling."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from dms_train.inference.engine import LLM
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.sampler import sample
+from tests.unit.inference.conftest import random_ids, small_spec
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+@pytest.fixture
+def llm(folder):
+    return LLM(folder("llama", small_spec("dms")))
+
+
+def test_forms_of_a_prompt(llm):
+    ids = random_ids(5)
+    forms = [ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}]]
+    found = [llm.generate(form, GREEDY) for form in forms]
+    assert all(len(outputs) == 1 for outputs in found)
+    assert len({tuple(outputs[0].outputs[0].token_ids) for outputs in found}) == 1
+    assert [outputs[0].request_id for outputs in found] == ["0", "1", "2", "3"]
+
+
+def test_stop_tokens(llm, folder, tmp_path):
+    ids = random_ids(5)
+    free = llm.generate(ids, GREEDY)[0].outputs[0]
+    assert (len(free.token_ids), free.finish_reason) == (12, "length")
+    stop = free.token_ids[4]
+    until = free.token_ids.index(stop) + 1
+    named = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(stop,))
+    stopped = llm.generate(ids, named)[0].outputs[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:until], "stop")
+    copy = shutil.copytree(folder("llama", small_spec("dms")), tmp_path / "copy")
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, 60]}))
+    other = LLM(copy)
+    assert other.generate(ids, GREEDY)[0].outputs[0].token_ids == free.token_ids[:until]
+    on = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    assert other.generate(ids, on)[0].outputs[0].token_ids == free.token_ids
+
+
+def test_the_models_limit_ends_a_request(llm):
+    output = llm.generate(random_ids(1020), GREEDY)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda llm: llm.generate("text"), "no tokenizer"),
+        (lambda llm: llm.generate([[]]), "empty"),
+        (lambda llm: llm.generate([1, 61]), "outside 0..60"),
+        (lambda llm: llm.generate(random_ids(1024)), "the model takes 1024"),
+        (lambda llm: llm.generate([[1], [2]], [GREEDY]), "2 prompts but 1"),
+        (lambda llm: llm.generate(7), "give text"),
+        (lambda llm: SamplingParams(max_tokens=0), "max_tokens"),
+        (lambda llm: SamplingParams(temperature=-1), "temperature"),
+        (lambda llm: SamplingParams(top_p=0), "top_p"),
+        (lambda llm: SamplingParams(top_k=0), "top_k"),
+        (lambda llm: EngineOptions(policy="h2o"), "policy"),
+        (lambda llm: EngineOptions(prefill_chunk=0), "prefill_chunk"),
+        (lambda llm: EngineOptions(window=0), "window"),
+    ],
+)
+def test_refusals(llm, call, named):
+    with pytest.raises(InferenceError, match=named):
+        call(llm)
+
+
+def test_policies_need_what_they_need(folder):
+    with pytest.raises(InferenceError, match="dense"):
+        LLM(folder("llama", None), policy="dms")
+    with pytest.raises(InferenceError, match="no window"):
+        LLM(folder("llama", None), policy="window")
+    kv = LLM(folder("llama", None), policy="window", window=3).generate(random_ids(30))[0].kv
+    assert kv.live_tokens == 4
+
+
+def test_rows_of_conversations(folder):
+    llm = LLM(folder("llama", small_spec("dms")), max_num_seqs=1)
+    conversation = llm.conversation()
+    for call in (llm.conversation, lambda: llm.generate([1]), lambda: llm.logits([1])):
+        with pytest.raises(InferenceError, match=r"in use|close one"):
+            call()
+    conversation.close()
+    assert llm.generate([1], GREEDY)[0].finished
+    with pytest.raises(InferenceError, match="closed"):
+        conversation.say([1])
+
+
+def test_sampling():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(4, 1)
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=1),
+        SamplingParams(top_p=0.5),
+        SamplingParams(temperature=1e-4),
+    ]
+    draws = [torch.Generator().manual_seed(i) for i in range(4)]
+    assert sample(logits, params, draws) == [3, 3, 3, 3]
+    many = sample(logits[:1].repeat(4000, 1), [SamplingParams()] * 4000, [draws[0]] * 4000)
+    share = torch.bincount(torch.tensor(many), minlength=4) / 4000
+    torch.testing.assert_close(share, logits[0].softmax(-1), atol=0.03, rtol=0)
+
+
+def test_a_seed_fixes_a_request(llm):
+    how = SamplingParams(max_tokens=12, seed=5)
+    alone = llm.generate(random_ids(9), how)[0].outputs[0].token_ids
+    crowd = llm.generate([random_ids(3, seed=1), random_ids(9)], how)[1].outputs[0].token_ids
+    assert alone == crowd
+
+
+def test_text(stories):
+    llm = LLM(stories)
+    output = llm.generate("Once upon a time", SamplingParams(max_tokens=20, temperature=0.0))[0]
+    assert output.prompt == "Once upon a time"
+    assert output.prompt_token_ids[0] == 1
+    assert "there was" in output.outputs[0].text
+    golden = json.loads((stories / "golden.json").read_text())["greedy_from_bos_200"]["ids"]
+    again = llm.generate(golden[:1], SamplingParams(max_tokens=59, temperature=0.0))[0]
+    assert again.outputs[0].token_ids == golden[1:60]
