@@ -24,6 +24,7 @@ def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
     handler.setFormatter(_OneLine(rank))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.disabled = False  # Hydra disables the loggers it finds when it sets up its own
     logger.propagate = False
     return logger
 

@@ -31,7 +31,7 @@ def one_step(case: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Te
     changes = {"window": 4, "alpha_offset": 0.5, **case.get("spec", {})}
     spec = PRESETS[case["preset"]].override(**changes)
     options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
-    student = tiny.SmallLanes(architecture, 1, spec.channel)
+    student = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002)
     engine = McoreEngine(architecture, spec, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
     plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})

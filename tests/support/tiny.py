@@ -38,10 +38,12 @@ class SmallLanes:
     would measure float32 and not the layout.
     """
 
-    def __init__(self, architecture: Architecture, seed: int, channel: int) -> None:
+    def __init__(
+        self, architecture: Architecture, seed: int, channel: int, factor: float = 0.005
+    ) -> None:
         self._random = RandomWeights(architecture, seed, 0.2)
         self._heads = architecture.num_attention_heads // architecture.num_query_groups
-        self._architecture, self._channel = architecture, channel
+        self._architecture, self._channel, self._factor = architecture, channel, factor
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor; lane rows of the query projection scaled down."""
@@ -49,7 +51,7 @@ class SmallLanes:
         if "q_proj" in name:
             d = self._architecture.kv_channels
             rows = tensor.unflatten(0, (self._architecture.num_query_groups, self._heads, d))
-            rows[:, 0, self._channel] *= 0.002
+            rows[:, 0, self._channel] *= self._factor
         return tensor
 
 

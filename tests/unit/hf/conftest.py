@@ -21,21 +21,6 @@ from dms_train.method.visibility import visible
 Weights = dict[str, Tensor]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _private_module_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Code of test exports is imported from a folder of this session, and no hub is asked."""
-    from transformers import dynamic_module_utils
-
-    if Path(dynamic_module_utils.HF_MODULES_CACHE).name.startswith("hf_modules"):
-        yield  # another folder of tests has asked for it
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        cache = str(tmp_path_factory.mktemp("hf_modules"))
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
-
-
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """The real 260k-parameter Llama."""

@@ -15,7 +15,6 @@ from dms_train.method.spec import PRESETS, DMSSpec
 from tests.unit.hf import conftest as hf
 
 WINDOW = 8
-_private_module_cache = hf._private_module_cache
 stories = hf.stories
 load = hf.load
 
