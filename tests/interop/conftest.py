@@ -28,7 +28,6 @@ HERE = Path(__file__).parent
 LENGTH = 70
 TEXT = random_ids(LENGTH, seed=4)
 TOLERANCE = 1e-5  # of the largest logit
-SEED_OF = {"llama": 0, "qwen3": 0}
 
 Result = dict[str, Tensor]
 
@@ -65,10 +64,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Re
             cwd=out,
             capture_output=True,
             text=True,
-            timeout=540,
+            timeout=1000,
             check=False,
         )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        assert done.returncode == 0, done.stderr[-1500:]
         return {name: load_file(out / name) for name in jobs}
 
     return _work
@@ -76,7 +75,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Re
 
 def export(path: Path, family: str, spec: DMSSpec | None, **sizes: Any) -> str:
     """A random model as the trainer would export it: bfloat16, half of all tokens evicted."""
-    a = replace(tiny_architecture(family, tied=family == "qwen3"), **sizes)
+    a = replace(tiny_architecture(family), **sizes)
     write_export(
         path,
         architecture=a,
@@ -85,7 +84,7 @@ def export(path: Path, family: str, spec: DMSSpec | None, **sizes: Any) -> str:
         target_cr=2.0,
         dtype=torch.bfloat16,
         export_format="dms" if spec is None else default_format(spec),
-        weights=varied_weights(a, SEED_OF[family]).items(),
+        weights=varied_weights(a, 0).items(),
         source_dir=None,
         selftest=None,
         block_size=4,
@@ -163,7 +162,7 @@ def assert_same(theirs: Result, mine: Result, what: str) -> None:
     At least 30 % of all tokens must have been evicted at the end.
     """
     logits = difference(mine["logits"][-len(theirs["logits"]) :], theirs["logits"])
-    evicted = 1 - (mine["live"][-1].double().mean() / LENGTH).item()
+    evicted = 1 - (theirs["live"][-1].double().mean() / LENGTH).item()
     print(f"{what}: largest relative difference {logits:.1e}, evicted {evicted:.2f}")
     assert evicted >= 0.3
     assert torch.equal(mine["decisions"], theirs["decisions"])

@@ -17,6 +17,7 @@ from fastdms.config import Config
 from fastdms.engine.compact_kv import CompactKVManager
 from fastdms.engine.model_runner import ModelRunner
 from fastdms.engine.sequence import Sequence
+from fastdms.models import llama, qwen3
 from fastdms.models.registry import build_model
 from fastdms.sampling_params import SamplingParams
 from fastdms.utils.context import get_context, reset_context
@@ -59,10 +60,8 @@ class HostRunner(ModelRunner):
         self.compact_kv_manager.attach_attention_modules(attention)
 
 
-def _config(model: str, dtype: str, window: int | None) -> Config:
-    config = Config(
-        model, compact_kv_enabled=True, compact_kv_retention_mode="dms", dms_window_size=window
-    )
+def _config(model: str, dtype: str) -> Config:
+    config = Config(model, compact_kv_enabled=True, compact_kv_retention_mode="dms")
     config.hf_config.dtype = getattr(torch, dtype)
     return config
 
@@ -72,8 +71,8 @@ def run(
     tokens: list[int],
     prompt: int,
     dtype: str,
+    kernels: bool,
     expiry: str = "0",
-    window: int | None = None,
 ) -> dict[str, Tensor]:
     """Prefill and decode given tokens.
 
@@ -82,16 +81,20 @@ def run(
         tokens: The text.
         prompt: Tokens of it that are prefilled.
         dtype: Compute dtype; the engine itself takes the one in config.json.
+        kernels: Whether its Triton kernels run wherever it has some, as on a GPU; otherwise
+            only where it has nothing else.
         expiry: FASTDMS_DMS_EXPIRY_TRITON: `0` and `1` expire at every token (in torch, in
             Triton), `auto` once per window.
-        window: Overrides the model's.
 
     Returns:
         logits [T - prompt + 1, vocab] from the last prompt token on; decisions
         [layers, kv_heads, T]; live [T - prompt + 1, layers, kv_heads].
     """
     os.environ["FASTDMS_DMS_EXPIRY_TRITON"] = expiry
-    runner = HostRunner(_config(model, dtype, window))
+    torch.Tensor.is_cuda = property(lambda _: kernels)
+    for family in (llama, qwen3):
+        family.dms_fused_decode_preprocess_enabled = lambda: kernels
+    runner = HostRunner(_config(model, dtype))
     sequence = Sequence(tokens[:prompt], SamplingParams(max_tokens=len(tokens)))
     sequence.num_scheduled_tokens = prompt
     logits, decisions, live = [], [], []
@@ -104,7 +107,7 @@ def run(
         evicted = get_context().dms_layer_evictions
         decisions.append(torch.stack([evicted[number].T for number in range(len(evicted))]))
         if step:
-            runner.record_dms_decode_decisions([sequence], positions)
+            runner.record_dms_decode_decisions([sequence])
         reset_context()
         live.append(runner.compact_kv_manager.seq_states[sequence.seq_id].live_counts.clone())
     return {

@@ -1,4 +1,4 @@
-"""What both workers share: jobs in as JSON, tensors out. Runs in the other project's environment."""
+"""What both workers share: jobs in as JSON, tensors out; in the other project's environment."""
 
 from __future__ import annotations
 

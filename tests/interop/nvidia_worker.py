@@ -41,7 +41,9 @@ def run(
         out = loaded(input_ids=torch.tensor([part]), past_key_values=cache, use_cache=True)
         logits.append(out.logits[0].float())
         if cache.is_inference_mode():
-            live.append(torch.stack([x.paged_cache.get_seq_lengths().clone() for x in cache.layers]))
+            live.append(
+                torch.stack([x.paged_cache.get_seq_lengths().clone() for x in cache.layers])
+            )
     return {
         "logits": torch.cat(logits),
         "decisions": torch.stack([torch.cat(seen, -1) for seen in decisions]) > 0.5,

@@ -10,20 +10,24 @@ from dms_train.inference.options import SamplingParams
 from dms_train.method.spec import PRESETS
 from tests.interop.conftest import LENGTH, TEXT, TOLERANCE, assert_same, difference, export, ours
 
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 
 WINDOW, BLOCK = 8, 4
 PROMPTS = (1, WINDOW + 1, 40, LENGTH - 1)
 CHUNKED = (1, 7)
+WRITTEN = ("borrowed", "adapter")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{name: directory}; `exported` is ours, the others are for NVIDIA's code to write."""
+    """{name: directory}; the first two are ours, the others are for NVIDIA's code to write."""
     root = tmp_path_factory.mktemp("models")
     spec = PRESETS["dms_nvidia"].override(window=WINDOW)
-    written = {name: str(root / name) for name in ("borrowed", "adapter")}
-    return {"exported": export(root / "exported", "qwen3", spec), **written}
+    return {
+        "exported": export(root / "exported", "qwen3", spec),
+        "tied": export(root / "tied", "qwen3", spec, tie_word_embeddings=True),
+        **{name: str(root / name) for name in WRITTEN},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def theirs(work, folders):
             "window": WINDOW,
             "block": BLOCK,
         }
-        for name in ("borrowed", "adapter")
+        for name in WRITTEN
     }
     for name, directory in folders.items():
         for prompt in PROMPTS:
@@ -59,7 +63,7 @@ def theirs(work, folders):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("name", ["exported", "borrowed", "adapter"])
+@pytest.mark.parametrize("name", ["exported", "tied", *WRITTEN])
 def test_same_computation(theirs, folders, name, prompt):
     """Our export in its code; its checkpoint, query lane or adapter, in ours."""
     assert_same(theirs[f"{name} {prompt}"], ours(folders[name], TEXT, prompt), f"{name} {prompt}")

@@ -14,7 +14,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [n, heads, d] and log-sum-exp [heads, n] of query [n, heads, d], key [s, groups, d].
 
-    Causal means that the last query sees the last key.
+    Causal means that the last query sees the last key. Of no keys at all the sum is a large
+    negative number: NVIDIA's prefill would take an infinite one for 0.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     repeat = query.shape[1] // key.shape[1]
@@ -25,7 +26,7 @@ def _attend(
         late = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
         scores = scores.masked_fill(late, -torch.inf)
     output = torch.einsum("hns,shd->nhd", scores.softmax(-1), value)
-    return output.to(query.dtype), scores.logsumexp(-1)
+    return output.to(query.dtype), scores.logsumexp(-1).clamp(min=-1e9)
 
 
 def flash_attn_varlen_func(
