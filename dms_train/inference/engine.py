@@ -81,7 +81,7 @@ class LLM:
         self.options = options or EngineOptions(**overrides)
         directory = resolve(model)
         loaded = load_model(directory, dtype=self.options.dtype, device=self.options.device)
-        self.architecture, self.spec = loaded.architecture, loaded.spec
+        self.architecture, self.spec, self.dtype = loaded.architecture, loaded.spec, loaded.dtype
         self.tokenizer = Tokenizer.load(directory)
         self._stop_ids = read_stop_ids(directory)
         self._runner = ModelRunner(loaded, self.options)
