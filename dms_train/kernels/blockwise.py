@@ -59,11 +59,11 @@ class _Blockwise(torch.autograd.Function):
         d_k, d_v, d_log_keep = (torch.zeros_like(x) for x in (k, v, log_keep))
         for first, last, rows in _blocks(q, k):
             weights = _weights(q[:, rows], k, log_keep, ctx.window, first, last)
-            d_v[:, :last].baddbmm_(weights.transpose(1, 2), d_out[:, rows])
+            d_v[:, :last] += torch.bmm(weights.transpose(1, 2), d_out[:, rows])
             d_weights = torch.bmm(d_out[:, rows], v[:, :last].transpose(1, 2))
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             d_q[:, rows] = torch.bmm(d_scores, k[:, :last])
-            d_k[:, :last].baddbmm_(d_scores.transpose(1, 2), q[:, rows])
+            d_k[:, :last] += torch.bmm(d_scores.transpose(1, 2), q[:, rows])
             _add_bias_gradient(d_log_keep, d_scores, ctx.window, first, last)
         return d_q, d_k, d_v, d_log_keep, None
 
