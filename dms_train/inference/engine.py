@@ -19,7 +19,7 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.sequence import Sequence
-from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
+from dms_train.inference.tokenizer import Tokenizer, read_stop_ids, until
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -30,7 +30,7 @@ class CompletionOutput:
 
     Attributes:
         index: Always 0.
-        text: Decoded tokens; empty for a model without a tokenizer.
+        text: Decoded tokens up to a stop text; empty for a model without a tokenizer.
         token_ids: Generated tokens, the one that stopped them included.
         finish_reason: `stop` or `length`.
     """
@@ -158,6 +158,8 @@ class LLM:
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         text, tokens = self._encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
         generator = torch.Generator()
         generator.seed() if params.seed is None else generator.manual_seed(params.seed)
         self._requests += 1
@@ -206,6 +208,10 @@ class LLM:
             stops = frozenset() if how.ignore_eos else self._stop_ids
             longest = self.architecture.max_position_embeddings
             sequence.append(token, stops | frozenset(how.stop_token_ids), longest)
+            if how.stop and self.tokenizer is not None:
+                before = sequence.tokens[: sequence.prompt_end]
+                if self.tokenizer.reached(before, sequence.output, how.stop):
+                    sequence.finish_reason = "stop"
 
     def _finish(self, sequence: Sequence) -> RequestOutput:
         kv = sequence.meter.report(sequence.computed)
@@ -213,6 +219,7 @@ class LLM:
         ids = sequence.output
         before = sequence.tokens[: sequence.prompt_end]
         text = "" if self.tokenizer is None else self.tokenizer.continuation(before, ids)
+        text = until(text, sequence.params.stop)
         reason = sequence.finish_reason
         return RequestOutput(
             request_id=sequence.request_id,

@@ -162,7 +162,9 @@ class CompactCache:
 
     def _attend_stored(self, layer: int, numbers: Tensor, query: Tensor) -> Attended:
         """Let one query per head, [b, heads, 1, d], attend what is stored."""
-        grouped = query.unflatten(1, (numbers.shape[1], -1)).squeeze(3)  # [b, h, r, d]
+        b, heads, _, d = query.shape
+        h = numbers.shape[1]
+        grouped = query.reshape(b, h, heads // h, d)
         if type(self.policy).select is CachePolicy.select:
             output = self._attend_pages(numbers, grouped)
             return Attended(output.flatten(1, 2).unsqueeze(2), (numbers >= 0).sum(-1))
@@ -184,20 +186,21 @@ class CompactCache:
         wide = torch.promote_types(query.dtype, torch.float32)
         b, h, r, d = query.shape
         pages = self._pages_of(numbers)
+        columns, size = pages.shape[-1], self.pool.page_slots
         chosen = self.pool.by_slab(pages.flatten())
-        lane = chosen.order.div(max(1, pages.shape[-1]), rounding_mode="floor")
+        lane = chosen.order.div(max(1, columns), rounding_mode="floor")
         key = self.pool.read_pages("key", chosen).to(wide)  # [pages, page slots, d]
         scores = query.reshape(b * h, r, d).to(wide)[lane] @ key.transpose(1, 2) * d**-0.5
-        by_lane = scores.new_zeros(pages.numel(), *scores.shape[1:])
+        by_lane = scores.new_zeros(pages.numel(), r, size)
         by_lane[chosen.order] = scores
-        by_lane = by_lane.view(b, h, -1, *scores.shape[1:])  # [b, h, columns, r, page slots]
-        alive = (numbers >= 0).view(b, h, -1, 1, self.pool.page_slots)
-        by_lane = by_lane.masked_fill(~alive, torch.finfo(wide).min)
+        dead = (numbers < 0).view(b, h, columns, 1, size)
+        by_lane = by_lane.view(b, h, columns, r, size).masked_fill(dead, torch.finfo(wide).min)
         weights = by_lane.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
-        by_page = weights.unflatten(3, (-1, self.pool.page_slots)).transpose(2, 3).flatten(0, 2)
+        by_page = weights.view(b, h, r, columns, size).transpose(2, 3).flatten(0, 2)
         value = self.pool.read_pages("value", chosen)
         parts = by_page[chosen.order].to(value.dtype) @ value
-        output = parts.new_zeros(b * h, r, d, dtype=wide).index_add_(0, lane, parts.to(wide))
+        output = torch.zeros(b * h, r, d, dtype=wide, device=parts.device)
+        output.index_add_(0, lane, parts.to(wide))
         return output.to(value.dtype).view(b, h, r, d)
 
     def _settle(

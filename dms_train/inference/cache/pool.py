@@ -105,7 +105,7 @@ class PagePool:
         shape = (len(pages.order), self.page_slots, *tail)
         values = torch.empty(shape, dtype=dtype, device=self.device)
         counts = [len(offset) for _, offset in pages.parts]
-        for (slab, offset), into in zip(pages.parts, values.split(counts), strict=True):
+        for (slab, offset), into in zip(pages.parts, torch.split(values, counts), strict=True):
             torch.index_select(self._paged(slab, field), 0, offset, out=into)
         return values
 
@@ -125,12 +125,13 @@ class PagePool:
         order, parts = _by_slab(slots, self._slab_slots)
         values = values.detach().to(dtype)[order]
         counts = [len(offset) for _, offset in parts]
-        for (slab, offset), part in zip(parts, values.split(counts), strict=True):
+        for (slab, offset), part in zip(parts, torch.split(values, counts), strict=True):
             self._slabs[slab][field][offset] = part
 
     def _paged(self, slab: int, field: str) -> Tensor:
         """One field of a slab, [pages, page_slots, *field]."""
-        return self._slabs[slab][field].unflatten(0, (-1, self.page_slots))
+        flat = self._slabs[slab][field]
+        return flat.view(self.allocator.slab_pages, self.page_slots, *flat.shape[1:])
 
     def slabs(self, field: str) -> tuple[Tensor | None, ...]:
         """One field of every slab as [pages, page_slots, ...], by slab number."""
@@ -146,5 +147,5 @@ def _by_slab(numbers: Tensor, per_slab: int) -> BySlab:
     order = slab.argsort(stable=True)
     absent, *counts = torch.bincount(slab + 1, minlength=1).tolist()
     order = order[absent:]
-    offsets = (numbers[order] % per_slab).split(counts)
+    offsets = torch.split(numbers[order] % per_slab, counts)
     return BySlab(order, [(n, offset) for n, offset in enumerate(offsets) if counts[n]])
