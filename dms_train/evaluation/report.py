@@ -105,9 +105,9 @@ def write(findings: Findings, folder: Path, rows: Path | None) -> list[str]:
 
 def _draw(findings: Findings, folder: Path, rows: Path | None) -> list[str] | None:
     """Names of the pictures; None without matplotlib."""
-    factors = next(iter(findings.costs.values()))["dms"].cr_factors
+    kept = 1 / _main_cost(findings).cr_factors
     try:
-        draw_heatmap(1 / factors, folder / RETENTION, "tokens kept", "share", (0.0, 1.0))
+        draw_heatmap(kept, folder / RETENTION, "tokens kept", "share", (0.0, 1.0))
     except InferenceError:
         return None
     if rows is not None and rows.is_file() and draw_training(rows, folder / TRAINING):
@@ -115,8 +115,19 @@ def _draw(findings: Findings, folder: Path, rows: Path | None) -> list[str] | No
     return [RETENTION]
 
 
+def _main_cost(findings: Findings) -> Cost:
+    """Of the export in what it was mainly measured on."""
+    return next(iter(findings.costs.values()))["dms"]
+
+
 def _report(findings: Findings, pictures: list[str]) -> str:
+    factors = _main_cost(findings).cr_factors
+    lanes = _table(
+        ["layer", *(f"KV head {head}" for head in range(factors.shape[1]))],
+        [[str(n), *(f"{f:.2f}" for f in row)] for n, row in enumerate(factors.tolist())],
+    )
     parts = ["# Validation", _measured(findings), tables(findings), _meaning(findings)]
+    parts.append(f"cr_factor by layer and KV head:\n\n{lanes}")
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"
 
