@@ -18,7 +18,12 @@ from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.findings import export_window, require_replay
 from dms_train.evaluation.measure import Place
-from dms_train.evaluation.options import ANSWER_PATTERN, DEVICES, ValidateOptions
+from dms_train.evaluation.options import (
+    ANSWER_PATTERN,
+    DEVICES,
+    ValidateOptions,
+    check_options,
+)
 from dms_train.evaluation.problems import check_prompts, read_problems
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture, resolve
@@ -86,13 +91,16 @@ def _samples(args: argparse.Namespace, architecture: Architecture) -> TokenSampl
 def _validate(args: argparse.Namespace) -> None:
     if args.data is None and args.problems is None:
         raise EvaluationError("nothing to measure on; give --data, --problems or both")
+    options = _options(args)
+    for line in check_options(options):
+        raise EvaluationError(line)
     export, teacher = resolve(args.export), resolve(args.teacher)
     window, architecture = export_window(export), read_architecture(teacher)
     if args.problems is not None:
         sheets = read_problems(Path(args.problems), args.max_problems)
         check_prompts(sheets, export, architecture)
     place = Place(export=export, teacher=teacher, window=window, device=resolve_device(args.device))
-    require_replay(judge(place, _samples(args, architecture), _options(args), args.output))
+    require_replay(judge(place, _samples(args, architecture), options, args.output))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -36,7 +36,7 @@ def check_validation(config: RunConfig, start: StartPoint, *, compresses: bool) 
 
     Raises:
         ConfigError: There will be no decisions.
-        EvaluationError: The problems file cannot be used.
+        EvaluationError: The problems file or the device cannot be used.
         FileNotFoundError: There is none.
     """
     if "validate" not in config.stage.run:
@@ -46,6 +46,7 @@ def check_validation(config: RunConfig, start: StartPoint, *, compresses: bool) 
             "stage.run: validate needs a student that evicts; run zero_neuron, retrofit or hold "
             "before export, or give a retrofitted one as run.load"
         )
+    resolve_device(config.stage.validate.device)
     problems, directory = config.stage.validate.problems, start.tokenizer_dir
     if problems is not None and directory is not None:
         sheets = read_problems(Path(problems), config.stage.validate.max_problems)
@@ -53,9 +54,12 @@ def check_validation(config: RunConfig, start: StartPoint, *, compresses: bool) 
 
 
 def resolve_device(device: str) -> str:
-    """`stage.validate.device` as torch understands it."""
+    """`stage.validate.device` as torch understands it; EvaluationError without a GPU."""
+    present = torch.cuda.is_available()
+    if device == "cuda" and not present:
+        raise EvaluationError("device=cuda: this machine has no GPU; use auto or cpu")
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if present else "cpu"
     return device
 
 

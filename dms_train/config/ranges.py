@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 from dms_train.config.schema import RunConfig
 from dms_train.data.options import DataOptions
-from dms_train.evaluation.options import DEVICES
+from dms_train.evaluation.options import check_options
 from dms_train.hf.architecture import Architecture, family_of
 from dms_train.training.options import RetrofitOptions
 
@@ -28,7 +27,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "parallel.recompute_granularity": (None, "selective", "full"),
     "observe.wandb": ("offline", "online", "disabled"),
     "run.resume": ("auto", "never"),
-    "stage.validate.device": DEVICES,
 }
 _AT_LEAST = {
     "stage.pretrain.steps": 1,
@@ -38,10 +36,6 @@ _AT_LEAST = {
     "stage.retrofit.target_cr": 1,
     "stage.hold.steps": 1,
     "stage.export.paged_attention_block_size": 1,
-    "stage.validate.samples": 1,
-    "stage.validate.max_problems": 1,
-    "stage.validate.max_tokens": 1,
-    "stage.validate.max_num_seqs": 1,
     "data.seq_length": 1,
     "data.micro_batch_size": 1,
     "data.global_batch_size": 1,
@@ -84,7 +78,7 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
     yield from _target(config.stage.retrofit)
     yield from _blend(config.data)
     yield from _architecture(architecture)
-    yield from _pattern(config.stage.validate.answer_pattern)
+    yield from (f"stage.validate.{line}" for line in check_options(config.stage.validate))
     try:
         config.method.spec()
     except ValueError as error:
@@ -133,16 +127,6 @@ def _target(retrofit: RetrofitOptions) -> Iterator[str]:
             f"stage.retrofit.target_cr={retrofit.target_cr}: below "
             f"stage.retrofit.start_cr={retrofit.start_cr}; anneal upwards"
         )
-
-
-def _pattern(text: str) -> Iterator[str]:
-    try:
-        groups = re.compile(text).groups
-    except re.error as error:
-        yield f"stage.validate.answer_pattern={text}: not a regular expression ({error})"
-        return
-    if groups != 1:
-        yield f"stage.validate.answer_pattern={text}: {groups} groups; use one, for the answer"
 
 
 def _blend(data: DataOptions) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -31,3 +33,21 @@ class ValidateOptions:
     window_only: bool = True
     max_num_seqs: int = 100
     device: str = "auto"
+
+
+def check_options(options: ValidateOptions) -> Iterator[str]:
+    """One line for every value that cannot be used."""
+    for name in ("samples", "max_problems", "max_tokens", "max_num_seqs"):
+        value = getattr(options, name)
+        if value < 1:
+            yield f"{name}={value}: use at least 1"
+    if options.device not in DEVICES:
+        yield f"device={options.device}: choose one of {', '.join(DEVICES)}"
+    pattern = f"answer_pattern={options.answer_pattern}"
+    try:
+        groups = re.compile(options.answer_pattern).groups
+    except re.error as error:
+        yield f"{pattern}: not a regular expression ({error})"
+        return
+    if groups != 1:
+        yield f"{pattern}: {groups} groups; use one, for the answer"

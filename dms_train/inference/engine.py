@@ -145,7 +145,7 @@ class LLM:
         Returns:
             float [len(token_ids), vocab].
         """
-        sequence = self._sequence(token_ids, SamplingParams())
+        sequence = self._sequence(token_ids, SamplingParams(), room=0)
         if not self._free_rows:
             raise InferenceError("every row is held by a conversation; close one")
         sequence.row = self._free_rows.pop()
@@ -156,8 +156,8 @@ class LLM:
         self._release(sequence.row)
         return torch.cat(parts)
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        text, tokens = self._encode(prompt)
+    def _sequence(self, prompt: Prompt, params: SamplingParams, *, room: int = 1) -> Sequence:
+        text, tokens = self._encode(prompt, room=room)
         if params.stop and self.tokenizer is None:
             raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
         generator = torch.Generator()
@@ -174,8 +174,10 @@ class LLM:
             meter=Meter(),
         )
 
-    def _encode(self, prompt: Prompt, *, first: bool = True) -> tuple[str | None, list[int]]:
-        """Text and tokens of a prompt, checked."""
+    def _encode(
+        self, prompt: Prompt, *, first: bool = True, room: int = 1
+    ) -> tuple[str | None, list[int]]:
+        """Text and tokens of a prompt that must leave room for more, checked."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InferenceError("the model has no tokenizer.json; give token ids")
@@ -188,12 +190,12 @@ class LLM:
         if not all(0 <= token < self.architecture.vocab_size for token in tokens):
             size = self.architecture.vocab_size
             raise InferenceError(f"a prompt has token ids outside 0..{size - 1}")
-        self._check_length(len(tokens))
+        self._check_length(len(tokens), room)
         return text, tokens
 
-    def _check_length(self, tokens: int) -> None:
+    def _check_length(self, tokens: int, room: int = 1) -> None:
         longest = self.architecture.max_position_embeddings
-        if tokens >= longest:
+        if tokens + room > longest:
             raise InferenceError(f"a prompt of {tokens} tokens: the model takes {longest}")
 
     def _advance(self, running: list[Sequence]) -> None:
