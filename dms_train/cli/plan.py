@@ -19,7 +19,7 @@ from dms_train.config.memory import MemoryEstimate, estimate, parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.schedule import evicted_fraction
-from dms_train.training.stages import Stage, build_stages
+from dms_train.training.stages import Action, Stage, build_stages
 
 _SHOWN_STEPS = 5
 _HEADER = "      step  neuron  eviction  CR target  evicted"
@@ -115,13 +115,21 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
     stages = build_stages(config.stage, optim.lr, optim.lr_warmup_steps, loaded_cr)
     done = 0
     for name, stage in zip(config.stage.run, stages, strict=True):
-        if stage is None:
-            yield f"stage {name}: format {config.stage.export.format or 'of the preset'}"
+        if not isinstance(stage, Stage):
+            yield f"stage {name}: {_action(config, stage)}"
             continue
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
         yield _HEADER
         yield from (_row(stage, done, index) for index in _spread(stage.steps))
         done += stage.steps
+
+
+def _action(config: RunConfig, action: Action) -> str:
+    if action == "export":
+        return f"format {config.stage.export.format or 'of the preset'}"
+    options = config.stage.validate
+    problems = "" if options.problems is None else f", problems of {options.problems}"
+    return f"{options.samples} samples{problems}"
 
 
 def _row(stage: Stage, done: int, index: int) -> str:

@@ -14,6 +14,7 @@ from dms_train.cli.errors import PeerLost, lost_peer
 from dms_train.cli.exporter import ModelExporter, check_folder, check_format, run_provenance
 from dms_train.cli.plan import describe
 from dms_train.cli.start_point import StartPoint, find_start, load_start, with_student
+from dms_train.cli.validator import ModelValidator, check_validation
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
@@ -35,7 +36,7 @@ from dms_train.observe.sinks import Sink, open_sinks
 from dms_train.training import loop
 from dms_train.training.loop import LoopParts
 from dms_train.training.reporting import Reporter
-from dms_train.training.stages import Stage, build_stages
+from dms_train.training.stages import Action, Stage, build_stages
 from dms_train.training.state import TrainState
 
 _SELFTEST_TOKENS = 128  # behind the window, so that evictions show
@@ -49,7 +50,7 @@ class _Prepared:
     architecture: Architecture
     spec: DMSSpec
     start: StartPoint
-    stages: list[Stage | None]
+    stages: list[Stage | Action]
     folder: Path
 
 
@@ -145,15 +146,18 @@ def _check_data(config: RunConfig, start: StartPoint) -> None:
     )
 
 
-def _check_export(config: RunConfig, start: StartPoint, stages: list[Stage | None]) -> None:
+def _check_export(config: RunConfig, start: StartPoint, stages: list[Stage | Action]) -> None:
     """Refuse an export that would be misread or replace something else, before the training."""
     if "export" not in config.stage.run:
         return
     options, spec = config.stage.export, config.method.spec()
     target_cr = max(start.state.target_cr, config.stage.retrofit.target_cr)
     check_folder(Path(config.run.dir) / "exports", options, target_cr)
-    borrows = any(stage and (stage.borrows_lane or stage.hands_over) for stage in stages)
-    if borrows or start.state.lane_borrowed:
+    trained = [stage for stage in stages if isinstance(stage, Stage)]
+    borrows = any(stage.borrows_lane or stage.hands_over for stage in trained)
+    compresses = borrows or start.state.lane_borrowed
+    check_validation(config, start, compresses=compresses)
+    if compresses:
         params_dtype = config.parallel.params_dtype
         check_format(options, spec, start.architecture, params_dtype, target_cr)
 
@@ -176,6 +180,12 @@ def _run(prepared: _Prepared, view: ParallelView) -> None:
         params_dtype=config.parallel.params_dtype,
         provenance=provenance,
     )
+    validator = ModelValidator(
+        folder=prepared.folder,
+        teacher=prepared.start.model_dir,
+        samples=valid,
+        options=config.stage.validate,
+    )
     reporter = _reporter(config, state, leads=leads)
     try:
         loop.run(
@@ -185,6 +195,7 @@ def _run(prepared: _Prepared, view: ParallelView) -> None:
                 engine=engine,
                 source=source,
                 exporter=exporter,
+                validator=validator,
                 reporter=reporter,
                 options=config.run,
                 checkpoints=prepared.folder / "checkpoints",
@@ -223,7 +234,9 @@ def _build_engine(prepared: _Prepared, view: ParallelView) -> McoreEngine:
     source = None if start.student is not None else original or random
     engine = McoreEngine(prepared.architecture, prepared.spec, view, options, source)
     remaining = prepared.stages[start.state.stage :]
-    if original is not None and any(s is not None and s.loss == "distill" for s in remaining):
+    if original is not None and any(
+        isinstance(s, Stage) and s.loss == "distill" for s in remaining
+    ):
         engine.attach_teacher(original)
     load_start(engine, start)
     return engine
@@ -233,7 +246,7 @@ def _datasets(
     prepared: _Prepared, view: ParallelView
 ) -> tuple[TokenSamples | None, TokenSamples | None]:
     config = prepared.config
-    steps = sum(stage.steps for stage in prepared.stages if stage is not None)
+    steps = sum(stage.steps for stage in prepared.stages if isinstance(stage, Stage))
     eod = next((m.eod_id for m in map(read_manifest, config.data.paths)), None)
     cache = config.data.cache_dir or str(prepared.folder / "data_cache")
     return build_datasets(

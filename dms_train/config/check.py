@@ -128,6 +128,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
     if not unknown:
         yield from _stage_order(run)
         yield from _starting_weights(config)
+        yield from _validation(config)
 
 
 def _stage_order(run: Sequence[str]) -> Iterator[str]:
@@ -139,6 +140,21 @@ def _stage_order(run: Sequence[str]) -> Iterator[str]:
         yield (
             f"stage.run: pretrain and {late[0]} are different runs; run [pretrain, export], then "
             f"{late[0]} with model.path set to the export"
+        )
+
+
+def _validation(config: RunConfig) -> Iterator[str]:
+    if "validate" not in config.stage.run:
+        return
+    wanted, built = config.stage.validate.samples, config.run.eval_samples
+    if "export" not in config.stage.run:
+        yield "stage.run: validate judges what export wrote; put export before it"
+    if config.model.path is None:
+        yield "model.path: validate needs the original as teacher; set it, or leave validate out"
+    if wanted > built:
+        yield (
+            f"stage.validate.samples={wanted}: run.eval_samples={built} are the validation samples "
+            "there are; lower the one or raise the other"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from dms_train.config.schema import RunConfig
 from dms_train.data.options import DataOptions
+from dms_train.evaluation.options import check_options
 from dms_train.hf.architecture import Architecture, family_of
 from dms_train.training.options import RetrofitOptions
 
@@ -77,6 +78,7 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
     yield from _target(config.stage.retrofit)
     yield from _blend(config.data)
     yield from _architecture(architecture)
+    yield from (f"stage.validate.{line}" for line in check_options(config.stage.validate))
     try:
         config.method.spec()
     except ValueError as error:

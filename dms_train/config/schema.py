@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dms_train.data.options import DataOptions
+from dms_train.evaluation.options import ValidateOptions
 from dms_train.hf.options import ModelOptions
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.options import MethodOptions
@@ -13,12 +14,19 @@ from dms_train.training.options import RunOptions, StageOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageBlock(StageOptions):
+    """The stages, and the validation that the training does not know by content."""
+
+    validate: ValidateOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """What `dms-train` is asked to do; each room is handed its own block and never this."""
 
     model: ModelOptions
     method: MethodOptions
-    stage: StageOptions
+    stage: StageBlock
     data: DataOptions
     parallel: ParallelOptions
     optim: OptimOptions

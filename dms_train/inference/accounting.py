@@ -84,6 +84,21 @@ class TotalKV:
         return 1.0 / (1.0 / self.cr_factors).mean().item()
 
 
+class PassCounts:
+    """What one forward pass read and left behind, brought to Python in one go.
+
+    Attributes:
+        live: Tokens held afterwards, int64 [l, b, h] on the CPU.
+        sums: Slots attended, tokens held and slots reserved of each sequence, over its l * h lanes.
+    """
+
+    def __init__(self, reads: Tensor, live: Tensor, held: Tensor) -> None:
+        """All int64 [l, b, h]."""
+        both = torch.stack([reads, live, held]).cpu()
+        self.live = both[1]
+        self.sums: list[list[int]] = both.sum((1, 3)).T.tolist()
+
+
 class Meter:
     """Counts for one request; peaks and reads start again with `restart`."""
 
@@ -98,26 +113,23 @@ class Meter:
         self._last = (0.0, 0, 0)
         self._live = torch.zeros(0, 0)
 
-    def step(
-        self, reads: Tensor, live: Tensor, held: Tensor, slot_bytes: int, prefill: bool
-    ) -> None:
+    def step(self, counts: PassCounts, index: int, slot_bytes: int, prefill: bool) -> None:
         """Count one forward pass.
 
         Args:
-            reads: Slots attended, int64 [l, h].
-            live: Tokens held afterwards, int64 [l, h].
-            held: Slots reserved, int64 [l, h].
+            counts: Of all sequences of the pass.
+            index: Which of them this request is.
             slot_bytes: Bytes of one slot.
             prefill: Whether the pass computed prompt tokens.
         """
-        mean = reads.double().mean().item()
+        reads, live, held = counts.sums[index]
+        lanes = counts.live.shape[0] * counts.live.shape[2]
         if prefill:
-            self.prefill_reads += mean
+            self.prefill_reads += reads / lanes
         else:
-            self.decode_reads += mean
-        self._live = live.cpu()
-        tokens = live.double().mean().item()
-        self._last = (tokens, int(live.sum()) * slot_bytes, int(held.sum()) * slot_bytes)
+            self.decode_reads += reads / lanes
+        self._live = counts.live[:, index]
+        self._last = (live / lanes, live * slot_bytes, held * slot_bytes)
         (a, b, c), (x, y, z) = self._peak, self._last
         self._peak = (max(a, x), max(b, y), max(c, z))
 
@@ -148,8 +160,9 @@ class TotalMeter:
     def step(self) -> None:
         """Look at the cache after a forward pass."""
         live = self._cache.live(self._rows)
-        self._peak_tokens = max(self._peak_tokens, live.sum(1).double().mean().item())
-        self._peak_bytes = max(self._peak_bytes, int(live.sum()) * self._cache.slot_bytes)
+        total = int(live.sum())
+        self._peak_tokens = max(self._peak_tokens, total / (live.shape[0] * live.shape[2]))
+        self._peak_bytes = max(self._peak_bytes, total * self._cache.slot_bytes)
 
     def finish(self, request: RequestKV) -> None:
         """Add a finished request."""

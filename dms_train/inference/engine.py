@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +11,18 @@ import torch
 from torch import Tensor
 
 from dms_train.hf.directory import resolve
-from dms_train.inference.accounting import Meter, RequestKV, TotalKV
+from dms_train.inference.accounting import Meter, TotalKV
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import CompletionOutput, RequestOutput
 from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.sequence import Sequence
-from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
+from dms_train.inference.tokenizer import Tokenizer, read_stop_ids, until
 
 Prompt = str | list[int] | dict[str, Any]
 Prompts = Prompt | list[Prompt] | list[str] | list[list[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionOutput:
-    """One continuation.
-
-    Attributes:
-        index: Always 0.
-        text: Decoded tokens; empty for a model without a tokenizer.
-        token_ids: Generated tokens, the one that stopped them included.
-        finish_reason: `stop`, `length`, or None while it runs.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """What became of a prompt.
-
-    Attributes:
-        request_id: Number in the order of arrival.
-        prompt: Text, or None for a prompt of token ids.
-        prompt_token_ids: Its tokens.
-        outputs: One continuation.
-        finished: False only for what `LLM.stream` yields on the way.
-        kv: What the cache cost so far.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    kv: RequestKV
 
 
 class LLM:
@@ -158,7 +120,7 @@ class LLM:
         Returns:
             float [len(token_ids), vocab].
         """
-        sequence = self._sequence(token_ids, SamplingParams())
+        sequence = self._sequence(token_ids, SamplingParams(), room=0)
         if not self._free_rows:
             raise InferenceError("every row is held by a conversation; close one")
         sequence.row = self._free_rows.pop()
@@ -201,8 +163,10 @@ class LLM:
             for sequence in running:
                 self._release(sequence.row)
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        text, tokens = self._encode(prompt)
+    def _sequence(self, prompt: Prompt, params: SamplingParams, *, room: int = 1) -> Sequence:
+        text, tokens = self._encode(prompt, room=room)
+        if params.stop and self.tokenizer is None:
+            raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
         generator = torch.Generator()
         generator.seed() if params.seed is None else generator.manual_seed(params.seed)
         self._requests += 1
@@ -217,8 +181,10 @@ class LLM:
             meter=Meter(),
         )
 
-    def _encode(self, prompt: Prompt, *, first: bool = True) -> tuple[str | None, list[int]]:
-        """Text and tokens of a prompt, checked."""
+    def _encode(
+        self, prompt: Prompt, *, first: bool = True, room: int = 1
+    ) -> tuple[str | None, list[int]]:
+        """Text and tokens of a prompt that must leave room for more, checked."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InferenceError("the model has no tokenizer.json; give token ids")
@@ -231,12 +197,12 @@ class LLM:
         if not all(0 <= token < self.architecture.vocab_size for token in tokens):
             size = self.architecture.vocab_size
             raise InferenceError(f"a prompt has token ids outside 0..{size - 1}")
-        self._check_length(len(tokens))
+        self._check_length(len(tokens), room)
         return text, tokens
 
-    def _check_length(self, tokens: int) -> None:
+    def _check_length(self, tokens: int, room: int = 1) -> None:
         longest = self.architecture.max_position_embeddings
-        if tokens >= longest:
+        if tokens + room > longest:
             raise InferenceError(f"a prompt of {tokens} tokens: the model takes {longest}")
 
     def _advance(self, running: list[Sequence]) -> list[Sequence]:
@@ -251,6 +217,10 @@ class LLM:
             stops = frozenset() if how.ignore_eos else self._stop_ids
             longest = self.architecture.max_position_embeddings
             sequence.append(token, stops | frozenset(how.stop_token_ids), longest)
+            if how.stop and self.tokenizer is not None:
+                before = sequence.tokens[: sequence.prompt_end]
+                if self.tokenizer.reached(before, sequence.output, how.stop):
+                    sequence.finish_reason = "stop"
         return batch
 
     def _finish(self, sequence: Sequence) -> RequestOutput:
@@ -262,6 +232,7 @@ class LLM:
         ids = sequence.output
         before = sequence.tokens[: sequence.prompt_end]
         text = "" if self.tokenizer is None else self.tokenizer.continuation(before, ids)
+        text = until(text, sequence.params.stop)
         reason = sequence.finish_reason
         return RequestOutput(
             request_id=sequence.request_id,

@@ -9,8 +9,21 @@ from torch import Tensor
 from dms_train.inference.errors import InferenceError
 
 
-def draw_heatmap(cr_factors: Tensor, path: Path, title: str) -> None:
-    """Write a PNG of cr_factor [layers, kv_heads], layers downwards.
+def draw_heatmap(
+    values: Tensor,
+    path: Path,
+    title: str,
+    label: str = "cr_factor",
+    limits: tuple[float | None, float | None] = (1.0, None),
+) -> None:
+    """Write a PNG of one number per lane, layers downwards.
+
+    Args:
+        values: [layers, kv_heads].
+        path: The file.
+        title: Above the picture.
+        label: What the numbers are.
+        limits: Values at the ends of the colour scale; None takes the data's own.
 
     Raises:
         InferenceError: matplotlib is not installed.
@@ -20,12 +33,13 @@ def draw_heatmap(cr_factors: Tensor, path: Path, title: str) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise InferenceError("a heatmap needs matplotlib; install dms-train[plot]") from None
-    layers, heads = cr_factors.shape
+    low, high = limits
+    layers, heads = values.shape
     figure = Figure(figsize=(2.5 + 0.5 * heads, 1.8 + 0.3 * layers), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(cr_factors.numpy(), aspect="auto", vmin=1.0, cmap="viridis")
+    image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", vmin=low, vmax=high)
     axes.set(xlabel="KV head", ylabel="layer", title=title)
     axes.set_xticks(range(heads))
     axes.set_yticks(range(0, layers, max(1, layers // 16)))
-    figure.colorbar(image, label="cr_factor")
+    figure.colorbar(image, label=label)
     FigureCanvasAgg(figure).print_png(path)

@@ -60,6 +60,7 @@ class SamplingParams:
         top_p: Share of the probability that is sampled from.
         top_k: Tokens that are sampled from; -1 takes all.
         seed: Of this request's own generator; None draws one.
+        stop: Texts that end the request; the output's text ends before them.
         stop_token_ids: Tokens that end the request besides the model's own.
         ignore_eos: Go on after the model's end-of-text tokens.
     """
@@ -69,6 +70,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     seed: int | None = None
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -81,3 +83,5 @@ class SamplingParams:
             raise InferenceError(f"top_p={self.top_p}: above 0 and up to 1")
         if self.top_k < 1 and self.top_k != -1:
             raise InferenceError(f"top_k={self.top_k}: at least 1, or -1 for all")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise InferenceError(f"stop={self.stop!r}: a tuple of texts that are not empty")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.accounting import TotalMeter
+from dms_train.inference.accounting import PassCounts, TotalMeter
 from dms_train.inference.cache.base import KVCache
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
@@ -92,10 +92,8 @@ class ModelRunner:
     def _count(
         self, sequences: list[Sequence], parts: list[list[int]], rows: Tensor, reads: Tensor
     ) -> None:
-        live, held = self.cache.live(rows), self.cache.held_slots(rows)
+        counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
         for index, (sequence, part) in enumerate(zip(sequences, parts, strict=True)):
-            prefill = sequence.prefilling
-            counts = (reads[:, index], live[:, index], held[:, index])
-            sequence.meter.step(*counts, self.cache.slot_bytes, prefill)
+            sequence.meter.step(counts, index, self.cache.slot_bytes, sequence.prefilling)
             sequence.computed += len(part)
         self.total.step()

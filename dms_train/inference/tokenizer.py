@@ -8,6 +8,8 @@ from typing import Any
 from dms_train.hf.directory import read_config, read_json
 from dms_train.inference.errors import InferenceError
 
+_UNSEEN = 8
+
 
 class Tokenizer:
     """`tokenizer.json`, read by the tokenizers package."""
@@ -45,6 +47,22 @@ class Tokenizer:
         """Text of `ids` after `before`; a tokenizer may decode a first word differently."""
         head, whole = self.decode(before), self.decode(before + ids)
         return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
+
+    def reached(self, before: list[int], ids: list[int], stops: tuple[str, ...]) -> bool:
+        """Whether the last of `ids`, generated after `before`, completes one of the texts."""
+        longest = max(len(stop.encode()) for stop in stops)
+        # a token is at least a byte; the few more are special tokens, which are not shown
+        tail = self.decode(ids[-longest - _UNSEEN :])
+        if not any(stop in tail for stop in stops):
+            return False
+        text = self.continuation(before, ids)
+        return until(text, stops) != text
+
+
+def until(text: str, stops: tuple[str, ...]) -> str:
+    """A text up to the first of the stops in it."""
+    ends = [at for at in map(text.find, stops) if at >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def read_stop_ids(directory: Path) -> frozenset[int]:

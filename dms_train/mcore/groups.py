@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from dms_train.mcore import runtime
 from dms_train.mcore.options import ParallelOptions
+
+T = TypeVar("T")
+_PATIENCE_DAYS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,21 @@ def value_of_rank_0(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def of_rank_0(action: Callable[[], T]) -> T:
+    """What rank 0 returns from `action`, on every rank; the others wait however long it takes.
+
+    They wait in a group of their own: in the training's group they would run into its timeout,
+    and NCCL would keep their GPUs busy meanwhile. The end of rank 0 ends the wait with an error.
+    """
+    waiting = dist.new_group(backend="gloo", timeout=timedelta(days=_PATIENCE_DAYS))
+    try:
+        values = [action() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(values, src=0, group=waiting)
+    finally:
+        dist.destroy_process_group(waiting)
+    return cast(T, values[0])
 
 
 def stop(*, keep_process_group: bool = False) -> None:

@@ -44,6 +44,18 @@ class TokenSource(Protocol):
         ...
 
 
+class Validator(Protocol):
+    """Judges the final export; every rank calls it."""
+
+    def validate(self) -> dict[str, float]:
+        """Measure, write the report and return flat numbers, on ranks other than 0 none.
+
+        Raises:
+            ValueError: The export must not pass; the report is written all the same.
+        """
+        ...
+
+
 class Exporter(Protocol):
     """Writes the current model for others to use."""
 

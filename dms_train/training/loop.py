@@ -1,4 +1,4 @@
-"""The one loop: runs stages over an engine, saves, evaluates and exports on the way."""
+"""The one loop: runs stages over an engine, saves, evaluates, exports and validates on the way."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.method.plan import StepPlan, StepResult
-from dms_train.training.engine import Exporter, TokenSource, TrainEngine
+from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Validator
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
-from dms_train.training.stages import Stage
+from dms_train.training.stages import Action, Stage
 from dms_train.training.state import TrainState
 
 
@@ -31,6 +31,7 @@ class LoopParts:
     engine: TrainEngine
     source: TokenSource
     exporter: Exporter
+    validator: Validator
     reporter: Reporter
     options: RunOptions
     checkpoints: Path
@@ -41,18 +42,25 @@ class LoopParts:
     provenance: dict[str, Any]
 
 
-def run(stages: list[Stage | None], state: TrainState, parts: LoopParts) -> TrainState:
+def run(stages: list[Stage | Action], state: TrainState, parts: LoopParts) -> TrainState:
     """Run what is left of the stages; `state` says where to begin."""
     _export_due(state, parts)
     while state.stage < len(stages):
         stage = stages[state.stage]
-        if stage is None:
-            _export_final(state, parts)
-            state.next_stage()
-            parts.engine.annotate(_checkpoint(state, parts), state.to_dict())
-        else:
+        if isinstance(stage, Stage):
             _run_stage(stage, state, parts)
+        else:
+            _act(stage, state, parts)
     return state
+
+
+def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
+    if action == "export":
+        _export_final(state, parts)
+    else:
+        parts.reporter.validation(state.step, parts.validator.validate())
+    state.next_stage()
+    parts.engine.annotate(_checkpoint(state, parts), state.to_dict())
 
 
 def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STAGES = ("pretrain", "zero_neuron", "retrofit", "hold", "export")
+STAGES = ("pretrain", "zero_neuron", "retrofit", "hold", "export", "validate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,13 @@ class Reporter:
         logger().info("step %d evaluation: %s", step, shown)
         self.throughput.pause()
 
+    def validation(self, step: int, values: dict[str, float]) -> None:
+        """The export was validated."""
+        self._log(step, values, "validate/")
+        for sink in self.sinks:
+            sink.summary({f"validate/{name}": value for name, value in values.items()})
+        self.throughput.pause()
+
     def saved(self, step: int, path: Path, seconds: float) -> None:
         """A checkpoint was written."""
         self._log(step, {"checkpoint_seconds": seconds}, "train/")

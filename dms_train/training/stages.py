@@ -14,6 +14,8 @@ from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.training.options import StageOptions
 
 Loss = Literal["distill", "lm"]
+Action = Literal["export", "validate"]
+_ACTIONS: dict[str, Action] = {"export": "export", "validate": "validate"}  # they take no step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,8 @@ def _cosine(lr: float, ratio: float, steps: int, warmup: int) -> LearningRate:
 
 def build_stages(
     options: StageOptions, lr: float, warmup: int, loaded_cr: float = 1.0
-) -> list[Stage | None]:
-    """The stages of `stage.run` in order; None stands for `export`.
+) -> list[Stage | Action]:
+    """The entries of `stage.run` in order.
 
     Args:
         options: Stage settings.
@@ -110,10 +112,10 @@ def build_stages(
         loaded_cr: Ratio of the student the run starts from: `retrofit` continues from it, and
             `hold` keeps it when no `retrofit` precedes.
     """
-    stages: list[Stage | None] = []
+    stages: list[Stage | Action] = []
     ratio = loaded_cr
     for name in options.run:
-        stages.append(None if name == "export" else _build(name, options, lr, warmup, ratio))
+        stages.append(_ACTIONS.get(name) or _build(name, options, lr, warmup, ratio))
         if name == "retrofit":
             ratio = options.retrofit.target_cr
     return stages

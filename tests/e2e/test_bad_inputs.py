@@ -211,6 +211,35 @@ def _foreign_out(room: Room) -> None:
     (room.out / "notes.txt").write_text("mine")
 
 
+_JUDGED = ("stage.run=[zero_neuron,retrofit,export,validate]", "stage.validate.samples=2")
+
+
+def _problems(room: Room, *lines: str) -> None:
+    (room.folder / "problems.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def _without_tokenizer(room: Room) -> None:
+    _problems(room, '{"prompt": "So 1", "answers": ["1"]}')
+    (room.model / "tokenizer.json").unlink()
+
+
+def _other_reference(room: Room) -> None:
+    """Another model's logits in the self-test."""
+    file = room.export / "hf" / "dms_selftest" / "reference.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    tensors["logits"] = 9 * tensors["logits"].flip(0)
+    save_file(tensors, file)
+
+
+def _is_reported(room: Room) -> None:
+    assert json.loads((room.out / "metrics.json").read_text())["selftest.kl"] > 0.02
+    assert "FAILED" in (room.out / "report.md").read_text()
+
+
+def _validate(*words: str) -> tuple[str, ...]:
+    return ("validate", "{room.export}/hf", "--teacher={room.model}", "--output={room.out}", *words)
+
+
 def _file_in_place_of_run(room: Room) -> None:
     room.run.write_text("a file")
 
@@ -439,6 +468,21 @@ CONFIG = {
         arrange=_train("stage=hold"),
         says=r"hold needs retrofit before it, or run\.load",
     ),
+    "validate-alone": Case(
+        done="`stage.run=[retrofit,validate]`",
+        arrange=_train("stage.run=[retrofit,validate]", "stage.validate.samples=2"),
+        says=r"stage\.run: validate judges what export wrote; put export before it",
+    ),
+    "validate-samples": Case(
+        done="`stage.validate.samples=64` with fewer validation samples",
+        arrange=_train(_JUDGED[0]),
+        says=r"stage\.validate\.samples=64: run\.eval_samples=2 are the validation samples there",
+    ),
+    "validate-pattern": Case(
+        done="`stage.validate.answer_pattern` without a group",
+        arrange=_train("stage.validate.answer_pattern=answer"),
+        says=r"stage\.validate\.answer_pattern=answer: 0 groups; use one, for the answer",
+    ),
     "unknown-loss": Case(
         done="`stage.retrofit.loss=mse`",
         arrange=_train("stage.retrofit.loss=mse"),
@@ -476,6 +520,26 @@ MODEL = {
             finished=True,
         ),
         says=r"^config error: model\.path: distilling needs the original as teacher; set it",
+    ),
+    "no-teacher-to-validate": Case(
+        done="`validate` without the original",
+        arrange=_spoilt(
+            lambda room: None,
+            "model=scratch",
+            "model.path=null",
+            "run.load={room.run}/checkpoints/step_00000004",
+            "stage.run=[hold,export,validate]",
+            "stage.hold.loss=lm",
+            "stage.validate.samples=2",
+            "run.dir={room.out}",
+            finished=True,
+        ),
+        says=r"^config error: model\.path: validate needs the original as teacher; set it",
+    ),
+    "nothing-to-validate": Case(
+        done="`validate` of an export that was never retrofitted",
+        arrange=_train("stage.run=[export,validate]", "stage.validate.samples=2"),
+        says=r"^config error: stage\.run: validate needs a student that evicts",
     ),
     "model-missing": Case(
         done="`model.path` of a folder that is not there",
@@ -677,6 +741,47 @@ DATA = {
             "data", "check", "{room.data}", spoil=lambda room: _flip(Path(f"{room.data}.bin"), 99)
         ),
         says=r"DATA\.bin: SHA-256 .*, the manifest says .*; the file is damaged",
+    ),
+    "problems-missing": Case(
+        done="`stage.validate.problems` of a file that is not there",
+        arrange=_spoilt(
+            lambda room: None, *_JUDGED, "stage.validate.problems={room.folder}/problems.jsonl"
+        ),
+        says=r"FOLDER/problems\.jsonl: No such file",
+    ),
+    "problems-broken": Case(
+        done="a malformed line in `stage.validate.problems`",
+        arrange=_spoilt(
+            lambda room: _problems(room, '{"prompt": "So 1", "answers": ["1"]}', "{"),
+            *_JUDGED,
+            "stage.validate.problems={room.folder}/problems.jsonl",
+        ),
+        says=r"FOLDER/problems\.jsonl:2: not valid JSON",
+    ),
+    "problems-answers": Case(
+        done="a line of `stage.validate.problems` whose answers are numbers",
+        arrange=_spoilt(
+            lambda room: _problems(room, '{"prompt": "So 1", "answers": [1]}'),
+            *_JUDGED,
+            "stage.validate.problems={room.folder}/problems.jsonl",
+        ),
+        says=r"FOLDER/problems\.jsonl:1: needs .answers., a list of texts",
+    ),
+    "problems-long": Case(
+        done="a problem longer than the model's positions",
+        arrange=_spoilt(
+            lambda room: _problems(room, json.dumps({"prompt": "1" * 128, "answers": ["1"]})),
+            *_JUDGED,
+            "stage.validate.problems={room.folder}/problems.jsonl",
+        ),
+        says=r"a prompt of 128 tokens: the model takes 128; shorten the problems",
+    ),
+    "problems-tokenizer": Case(
+        done="problems for a model without a tokenizer",
+        arrange=_spoilt(
+            _without_tokenizer, *_JUDGED, "stage.validate.problems={room.folder}/problems.jsonl"
+        ),
+        says=r"MODEL: problems need a tokenizer\.json beside the model",
     ),
 }
 
@@ -915,6 +1020,44 @@ TOOLS = {
         ),
         says=r"__0_0\.distcp has .* bytes instead of",
     ),
+    "validate-nothing": Case(
+        done="`dms-validate` without `--data` and `--problems`",
+        arrange=_command(*_validate(), finished=True),
+        says=r"nothing to measure on; give --data, --problems or both",
+    ),
+    "validate-samples-of-none": Case(
+        done="`dms-validate --samples 0`",
+        arrange=_command(*_validate("--data={room.data}", "--samples=0"), finished=True),
+        says=r"error: samples=0: use at least 1",
+    ),
+    "validate-dense": Case(
+        done="`dms-validate` of a dense model",
+        arrange=_command(
+            "validate", "{room.model}", "--teacher={room.model}", "--output={room.out}", "--data=x"
+        ),
+        says=r"MODEL: not a DMS export; give the folder of an export",
+    ),
+    "validate-data": Case(
+        done="`dms-validate --data` of files that are not there",
+        arrange=_command(*_validate("--data={room.folder}/absent"), finished=True),
+        says=r"FOLDER/absent\.manifest\.json: missing; make the files with dms-data tokenize",
+    ),
+    "validate-problems": Case(
+        done="`dms-validate --problems` of a file that is not there",
+        arrange=_command(*_validate("--problems={room.folder}/absent"), finished=True),
+        says=r"FOLDER/absent: No such file",
+    ),
+    "validate-selftest": Case(
+        done="`dms-validate` of an export that does not pass its self-test",
+        arrange=_command(
+            *_validate("--data={room.data}", "--seq-length=32", "--samples=1"),
+            spoil=_other_reference,
+            finished=True,
+        ),
+        says=r"RUN/exports/final/hf: self-test failed: KL .* at most 0\.02 passes; export it again",
+        changes=("out", "out/*"),
+        after=_is_reported,
+    ),
     "export-foreign-folder": Case(
         done="`dms-export` into a folder that holds somebody's files",
         arrange=_command(
@@ -1014,6 +1157,7 @@ _VARYING = (
     (re.compile(r"\d+ bytes"), "N bytes"),
     (re.compile(r"(promises|says|instead of) \d+"), r"\1 N"),
     (re.compile(r"step \d+:"), "step N:"),
+    (re.compile(r"KL \S+ nats"), "KL N nats"),
     (re.compile(r"line \d+ column \d+ \(char \d+\)"), "line N"),
 )
 

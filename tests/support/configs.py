@@ -19,6 +19,7 @@ MAPPING: dict[str, Any] = {
         "retrofit": {"target_cr": 4, "steps_per_cr": 10},
         "hold": {"steps": 10},
         "export": {},
+        "validate": {},
     },
     "data": {
         "paths": ["some/data"],

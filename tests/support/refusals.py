@@ -30,6 +30,7 @@ from tests.support import launch
 COMMANDS = {
     "train": "dms_train.cli.train",
     "data": "data_prep.tokenize",
+    "validate": "dms_train.cli.validate",
     "verify": "checkpoints_tools.verify",
     "inspect": "checkpoints_tools.inspect",
     "export": "checkpoints_tools.megatron_to_hf",

@@ -132,12 +132,27 @@ class CompactCache:
         return torch.where(order < lengths[..., None], numbers, -1)
 
     def _stored(self, layer: int, numbers: Tensor, *, content: bool) -> Slots:
-        position = self.pool.read("position", numbers).long().masked_fill(numbers < 0, -1)
-        state = self.pool.read("state", numbers)
+        pages = self._pages_of(numbers)
+        chosen = self.pool.by_slab(pages.flatten())
+        back = torch.zeros_like(pages).flatten()
+        back[chosen.order] = torch.arange(len(chosen.order), device=back.device)
+
+        def read(field: str) -> Tensor:
+            values = self.pool.read_pages(field, chosen)
+            if not len(values):  # nothing to index
+                return values.reshape(*numbers.shape, *values.shape[2:])
+            return values.index_select(0, back).view(*numbers.shape, *values.shape[2:])
+
+        position = read("position").long().masked_fill(numbers < 0, -1)
+        state = read("state").masked_fill((numbers < 0)[..., None], 0)
         if not content:
             return Slots(layer, position, state)
-        key, value = (self.pool.read(field, numbers) for field in ("key", "value"))
-        return Slots(layer, position, state, key, value)
+        return Slots(layer, position, state, read("key"), read("value"))
+
+    def _pages_of(self, numbers: Tensor) -> Tensor:
+        """Page numbers in the order of the slot numbers, int64 [b, h, p]; -1 for none."""
+        size = self.pool.page_slots
+        return numbers[..., ::size].div(size, rounding_mode="floor")
 
     def _mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Which slot each query reads inside a chunk, bool [b, h, n, s]."""
@@ -146,6 +161,13 @@ class CompactCache:
         return mask if self.policy.scored else mask & ~self.policy.expired(slots, at)
 
     def _attend_stored(self, layer: int, numbers: Tensor, query: Tensor) -> Attended:
+        """Let one query per head, [b, heads, 1, d], attend what is stored."""
+        b, heads, _, d = query.shape
+        h = numbers.shape[1]
+        grouped = query.reshape(b, h, heads // h, d)
+        if type(self.policy).select is CachePolicy.select:
+            output = self._attend_pages(numbers, grouped)
+            return Attended(output.flatten(1, 2).unsqueeze(2), (numbers >= 0).sum(-1))
         stored = self._stored(layer, numbers, content=True)
         assert stored.key is not None
         assert stored.value is not None
@@ -154,6 +176,32 @@ class CompactCache:
         mask = mask if chosen is None else mask & chosen
         output, _ = attend_slots(query, stored.key, stored.value, mask)
         return Attended(output, mask.any(2).sum((2, 3)))
+
+    def _attend_pages(self, numbers: Tensor, query: Tensor) -> Tensor:
+        """`attend_slots` of one query per head, [b, h, r, d] to [b, h, r, d].
+
+        Pages are multiplied in the order in which the pool reads them; only scores and outputs are
+        sorted by sequence.
+        """
+        wide = torch.promote_types(query.dtype, torch.float32)
+        b, h, r, d = query.shape
+        pages = self._pages_of(numbers)
+        columns, size = pages.shape[-1], self.pool.page_slots
+        chosen = self.pool.by_slab(pages.flatten())
+        lane = chosen.order.div(max(1, columns), rounding_mode="floor")
+        key = self.pool.read_pages("key", chosen).to(wide)  # [pages, page slots, d]
+        scores = query.reshape(b * h, r, d).to(wide)[lane] @ key.transpose(1, 2) * d**-0.5
+        by_lane = scores.new_zeros(pages.numel(), r, size)
+        by_lane[chosen.order] = scores
+        dead = (numbers < 0).view(b, h, columns, 1, size)
+        by_lane = by_lane.view(b, h, columns, r, size).masked_fill(dead, torch.finfo(wide).min)
+        weights = by_lane.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
+        by_page = weights.view(b, h, r, columns, size).transpose(2, 3).flatten(0, 2)
+        value = self.pool.read_pages("value", chosen)
+        parts = by_page[chosen.order].to(value.dtype) @ value
+        output = torch.zeros(b * h, r, d, dtype=wide, device=parts.device)
+        output.index_add_(0, lane, parts.to(wide))
+        return output.to(value.dtype).view(b, h, r, d)
 
     def _settle(
         self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: Arrival

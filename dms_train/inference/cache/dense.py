@@ -44,6 +44,7 @@ class DenseCache:
         self._dead = [dead] * layers
         self._slots = [Slots(i, position, state, content, content) for i in range(layers)]
         self._used = torch.zeros(layers, rows, dtype=torch.int64, device=device)
+        self._live = torch.zeros(layers, rows, heads, dtype=torch.int64, device=device)
 
     @property
     def allocated_bytes(self) -> int:
@@ -52,19 +53,17 @@ class DenseCache:
 
     def live(self, rows: Tensor) -> Tensor:
         """Tokens that are not masked for good, int64 [layers, b, h]."""
-        counts = [
-            ((slots.position[rows] >= 0) & ~dead[rows]).sum(-1)
-            for slots, dead in zip(self._slots, self._dead, strict=True)
-        ]
-        return torch.stack(counts)
+        return self._live[:, rows]
 
     def held_slots(self, rows: Tensor) -> Tensor:
         """Slots of the rows, int64 [layers, b, h]."""
-        return torch.stack([self._used.new_full(d[rows].shape[:2], d.shape[2]) for d in self._dead])
+        size = self._used.new_tensor([dead.shape[2] for dead in self._dead])
+        return size[:, None, None].expand_as(self._live[:, rows])
 
     def free(self, rows: Tensor) -> None:
         """Mark the rows as empty; memory returns when all are."""
         self._used[:, rows] = 0
+        self._live[:, rows] = 0
         for layer, slots in enumerate(self._slots):
             slots.position[rows] = -1
             slots.state[rows] = 0
@@ -80,10 +79,11 @@ class DenseCache:
         """As `CompactCache.attend`."""
         n = arrival.position.shape[1]
         self._append(layer, rows, arrival)
-        stored = Slots(layer, *(t[rows] for t in self._slots[layer][1:] if isinstance(t, Tensor)))
+        stored = self._stored(layer, rows)
         stored = stored._replace(state=self.policy.admit(stored, arrival))
         dead = self._dead[layer][rows]
-        mask = (stored.position >= 0)[:, :, None] & ~dead[:, :, None]
+        held = stored.position >= 0
+        mask = (held & ~dead)[:, :, None]
         mask = mask & (stored.position[:, :, None, :] <= arrival.position[:, None, :, None])
         if not self.policy.scored:
             mask = mask & ~self.policy.expired(stored, arrival.position)
@@ -91,14 +91,27 @@ class DenseCache:
         wide = mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen
         assert stored.key is not None
         assert stored.value is not None
-        output, weights = attend_slots(query, stored.key, stored.value, wide)
+        output, weights = _attend(query, stored.key, stored.value, wide)
         if self.policy.scored:
             stored = stored._replace(state=self.policy.observe(stored, weights))
         newest = arrival.position.amax(1, keepdim=True)
         gone = self.policy.expired(stored, newest)[:, :, 0]
-        self._dead[layer][rows] = dead | (gone & (stored.position >= 0))
+        dead = dead | (gone & held)
+        self._dead[layer][rows] = dead
+        self._live[layer, rows] = (held & ~dead).sum(-1)
         self._slots[layer].state[rows] = stored.state
         return Attended(output, wide.any(2).sum((2, 3)))
+
+    def _stored(self, layer: int, rows: Tensor) -> Slots:
+        """The slots of these rows; their content is not copied when they are all rows in order."""
+        slots = self._slots[layer]
+        assert slots.key is not None
+        assert slots.value is not None
+        position, state = slots.position[rows], slots.state[rows]
+        if torch.equal(rows, torch.arange(len(slots.key), device=rows.device)):
+            return Slots(layer, position, state, slots.key, slots.value)
+        content = (slots.key.index_select(0, rows), slots.value.index_select(0, rows))
+        return Slots(layer, position, state, *content)
 
     def _append(self, layer: int, rows: Tensor, arrival: Arrival) -> None:
         """Write the arrival behind what is there."""
@@ -132,3 +145,20 @@ class DenseCache:
         )
         self._dead[layer] = F.pad(self._dead[layer], (0, more))
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`attend_slots`; the heads of a group are folded into its queries, so that no key is copied.
+
+    Args:
+        query: [b, h * r, n, d].
+        key: [b, h, t, d].
+        value: [b, h, t, d].
+        mask: bool, [b, h, 1, n, t] or [b, h, r, n, t].
+    """
+    b, heads, n, d = query.shape
+    if n > 1:
+        return attend_slots(query, key, value, mask)
+    h = key.shape[1]
+    output, weights = attend_slots(query.view(b, h, -1, d), key, value, mask.transpose(2, 3))
+    return output.reshape(b, heads, n, d), weights.reshape(b, heads, n, -1)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dms_train.inference.cache.allocator import PageAllocator
+
+
+class BySlab(NamedTuple):
+    """Slots or pages sorted by the slab they lie in, so that each slab is visited once.
+
+    Attributes:
+        order: int64 [n], their places in the list that was sorted.
+        parts: Slab number and int64 [.] offsets in that slab, in this order.
+    """
+
+    order: Tensor
+    parts: list[tuple[int, Tensor]]
 
 
 class PagePool:
@@ -70,30 +84,54 @@ class PagePool:
                 for name, (tail, dtype) in self._fields.items()
             }
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return torch.tensor(pages, dtype=torch.int64, device=self.device)
+        taken = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        # slots behind the last token are multiplied by 0, which an earlier owner's NaN survives
+        for slab, offset in self.by_slab(taken).parts:
+            self._paged(slab, "value")[offset] = 0
+        return taken
 
     def release(self, pages: Tensor) -> None:
         """Give pages back, int64 [count]; slabs that become free are returned to the system."""
         for slab in self.allocator.release(pages.tolist()):
             del self._slabs[slab]
 
+    def by_slab(self, pages: Tensor) -> BySlab:
+        """Sort page numbers, int64 [n], for `read_pages`; -1 entries are left out."""
+        return _by_slab(pages, self.allocator.slab_pages)
+
+    def read_pages(self, field: str, pages: BySlab) -> Tensor:
+        """One field of whole pages, in the order of `pages`: [n, page_slots, *field]."""
+        tail, dtype = self._fields[field]
+        shape = (len(pages.order), self.page_slots, *tail)
+        values = torch.empty(shape, dtype=dtype, device=self.device)
+        counts = [len(offset) for _, offset in pages.parts]
+        for (slab, offset), into in zip(pages.parts, torch.split(values, counts), strict=True):
+            torch.index_select(self._paged(slab, field), 0, offset, out=into)
+        return values
+
     def read(self, field: str, slots: Tensor) -> Tensor:
         """Gather one field. slots: int64 [...], -1 reads zeros. Returns [..., *field]."""
         tail, dtype = self._fields[field]
-        flat = slots.reshape(-1)
-        values = torch.zeros(len(flat), *tail, dtype=dtype, device=self.device)
-        for number, slab in self._slabs.items():
-            chosen = (flat // self._slab_slots == number).nonzero().squeeze(1)
-            values[chosen] = slab[field][flat[chosen] - number * self._slab_slots]
+        flat = _by_slab(slots.reshape(-1), self._slab_slots)
+        values = torch.zeros(slots.numel(), *tail, dtype=dtype, device=self.device)
+        found = [self._slabs[slab][field].index_select(0, offset) for slab, offset in flat.parts]
+        if found:
+            values[flat.order] = torch.cat(found)
         return values.reshape(*slots.shape, *tail)
 
     def write(self, field: str, slots: Tensor, values: Tensor) -> None:
         """Scatter one field. slots: int64 [n], all different; values: [n, *field]."""
         _, dtype = self._fields[field]
-        values = values.detach().to(dtype)
-        for number, slab in self._slabs.items():
-            chosen = (slots // self._slab_slots == number).nonzero().squeeze(1)
-            slab[field][slots[chosen] - number * self._slab_slots] = values[chosen]
+        order, parts = _by_slab(slots, self._slab_slots)
+        values = values.detach().to(dtype)[order]
+        counts = [len(offset) for _, offset in parts]
+        for (slab, offset), part in zip(parts, torch.split(values, counts), strict=True):
+            self._slabs[slab][field][offset] = part
+
+    def _paged(self, slab: int, field: str) -> Tensor:
+        """One field of a slab, [pages, page_slots, *field]."""
+        flat = self._slabs[slab][field]
+        return flat.view(self.allocator.slab_pages, self.page_slots, *flat.shape[1:])
 
     def slabs(self, field: str) -> tuple[Tensor | None, ...]:
         """One field of every slab as [pages, page_slots, ...], by slab number."""
@@ -101,3 +139,13 @@ class PagePool:
         found = [self._slabs[n][field] if n in self._slabs else None for n in range(count)]
         size = self.page_slots
         return tuple(None if t is None else t.view(-1, size, *t.shape[1:]) for t in found)
+
+
+def _by_slab(numbers: Tensor, per_slab: int) -> BySlab:
+    """Sort slot or page numbers, int64 [n], by slab; -1 entries are left out."""
+    slab = numbers.div(per_slab, rounding_mode="floor")
+    order = slab.argsort(stable=True)
+    absent, *counts = torch.bincount(slab + 1, minlength=1).tolist()
+    order = order[absent:]
+    offsets = torch.split(numbers[order] % per_slab, counts)
+    return BySlab(order, [(n, offset) for n, offset in enumerate(offsets) if counts[n]])

@@ -48,6 +48,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__zero_neuron__steps": 0}),
         (1, {"stage__run": ["pretrain", "export"], **SCRATCH}),
         (1, {"stage__run": ["export"]}),
+        (1, {"stage__run": ["zero_neuron", "retrofit", "export", "validate"]}),
         (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
         (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
     ],
@@ -97,6 +98,25 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             {"stage__run": ["retrofit"], **SCRATCH, "run__load": "x"},
             "distilling needs the original as teacher",
         ),
+        ({"stage__run": ["validate", "export"]}, "as [export, validate]"),
+        ({"stage__run": ["retrofit", "validate"]}, "put export before it"),
+        (
+            {
+                "stage__run": ["retrofit", "export", "validate"],
+                **SCRATCH,
+                "run__load": "x",
+                "stage__retrofit__loss": "lm",
+            },
+            "validate needs the original as teacher",
+        ),
+        (
+            {"stage__run": ["retrofit", "export", "validate"], "run__eval_samples": 8},
+            "stage.validate.samples=64: run.eval_samples=8 are",
+        ),
+        ({"stage__validate": {"samples": 0}}, "stage.validate.samples=0: use at least 1"),
+        ({"stage__validate": {"device": "tpu"}}, "choose one of auto, cpu, cuda"),
+        ({"stage__validate": {"answer_pattern": "x"}}, "0 groups; use one"),
+        ({"stage__validate": {"answer_pattern": "("}}, "not a regular expression"),
         ({"stage__run": ["hold"]}, "hold needs retrofit before it, or run.load"),
     ],
 )

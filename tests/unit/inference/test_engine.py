@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+from data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.inference.engine import LLM
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -62,6 +64,9 @@ def test_the_models_limit_ends_a_request(llm):
         (lambda llm: llm.generate(random_ids(1024)), "the model takes 1024"),
         (lambda llm: llm.generate([[1], [2]], [GREEDY]), "2 prompts but 1"),
         (lambda llm: llm.generate(7), "give text"),
+        (lambda llm: llm.generate([1], SamplingParams(stop=("x",))), "no tokenizer"),
+        (lambda llm: SamplingParams(stop="x"), "a tuple of texts"),
+        (lambda llm: SamplingParams(stop=("",)), "not empty"),
         (lambda llm: SamplingParams(max_tokens=0), "max_tokens"),
         (lambda llm: SamplingParams(temperature=-1), "temperature"),
         (lambda llm: SamplingParams(top_p=0), "top_p"),
@@ -160,3 +165,51 @@ def test_text(stories):
     golden = json.loads((stories / "golden.json").read_text())["greedy_from_bos_200"]["ids"]
     again = llm.generate(golden[:1], SamplingParams(max_tokens=59, temperature=0.0))[0]
     assert again.outputs[0].token_ids == golden[1:60]
+
+
+@pytest.fixture
+def characters(folder, tmp_path):
+    """A model of the exam sheets' characters, random otherwise."""
+    write_exam_tokenizer(tmp_path / "tokenizer")
+    copy = shutil.copytree(folder("llama", small_spec("dms")), tmp_path / "copy")
+    shutil.copy(tmp_path / "tokenizer" / "tokenizer.json", copy)
+    return LLM(copy)
+
+
+def test_stop_texts(characters):
+    """Outputs end before the text, whichever token completes it, and the row is free again."""
+    prompts = ["So -2*c = -30.", "1: Solve"]
+    how = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    free = [output.outputs[0] for output in characters.generate(prompts, how)]
+    for at in (1, 7, 20):
+        stop = free[0].text[at : at + 3]
+        assert len(stop) == 3
+        until = free[0].text.index(stop)
+        first, second = characters.generate(prompts, [replace(how, stop=("never", stop)), how])
+        assert first.outputs[0].text == free[0].text[:until]
+        assert first.outputs[0].finish_reason == "stop"
+        # the model may also say tokens without characters
+        assert free[0].token_ids[: len(first.outputs[0].token_ids)] == first.outputs[0].token_ids
+        assert second.outputs[0] == free[1]
+    unseen = characters.generate(prompts, replace(how, stop=("\n\n\n\n",)))
+    assert [output.outputs[0] for output in unseen] == free
+
+
+def test_stop_texts_across_turns(characters):
+    how = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    with characters.conversation() as conversation:
+        said = conversation.say("So", how).outputs[0].text
+    stop = said[5:8]
+    with characters.conversation() as conversation:
+        short = conversation.say("So", replace(how, stop=(stop,))).outputs[0]
+        assert short.text == said[: said.index(stop)]
+        # what the first turn ended at does not end the second
+        assert (
+            conversation.say("1", replace(how, max_tokens=3)).outputs[0].finish_reason == "length"
+        )
+
+
+def test_logits_of_the_longest_text(llm):
+    assert llm.logits(random_ids(1024)).shape == (1024, 61)
+    with pytest.raises(InferenceError, match="1025 tokens"):
+        llm.logits(random_ids(1025))

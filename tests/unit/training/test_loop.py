@@ -53,7 +53,7 @@ class World:
 
     def __init__(self, dies_at: int | str | None = None) -> None:
         self.events: list[tuple[Any, ...]] = []
-        self.dies_at = dies_at  # a step or the name of an export
+        self.dies_at = dies_at  # a step, the name of an export or "validate"
 
     def begin_stage(self, rate: LearningRate) -> None:
         self.events.append(("begin", rate))
@@ -91,6 +91,11 @@ class World:
     def alias(self, name: str, target: str) -> None:
         self._may_die(name)
         self.events.append(("alias", name, target))
+
+    def validate(self) -> dict[str, float]:
+        self._may_die("validate")
+        self.events.append(("validate",))
+        return {"cr_factor": 2.5}
 
     def _may_die(self, where: int | str) -> None:
         if where == self.dies_at:
@@ -130,6 +135,7 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
         engine=world,
         source=world,
         exporter=world,
+        validator=world,
         reporter=reporter,
         options=RunOptions(**{**defaults, **options}),
         checkpoints=folder / "checkpoints",
@@ -388,7 +394,7 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
 
 def timeline(world: World) -> list[tuple[Any, ...]]:
     """What matters to the weights and to readers, without the saves and the progress."""
-    kinds = {"train", "evaluate", "hand_over", "export", "alias"}
+    kinds = {"train", "evaluate", "hand_over", "export", "alias", "validate"}
     return [event for event in world.events if event[0] in kinds]
 
 
@@ -431,6 +437,24 @@ def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
     run(tmp_path)
     again = run(tmp_path, state=restored(tmp_path, STEPS))
     assert again.events == []
+
+
+JUDGED = only("zero_neuron", "export", "validate")
+
+
+def test_validation_follows_the_export_and_is_reported(tmp_path: Path) -> None:
+    world = run(tmp_path, JUDGED)
+    assert [e[0] for e in timeline(world)][-2:] == ["export", "validate"]
+    assert (3, {"validate/cr_factor": 2.5}) in world.of("log")
+    assert world.of("summary")[-1] == ({"validate/cr_factor": 2.5},)
+
+
+def test_a_run_that_died_in_validation_starts_it_again_and_trains_nothing(tmp_path: Path) -> None:
+    first = run(tmp_path, JUDGED, dies_at="validate")
+    assert first.of("validate") == []
+    again = run(tmp_path, JUDGED, restored(tmp_path, 3))
+    assert timeline(again) == [("validate",)]
+    assert run(tmp_path, JUDGED, restored(tmp_path, 3)).events == []
 
 
 def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:

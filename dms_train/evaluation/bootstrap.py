@@ -1,0 +1,39 @@
+"""How far a share would move had other samples been drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_SEED, _RESAMPLES = 0, 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A ratio of sums and its 95% bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+
+def ratio(parts: list[float], wholes: list[float]) -> Estimate:
+    """sum(parts) / sum(wholes), resampled over the entries.
+
+    An entry is what was drawn together, such as a sheet: its problems share a text and are not
+    independent of each other.
+
+    Args:
+        parts: Of each entry, such as problems solved.
+        wholes: Of each entry, such as problems; their sum is above 0.
+    """
+    part, whole = (torch.tensor(x, dtype=torch.float64) for x in (parts, wholes))
+    draw = torch.Generator().manual_seed(_SEED)
+    chosen = torch.randint(len(part), (_RESAMPLES, len(part)), generator=draw)
+    ratios = part[chosen].sum(1) / whole[chosen].sum(1)
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Estimate(value=(part.sum() / whole.sum()).item(), low=low, high=high)

@@ -1,0 +1,246 @@
+"""What an export is worth beside its teacher: agreement, cost, replay, solved problems.
+
+Both run through the inference room: the export with the compact cache, the teacher with the dense
+one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.data.batches import Samples
+from dms_train.evaluation.bootstrap import Estimate, ratio
+from dms_train.evaluation.problems import Sheet, solved
+from dms_train.hf.selftest import SelfTest
+from dms_train.inference.accounting import TotalKV
+from dms_train.inference.engine import LLM
+from dms_train.inference.options import SamplingParams
+from dms_train.method.losses import kl_teacher_student
+
+_CHUNK = 64  # tokens between which the compact cache really frees what is evicted
+_POSITIONS = 512  # compared at a time: two rows of the vocabulary in float64 each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The two models and where they run.
+
+    Attributes:
+        export: Directory of the export.
+        teacher: Directory of the original.
+        window: Of the export, and of the control.
+        device: torch device.
+    """
+
+    export: Path
+    teacher: Path
+    window: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the cache of one model cost.
+
+    Attributes:
+        cr_factor: Tokens seen over mean tokens held, at the last token of each sequence.
+        kv_reads: Slots attended by a sequence, summed over its queries, mean over KV heads.
+        peak_tokens: Most tokens that one sequence ever held, mean over KV heads.
+        cache_bytes: Most bytes that were taken from the system.
+        cr_factors: float64 [layers, kv_heads].
+    """
+
+    cr_factor: float
+    kv_reads: float
+    peak_tokens: float
+    cache_bytes: int
+    cr_factors: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Export and teacher on the same text.
+
+    Attributes:
+        kl: KL(teacher || export), nats per token.
+        top1: Share of positions with the same most likely token.
+        teacher_loss: Next-token loss of the teacher, nats per token.
+        student_loss: Of the export.
+        sequences: Number of texts.
+        length: Tokens of each.
+        dense: What the teacher's cache cost.
+        dms: What the export's cost.
+    """
+
+    kl: Estimate
+    top1: Estimate
+    teacher_loss: Estimate
+    student_loss: Estimate
+    sequences: int
+    length: int
+    dense: Cost
+    dms: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """One model on the problems."""
+
+    accuracy: Estimate
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The self-test of the export, computed through the compact cache.
+
+    Attributes:
+        kl: KL(recorded || computed), nats per token.
+        limit: Largest that passes.
+    """
+
+    kl: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the limit holds; not-a-number fails."""
+        return self.kl <= self.limit
+
+
+def agreement(place: Place, samples: Samples, count: int) -> Agreement:
+    """Score the first `count` samples with both models, token by token through their caches."""
+    slab: dict[str, Any] = {"max_num_seqs": 1, "slab_pages": 8, "device": place.device}
+    student = LLM(place.export, prefill_chunk=_CHUNK, **slab)
+    teacher = LLM(place.teacher, cache="dense", prefill_chunk=_CHUNK, **slab)
+    rows = []
+    for number in range(count):
+        sample = samples[number]
+        ids = sample.tokens.tolist()
+        pair = student.logits(ids).cpu(), teacher.logits(ids).cpu()
+        rows.append(_compared(*pair, sample.labels, sample.loss_mask.double()))
+    kl, top1, teacher_nll, student_nll, tokens = torch.tensor(rows, dtype=torch.float64).T.tolist()
+    return Agreement(
+        kl=ratio(kl, tokens),
+        top1=ratio(top1, tokens),
+        teacher_loss=ratio(teacher_nll, tokens),
+        student_loss=ratio(student_nll, tokens),
+        sequences=count,
+        length=len(samples[0].tokens),
+        dense=_text_cost(teacher),
+        dms=_text_cost(student),
+    )
+
+
+def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) -> list[float]:
+    """KL, equal argmax, both next-token losses and tokens, summed where `counts` is 1."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    for s, t, label, count in zip(
+        *(torch.split(x, _POSITIONS) for x in (student, teacher, labels, counts)), strict=True
+    ):
+        wide, original = s.double(), t.double()
+        losses = [
+            kl_teacher_student(wide, original),
+            (wide.argmax(-1) == original.argmax(-1)).double(),
+            *(-x.log_softmax(-1).gather(1, label[:, None])[:, 0] for x in (original, wide)),
+        ]
+        sums += torch.stack([(loss * count).sum() for loss in losses])
+    return [*sums.tolist(), counts.sum().item()]
+
+
+def _text_cost(llm: LLM) -> Cost:
+    total = llm.kv
+    assert total is not None
+    return _cost(total, total.peak_live_tokens)
+
+
+def _cost(total: TotalKV, peak_tokens: float) -> Cost:
+    return Cost(
+        cr_factor=total.cr_factor,
+        kv_reads=(total.prefill_reads + total.kv_reads) / total.requests,
+        peak_tokens=peak_tokens,
+        cache_bytes=total.peak_allocated_bytes,
+        cr_factors=total.cr_factors,
+    )
+
+
+def replay(export: Path, device: str) -> Replay:
+    """Compare what the export records of the trained model with what the compact cache computes.
+
+    Raises:
+        FileNotFoundError: The export has no self-test.
+        ValueError: It is broken.
+    """
+    reference = SelfTest.load(export)
+    llm = LLM(export, dtype=reference.dtype, device=device, max_num_seqs=1, prefill_chunk=_CHUNK)
+    found = llm.logits(reference.input_ids.tolist()).cpu()
+    recorded, computed = reference.logits.double(), found.double()
+    kl = kl_teacher_student(computed, recorded).mean().item()
+    return Replay(kl=kl, limit=reference.kl_tolerance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exam:
+    """Problems and how they are put.
+
+    Attributes:
+        sheets: The problems.
+        pattern: Finds the answers in a continuation.
+        max_tokens: Most tokens of one.
+        max_num_seqs: Sheets solved at the same time.
+    """
+
+    sheets: list[Sheet]
+    pattern: re.Pattern[str]
+    max_tokens: int
+    max_num_seqs: int
+
+
+def examine(
+    place: Place, exam: Exam, *, window_only: bool, note: Callable[[str], None]
+) -> dict[str, Solved]:
+    """Greedy answers of teacher, export and, if wanted, the teacher with its window only."""
+    models: dict[str, tuple[Path, dict[str, Any]]] = {
+        "teacher": (place.teacher, {"cache": "dense"}),
+        "dms": (place.export, {}),
+    }
+    if window_only:
+        models["window_only"] = (place.teacher, {"policy": "window", "window": place.window})
+    found = {}
+    for name, (directory, how) in models.items():
+        found[name] = _solve(directory, exam, {"device": place.device, **how})
+        note(f"{name}: accuracy {found[name].accuracy}")
+    return found
+
+
+def _solve(directory: Path, exam: Exam, how: dict[str, Any]) -> Solved:
+    rows = exam.max_num_seqs
+    # fine enough that slabs do not blur the comparison, few enough to be read in one go each
+    slab_pages = min(256, max(8, 2 * rows))
+    llm = LLM(directory, max_num_seqs=rows, slab_pages=slab_pages, **how)
+    params = [
+        SamplingParams(
+            max_tokens=exam.max_tokens,
+            temperature=0.0,
+            stop=() if sheet.stop is None else (sheet.stop,),
+        )
+        for sheet in exam.sheets
+    ]
+    outputs = llm.generate([sheet.prompt for sheet in exam.sheets], params)
+    hits = [
+        float(solved(output.outputs[0].text, sheet.answers, exam.pattern))
+        for output, sheet in zip(outputs, exam.sheets, strict=True)
+    ]
+    total = llm.kv
+    assert total is not None
+    return Solved(
+        accuracy=ratio(hits, [float(len(sheet.answers)) for sheet in exam.sheets]),
+        cost=_cost(total, max(output.kv.peak_live_tokens for output in outputs)),
+    )

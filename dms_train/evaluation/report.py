@@ -1,0 +1,187 @@
+"""Findings as files: `metrics.json`, `report.md` and two pictures."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from dms_train.evaluation.findings import Findings
+from dms_train.evaluation.measure import Agreement, Cost
+from dms_train.evaluation.plots import draw_training
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.heatmap import draw_heatmap
+
+METRICS, REPORT = "metrics.json", "report.md"
+TRAINING, RETENTION = "training.png", "retention.png"
+NO_PLOTS = "no plots: matplotlib is not installed; pip install 'dms-train[plot]' draws them"
+_NAMES = {
+    "teacher": "original",
+    "dms": "DMS",
+    "window_only": "original, window only",
+    "dense": "original, dense cache",
+}
+_WORDS = {
+    "generation": "while solving the problems",
+    "text": "at the end of the validation sequences",
+}
+
+
+def tables(findings: Findings) -> str:
+    """What was found, as Markdown tables."""
+    parts = []
+    if findings.agreement is not None:
+        parts.append(_agreement_table(findings.agreement))
+    if findings.solved:
+        rows = [[_NAMES[n], str(s.accuracy)] for n, s in findings.solved.items()]
+        parts.append(_table(["model", "accuracy"], rows))
+    for name, both in findings.costs.items():
+        costs = dict(both)
+        if name == "generation" and "window_only" in findings.solved:
+            costs["window_only"] = findings.solved["window_only"].cost
+        parts.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs)}")
+    found = findings.replay
+    verdict = "passed" if found.passed else "FAILED"
+    parts.append(
+        f"Self-test through the compact cache: {verdict}, KL {found.kl:.2e} nats/token "
+        f"(limit {found.limit:g})."
+    )
+    return "\n\n".join(parts)
+
+
+def _agreement_table(found: Agreement) -> str:
+    rows = [
+        ["KL(original, DMS), nats/token", str(found.kl)],
+        ["same most likely token", str(found.top1)],
+        ["next-token loss of the original, nats", str(found.teacher_loss)],
+        ["next-token loss of DMS, nats", str(found.student_loss)],
+    ]
+    return _table(["agreement", "value"], rows)
+
+
+def _cost_table(costs: dict[str, Cost]) -> str:
+    header = ["model", "cr_factor", "KV reads", "peak tokens", "cache bytes"]
+    rows = [
+        [
+            _NAMES[name],
+            f"{cost.cr_factor:.2f}",
+            f"{cost.kv_reads:,.0f}",
+            f"{cost.peak_tokens:,.1f}",
+            f"{cost.cache_bytes:,}",
+        ]
+        for name, cost in costs.items()
+    ]
+    return _table(header, rows)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def write(findings: Findings, folder: Path, rows: Path | None) -> list[str]:
+    """Write metrics, report and pictures.
+
+    Args:
+        findings: What to write.
+        folder: Where to; made if absent.
+        rows: `metrics.jsonl` of the run that trained the export; None when unknown.
+
+    Returns:
+        Lines for the user about what could not be done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures, advice = _draw(findings, folder, rows), []
+    if pictures is None:
+        pictures, advice = [], [NO_PLOTS]
+    (folder / REPORT).write_text(_report(findings, pictures), encoding="utf-8")
+    numbers = json.dumps(findings.numbers(), indent=2)
+    (folder / METRICS).write_text(numbers + "\n", encoding="utf-8")
+    return advice
+
+
+def _draw(findings: Findings, folder: Path, rows: Path | None) -> list[str] | None:
+    """Names of the pictures; None without matplotlib."""
+    kept = 1 / _main_cost(findings).cr_factors
+    try:
+        draw_heatmap(kept, folder / RETENTION, "tokens kept", "share", (0.0, 1.0))
+    except InferenceError:
+        return None
+    if rows is not None and rows.is_file() and draw_training(rows, folder / TRAINING):
+        return [TRAINING, RETENTION]
+    return [RETENTION]
+
+
+def _main_cost(findings: Findings) -> Cost:
+    """Of the export in what it was mainly measured on."""
+    return next(iter(findings.costs.values()))["dms"]
+
+
+def _report(findings: Findings, pictures: list[str]) -> str:
+    factors = _main_cost(findings).cr_factors
+    lanes = _table(
+        ["layer", *(f"KV head {head}" for head in range(factors.shape[1]))],
+        [[str(n), *(f"{f:.2f}" for f in row)] for n, row in enumerate(factors.tolist())],
+    )
+    parts = ["# Validation", _measured(findings), tables(findings), _meaning(findings)]
+    parts.append(f"cr_factor by layer and KV head:\n\n{lanes}")
+    parts += [f"![{Path(name).stem}]({name})" for name in pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measured(findings: Findings) -> str:
+    place, on = findings.place, []
+    if findings.agreement is not None:
+        found = findings.agreement
+        on.append(f"{found.sequences} validation sequences of {found.length} tokens")
+    if findings.solved:
+        on.append(f"{findings.problems} problems on {findings.sheets} sheets, answered greedily")
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("dms-train", "torch"))
+    return "\n".join(
+        [
+            f"- export: `{place.export}`, window {place.window}",
+            f"- original: `{place.teacher}`",
+            f"- measured on: {'; '.join(on)}",
+            f"- device: {_device(place.device)}; {versions}, Python {platform.python_version()}",
+            f"- took {findings.seconds:.0f} s",
+        ]
+    )
+
+
+def _device(device: str) -> str:
+    if device.startswith("cuda"):
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    return f"{device}, {torch.get_num_threads()} thread(s)"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree
+        return "not installed"
+
+
+def _meaning(findings: Findings) -> str:
+    lines = [
+        "In brackets: 95% bootstrap interval over sequences or sheets.",
+        "",
+        "- cr_factor: tokens seen over cache slots held at the last token.",
+        "- KV reads: slots attended by one sequence, summed over its queries, mean over KV heads.",
+        "- peak tokens: most tokens one sequence ever held, mean over KV heads.",
+        "- cache bytes: most memory the cache took, with everything that belongs to it.",
+    ]
+    if findings.agreement is not None:
+        lines.append(
+            "- KL and next-token loss: both models read the same text through their caches, "
+            "evicted tokens gone."
+        )
+    if findings.solved:
+        lines.append(
+            "- accuracy: problems whose answer is exactly the expected one; "
+            "window only: the original's weights, every token evicted when it leaves the window."
+        )
+    lines.append("- tokens kept: 1 / cr_factor of each layer and KV head.")
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""The stage `validate` and `dms-validate`, from the command line to the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from data_prep.exam_sheets import held_out_problems
+from tests.support import launch, refusals
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+FILES = ("metrics.json", "report.md", "training.png", "retention.png")
+SHEETS = 24
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exam sheets, held-out problems and a random model."""
+    folder = tmp_path_factory.mktemp("validate")
+    sheets = ("exam-sheets", "--out", str(folder / "data"), "--sheets", "100")
+    launch.checked(launch.python("-m", "data_prep.tokenize", *sheets))
+    sizes = {"max_position_embeddings": 512, "hidden_size": 64}
+    refusals.write_model(folder / "model", folder / "data" / "tokenizer", **sizes)
+    lines = [
+        {"prompt": s.prompt, "answers": [str(a) for a in s.answers], "stop": "\n\n"}
+        for s in held_out_problems(SHEETS, 2, 7)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "problems.jsonl").write_text(text)
+    return folder
+
+
+def overrides(root: Path, name: str, *more: str) -> list[str]:
+    return [
+        f"model.path={root}/model",
+        f"data.paths=[{root}/data/train]",
+        "data.seq_length=96",
+        "data.micro_batch_size=1",
+        "data.global_batch_size=4",
+        "method.window=8",
+        "stage.run=[zero_neuron,retrofit,export,validate]",
+        "stage.zero_neuron.steps=2",
+        "stage.retrofit.target_cr=2",
+        "stage.retrofit.steps_per_cr=4",
+        "stage.validate.samples=6",
+        "stage.validate.max_tokens=60",
+        f"stage.validate.problems={root}/problems.jsonl",
+        "optim.lr=1e-2",
+        "optim.lr_warmup_steps=0",
+        "run.eval_samples=6",
+        "observe=quiet",
+        f"run.dir={root}/{name}",
+        *more,
+    ]
+
+
+def train(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
+    done = launch.torchrun(processes, "-m", "dms_train", *words, timeout=400)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done
+
+
+def metrics(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    return found
+
+
+def rows(run: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if name in line]
+
+
+def spoil_selftest(export: Path) -> Callable[[], object]:
+    """Record another model's logits; returns what undoes it."""
+    file = export / "dms_selftest" / "reference.safetensors"
+    before = file.read_bytes()
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    tensors["logits"] = 9 * tensors["logits"].flip(0)
+    save_file(tensors, file)
+    return lambda: file.write_bytes(before)
+
+
+def test_two_ranks_train_and_rank_0_validates(root: Path) -> None:
+    done = train(2, *overrides(root, "tp2", "parallel=tp2"))
+    run, found = root / "tp2", metrics(root / "tp2")
+    assert all((run / name).is_file() for name in FILES)
+    assert "| original, window only |" in done.stdout
+    judged = rows(run, "validate/cr_factor")
+    assert len(judged) == 1
+    assert {f"validate/{name}": value for name, value in found.items()}.items() <= judged[0].items()
+    assert found["problems"] == 2 * SHEETS
+    # the last evaluation of the trainer saw the same sequences through the mask
+    last = rows(run, "valid/kl")[-1]
+    assert found["kl_nats_per_token"] == pytest.approx(last["valid/kl"], rel=1e-3)
+    assert found["text.cr_factor"] > 1.05
+    assert found["text.cr_factor"] == pytest.approx(last["valid/cr"], rel=1e-3)
+    assert found["text.kv_reads.dms"] == pytest.approx(last["valid/kv_reads"], rel=1e-3)
+
+
+def test_the_command_measures_what_the_stage_measured(root: Path) -> None:
+    stage = metrics(root / "tp2")
+    launch.checked(
+        launch.python(
+            "-m",
+            "dms_train.cli.validate",
+            str(root / "tp2/exports/final/hf"),
+            f"--teacher={root}/model",
+            f"--data={root}/data/train",
+            "--seq-length=96",
+            "--samples=6",
+            f"--problems={root}/problems.jsonl",
+            "--max-tokens=60",
+            f"--output={root}/again",
+        )
+    )
+    again = metrics(root / "again")
+    assert {**again, "seconds": 0} == pytest.approx({**stage, "seconds": 0}, rel=1e-5)
+    assert (root / "again/report.md").is_file()
+
+
+def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path) -> None:
+    run = root / "killed"
+    # long enough to be killed in
+    slow = overrides(root, "killed", "stage.validate.max_num_seqs=1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dms_train", *slow],
+        env=launch.environment(),
+        cwd=launch.ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "self-test through the compact cache" in line:
+            break
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (run / "metrics.json").exists()
+    trained = rows(run, "train/loss")
+    exported = (run / "exports/final/hf/model.safetensors").stat().st_mtime
+    restore = spoil_selftest(run / "exports/final/hf")
+    failed = launch.torchrun(2, "-m", "dms_train", *overrides(root, "killed"), timeout=400)
+    assert failed.returncode != 0
+    told = [line for line in failed.stderr.splitlines() if "self-test failed" in line]
+    assert told
+    assert "[rank0]:" not in failed.stderr, "a rank printed a traceback"
+    assert metrics(run)["selftest.kl"] > 0.02
+    assert "FAILED" in (run / "report.md").read_text()
+    restore()
+    # how it is measured may change
+    done = train(1, *overrides(root, "killed"))
+    assert "resuming from" in done.stderr
+    assert metrics(run)["problems"] == 2 * SHEETS
+    assert rows(run, "train/loss") == trained
+    assert (run / "exports/final/hf/model.safetensors").stat().st_mtime == exported
+    finished = train(1, *overrides(root, "killed"))
+    assert "nothing left to do" in finished.stderr

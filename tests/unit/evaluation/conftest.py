@@ -1,0 +1,84 @@
+"""Tiny exports with the exam sheets' tokenizer, and the masked models to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.data.batches import Sample
+from dms_train.evaluation.measure import Place
+from dms_train.hf.export import write_export
+from dms_train.hf.selftest import SelfTest
+from dms_train.method.spec import DMSSpec
+from tests.unit.hf import conftest as hf
+from tests.unit.inference.conftest import (
+    WINDOW,
+    random_ids,
+    small_spec,
+    tiny_architecture,
+    varied_weights,
+)
+
+load = hf.load
+LENGTH, COUNT = 90, 3
+SPEC = small_spec("dms")
+
+
+def architecture():
+    return replace(tiny_architecture("llama"), vocab_size=50)
+
+
+def write_model(path: Path, spec: DMSSpec | None, seed: int, tokenizer: Path, selftest=None):
+    a = architecture()
+    write_export(
+        path,
+        architecture=a,
+        spec=spec,
+        cr_factor=None,
+        target_cr=2.0,
+        dtype=torch.float32,
+        export_format="dms",
+        weights=varied_weights(a, seed).items(),
+        source_dir=tokenizer,
+        selftest=selftest,
+        provenance={},
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_exam_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory, tokenizer, load) -> Place:
+    """An export, recorded by its masked model, and another model as teacher."""
+    root = tmp_path_factory.mktemp("models")
+    write_model(root / "teacher", None, 1, tokenizer)
+    write_model(root / "plain", SPEC, 0, tokenizer)
+    ids = torch.tensor(random_ids(80, vocabulary=50))
+    model = load(root / "plain")
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0]
+    decisions = model.dms_decision_logits(ids[None])[:, 0]
+    recorded = SelfTest(input_ids=ids, decision_logits=decisions, logits=logits, dtype="float32")
+    write_model(root / "export", SPEC, 0, tokenizer, recorded)
+    return Place(export=root / "export", teacher=root / "teacher", window=WINDOW, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[Sample]:
+    """Random text; the loss of some positions does not count."""
+    drawn = []
+    for seed in range(COUNT):
+        ids = torch.tensor(random_ids(LENGTH + 1, seed=seed, vocabulary=50))
+        mask = torch.ones(LENGTH)
+        mask[: 7 * seed] = 0
+        drawn.append(Sample(ids[:-1], ids[1:], mask))
+    return drawn

@@ -1,0 +1,143 @@
+"""Every number against a computation that shares nothing with it but the weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.findings import require_replay, validate
+from dms_train.evaluation.measure import Exam, agreement, examine, replay
+from dms_train.evaluation.options import ValidateOptions
+from dms_train.evaluation.problems import Sheet
+from dms_train.hf.selftest import SelfTest
+from dms_train.method import accounting
+from dms_train.method.visibility import visible
+from tests.unit.evaluation.conftest import COUNT, LENGTH, SPEC, write_model
+
+PROMPTS = ("1: Solve 4*c + 15 = 6*c - 15 for c.\nSolution 1.", "So", "The final answer is 1")
+
+
+@torch.no_grad()
+def masked(load, place, sample):
+    """Logits of export and teacher by transformers, and the export's decisions [L, H, T]."""
+    student = load(place.export)
+    ids = sample.tokens[None]
+    teacher = AutoModelForCausalLM.from_pretrained(place.teacher, dtype=torch.float32)
+    decisions = student.dms_decision_logits(ids)[:, 0] > 0
+    return student(ids, use_cache=False).logits[0], teacher(ids).logits[0], decisions
+
+
+def test_agreement_and_cost(place, samples, load):
+    found = agreement(place, samples, COUNT)
+    sums = dict.fromkeys(("kl", "top1", "teacher", "student", "tokens"), 0.0)
+    live, reads, ends = [], [], []
+    for sample in samples:
+        student, teacher, decisions = masked(load, place, sample)
+        counts = sample.loss_mask
+        kl = F.kl_div(
+            student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True
+        )
+        sums["kl"] += (kl.sum(-1) * counts).sum().item()
+        sums["top1"] += ((student.argmax(-1) == teacher.argmax(-1)) * counts).sum().item()
+        for name, logits in (("teacher", teacher), ("student", student)):
+            loss = F.cross_entropy(logits, sample.labels, reduction="none")
+            sums[name] += (loss * counts).sum().item()
+        sums["tokens"] += counts.sum().item()
+        live.append(accounting.live_slots(decisions, SPEC).double().mean((0, 1)))
+        ends.append(visible(decisions, SPEC)[..., -1, :].sum(-1).double())
+        reads.append(visible(decisions, SPEC).sum((2, 3)).double().mean().item())
+    tokens = sums["tokens"]
+    assert found.kl.value == pytest.approx(sums["kl"] / tokens, rel=1e-4)
+    assert found.kl.value > 0.01
+    assert found.top1.value == pytest.approx(sums["top1"] / tokens, abs=1e-9)
+    assert found.teacher_loss.value == pytest.approx(sums["teacher"] / tokens, rel=1e-5)
+    assert found.student_loss.value == pytest.approx(sums["student"] / tokens, rel=1e-5)
+    held = torch.stack(ends).sum(0)
+    assert found.dms.cr_factor == pytest.approx(COUNT * LENGTH / held.mean().item())
+    assert found.dms.cr_factor > 1.2
+    torch.testing.assert_close(found.dms.cr_factors, COUNT * LENGTH / held)
+    assert found.dms.kv_reads == pytest.approx(sum(reads) / COUNT)
+    # looked at after every chunk of 64 tokens and at the end
+    assert found.dms.peak_tokens == pytest.approx(max(max(x[63], x[-1]) for x in live).item())
+    assert found.dense.cr_factor == 1.0
+    assert found.dense.kv_reads == LENGTH * (LENGTH + 1) / 2
+    assert found.dense.peak_tokens == LENGTH
+    assert found.dms.cache_bytes < found.dense.cache_bytes
+
+
+def test_a_model_agrees_with_itself(place, samples):
+    found = agreement(replace(place, export=place.teacher), samples, COUNT)
+    assert abs(found.kl.value) < 1e-9
+    assert found.top1.value == 1.0
+    assert found.teacher_loss == found.student_loss
+
+
+def test_replay(place, tokenizer, tmp_path):
+    assert replay(place.export, "cpu").kl < 1e-8
+    recorded = SelfTest.load(place.export)
+    logits = recorded.logits.clone()
+    logits[:, 3] += 2
+    write_model(tmp_path / "other", SPEC, 0, tokenizer, replace(recorded, logits=logits))
+    found = replay(tmp_path / "other", "cpu")
+    assert found.kl > found.limit
+    assert not found.passed
+    assert not replace(found, kl=float("nan")).passed
+
+
+def test_replay_sees_what_only_the_cache_does(place, tokenizer, tmp_path):
+    """The weights are right and the window is not: a mask of the right window would not notice."""
+    spec = SPEC.override(window=2)
+    recorded = SelfTest.load(place.export)
+    write_model(tmp_path / "other", spec, 0, tokenizer, recorded)
+    assert not replay(tmp_path / "other", "cpu").passed
+
+
+def greedy(model, prompt: list[int], tokens: int) -> list[int]:
+    """Continuation by whole masked passes."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_examine(place, load):
+    """What transformers continues with is what the exam asks for: one model solves everything."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(place.teacher)
+    teacher = AutoModelForCausalLM.from_pretrained(place.teacher, dtype=torch.float32)
+    models = {"teacher": teacher, "dms": load(place.export)}
+    for right, model in models.items():
+        sheets = []
+        for prompt in PROMPTS:
+            ids = greedy(model, tokens.encode(prompt), 30)
+            text = tokens.decode(ids, skip_special_tokens=True)
+            sheets.append(Sheet(prompt=prompt, answers=(text, "never")))
+        whole = re.compile(r"(?s)^(.+)$")
+        exam = Exam(sheets=sheets, pattern=whole, max_tokens=30, max_num_seqs=2)
+        found = examine(place, exam, window_only=True, note=lambda line: None)
+        assert list(found) == ["teacher", "dms", "window_only"]
+        assert found[right].accuracy.value == 0.5
+        others = [result.accuracy.value for name, result in found.items() if name != right]
+        assert max(others) < 0.5
+        assert found["window_only"].cost.peak_tokens < found["dms"].cost.peak_tokens
+        assert found["teacher"].cost.cr_factor == 1.0
+        longest = len(PROMPTS[0]) + 29
+        assert found["teacher"].cost.peak_tokens == longest
+
+
+def test_a_failed_replay_is_refused_after_measuring(place, samples, tokenizer, tmp_path):
+    recorded = SelfTest.load(place.export)
+    spoilt = replace(recorded, logits=recorded.logits.flip(0))
+    write_model(tmp_path / "other", SPEC, 0, tokenizer, spoilt)
+    here = replace(place, export=tmp_path / "other")
+    found = validate(here, samples, ValidateOptions(samples=1), lambda line: None)
+    with pytest.raises(EvaluationError, match=r"self-test failed: KL .* at most 0\.02"):
+        require_replay(found)

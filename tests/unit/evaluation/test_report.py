@@ -1,0 +1,82 @@
+"""The files of a validation."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from dms_train.evaluation import report
+from dms_train.evaluation.findings import validate
+from dms_train.evaluation.options import ValidateOptions
+from dms_train.evaluation.plots import read_curves
+
+COST = ("kv_reads.dense", "kv_reads.dms", "peak_tokens.dense", "peak_tokens.dms")
+BYTES = ("cache_bytes.dense", "cache_bytes.dms", "cr_factor")
+TEXT = {"kl_nats_per_token", "top1_agreement", *COST, *BYTES, "selftest.kl", "seconds"}
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    file = tmp_path_factory.mktemp("problems") / "p.jsonl"
+    rows = [{"prompt": f"{n}: Solve", "answers": ["1", "2"], "stop": "."} for n in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def findings(place, samples, problems):
+    options = ValidateOptions(samples=2, problems=str(problems), max_tokens=20)
+    return validate(place, samples, options, lambda line: None)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    logged = [{"step": n, "train/kl": 1 / n, "train/cr": n, "train/note": "x"} for n in (1, 2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in logged) + '{"step": 3, "tra')
+    return file
+
+
+def test_metrics(findings, place, samples, tmp_path):
+    assert report.write(findings, tmp_path, None) == []
+    written = json.loads((tmp_path / report.METRICS).read_text())
+    assert written == findings.numbers()
+    assert set(written) >= TEXT
+    for name in ("teacher", "dms", "window_only"):
+        low, value, high = (written[f"{name}.accuracy{end}"] for end in (".low", "", ".high"))
+        assert low <= value <= high
+    assert written["problems"] == 8
+    # generation has the plain names, text its own
+    assert written["cr_factor"] == findings.solved["dms"].cost.cr_factor
+    assert written["text.cr_factor"] == findings.agreement.dms.cr_factor
+    alone = validate(place, samples, ValidateOptions(samples=2), lambda line: None).numbers()
+    assert set(alone) >= TEXT
+    assert alone["cr_factor"] == written["text.cr_factor"]
+    assert not any(name.startswith(("text.", "teacher.", "problems")) for name in alone)
+
+
+def test_report(findings, rows, tmp_path):
+    out = tmp_path / "made" / "here"
+    assert report.write(findings, out, rows) == []
+    text = (out / report.REPORT).read_text()
+    assert report.tables(findings) in text
+    assert str(findings.solved["window_only"].accuracy) in text
+    assert "8 problems on 4 sheets" in text
+    assert "2 validation sequences of 90 tokens" in text
+    for name in (report.TRAINING, report.RETENTION):
+        assert f"]({name})" in text
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(findings, rows, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert report.write(findings, tmp_path / "out", rows) == [report.NO_PLOTS]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {report.METRICS, report.REPORT}
+    assert ".png" not in (tmp_path / "out" / report.REPORT).read_text()
+
+
+def test_curves_skip_text_and_a_line_that_was_cut_off(rows):
+    assert read_curves(rows) == {"train/kl": ([1, 2], [1.0, 0.5]), "train/cr": ([1, 2], [1, 2])}
