@@ -14,7 +14,8 @@ from typing import Any
 from dms_train.cli.errors import message
 from dms_train.hf.directory import WeightReader, read_architecture, read_config, read_json
 from dms_train.hf.export import MARKER_FILE
-from dms_train.hf.formats import METADATA_FILE, read_format, read_spec
+from dms_train.hf.fastdms import METADATA_FILE
+from dms_train.hf.formats import read_format, read_spec
 from dms_train.hf.selftest import REFERENCE
 
 BAD_INPUT = 2

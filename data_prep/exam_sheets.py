@@ -103,6 +103,18 @@ def sheet(rng: random.Random, n: int, split: Split) -> str:
     return _questions(problems) + "".join(solutions) + "\n"
 
 
+def document(rng: random.Random, length: int, n_range: tuple[int, int], end: str) -> str:
+    """Sheets in a row, each followed by `end`, cut after `length` tokens.
+
+    A character is a token and so is `end`. When documents are as long as training samples, every
+    sample starts at the start of a sheet and sees the questions that its solutions need.
+    """
+    tokens: list[str] = []
+    while len(tokens) < length:
+        tokens += [*sheet(rng, rng.randint(*n_range), "train"), end]
+    return "".join(tokens[:length])
+
+
 def held_out_problems(count: int, n: int, seed: int) -> list[HeldOutSheet]:
     """Draw `count` sheets of n held-out questions; the same seed gives the same sheets."""
     rng = random.Random(seed)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from data_prep.documents import (
     read_documents,
 )
 from data_prep.encode import DocumentEncoder, EncoderOptions, encode_in_order
-from data_prep.exam_sheets import sheet
+from data_prep.exam_files import STYLES, SheetText, write_problems, write_sheets
 from data_prep.exam_tokenizer import write_exam_tokenizer
 from data_prep.progress import progress_bar
 from dms_train.cli.errors import REFUSED, message
@@ -148,34 +146,36 @@ def _run_exam_sheets(args: argparse.Namespace) -> None:
     if sheets.exists() and not args.overwrite:
         raise DataError(f"{sheets}: exists already; pass --overwrite to replace it")
     write_exam_tokenizer(tokenizer)
-    _write_sheets(sheets, args)
+    text = SheetText(
+        documents=args.sheets,
+        n_range=(args.n_min, args.n_max),
+        document_tokens=args.document_tokens,
+        seed=args.seed,
+    )
+    write_sheets(sheets, text)
+    # documents of a given length hold their end-of-document tokens already
+    whole = args.document_tokens is None
     job = TokenizeJob(
         inputs=(sheets,),
         output=args.out / "train",
         rule=InputRule(),
-        encoder=EncoderOptions(tokenizer=str(tokenizer), append_eod=True),
+        encoder=EncoderOptions(tokenizer=str(tokenizer), append_eod=whole),
         workers=args.workers,
         overwrite=args.overwrite,
     )
-    _report(job.output, tokenize_files(job))
+    _report(job.output, tokenize_files(job), hint=whole)
 
 
-def _write_sheets(path: Path, args: argparse.Namespace) -> None:
-    rng = random.Random(args.seed)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            for _ in range(args.sheets):
-                n = rng.randint(args.n_min, args.n_max)
-                stream.write(json.dumps({"n": n, "text": sheet(rng, n, "train")}) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _run_exam_problems(args: argparse.Namespace) -> None:
+    if args.out.exists() and not args.overwrite:
+        raise DataError(f"{args.out}: exists already; pass --overwrite to replace it")
+    write_problems(args.out, STYLES[args.style](args.sheets, args.n, args.seed))
+    print(f"{args.out}: {args.sheets} sheets of {args.n} questions")
 
 
-def _report(prefix: Path, manifest: Manifest) -> None:
+def _report(prefix: Path, manifest: Manifest, *, hint: bool = True) -> None:
     print(f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
-    if manifest.eod_id is None:
+    if hint and manifest.eod_id is None:
         print("documents do not end in an end-of-document token; --append-eod adds one")
 
 
@@ -196,14 +196,33 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="verify a shard, every byte of it")
     check.add_argument("prefix", type=Path, help="PREFIX of PREFIX.bin")
     check.set_defaults(run=_run_check)
-    exam = commands.add_parser("exam-sheets", parents=[shared], help="make the demo's data")
-    exam.add_argument("--out", type=Path, required=True, help="directory to write")
-    exam.add_argument("--sheets", type=_count, required=True, help="training sheets")
-    exam.add_argument("--seed", type=int, default=0)
-    exam.add_argument("--n-min", type=_count, default=1, help="fewest questions on a sheet")
-    exam.add_argument("--n-max", type=_count, default=3, help="most questions on a sheet")
-    exam.set_defaults(run=_run_exam_sheets)
+    _add_exams(commands, shared)
     return parser
+
+
+def _add_exams(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], shared: argparse.ArgumentParser
+) -> None:
+    sheets = commands.add_parser("exam-sheets", parents=[shared], help="make the demo's text")
+    add = sheets.add_argument
+    add("--out", type=Path, required=True, help="directory to write")
+    add("--sheets", type=_count, required=True, help="documents to write")
+    add("--document-tokens", type=_count, help="fill documents of this length with sheets")
+    add("--seed", type=int, default=0)
+    add("--n-min", type=_count, default=1, help="fewest questions on a sheet")
+    add("--n-max", type=_count, default=3, help="most questions on a sheet")
+    sheets.set_defaults(run=_run_exam_sheets)
+    problems = commands.add_parser(
+        "exam-problems", help="make questions with answers that no training sheet holds"
+    )
+    add = problems.add_argument
+    add("--out", type=Path, required=True, help=".jsonl file to write")
+    add("--sheets", type=_count, required=True)
+    add("--n", type=_count, default=2, help="questions on a sheet")
+    add("--style", choices=list(STYLES), default="exam")
+    add("--seed", type=int, default=1)
+    add("--overwrite", action="store_true", help="replace existing output")
+    problems.set_defaults(run=_run_exam_problems)
 
 
 def _add_tokenize(

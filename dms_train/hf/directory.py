@@ -295,7 +295,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     from safetensors.torch import save_file
 
     try:
+        path.touch()
+        mode = path.stat().st_mode
         save_file(dict(tensors), path, metadata=dict(metadata))
+        path.chmod(mode)  # safetensors makes files that only their owner can read
     except SafetensorError as error:
         raise HFError(f"{path}: cannot be written ({error}); make room and try again") from None
 

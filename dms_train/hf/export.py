@@ -17,6 +17,7 @@ from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture, to_hf_config
 from dms_train.hf.directory import WeightWriter, dtype_name, read_config, write_json
 from dms_train.hf.errors import HFError
+from dms_train.hf.fastdms import METADATA_FILE
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
 from dms_train.method.spec import DMSSpec
@@ -113,7 +114,7 @@ class _Described:
             metadata = formats.metadata(
                 self.spec, self.architecture, target_cr=self.target_cr, provenance=self.record()
             )
-            write_json(directory / formats.METADATA_FILE, metadata)
+            write_json(directory / METADATA_FILE, metadata)
         kind = "dense" if self.spec is None else self.export_format
         marker = {"export_format": kind, "provenance": self.record()}
         write_json(directory / MARKER_FILE, marker)

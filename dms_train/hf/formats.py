@@ -16,10 +16,10 @@ import torch
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.directory import dtype_name, read_config, read_json
 from dms_train.hf.errors import HFError
+from dms_train.hf.fastdms import METADATA_FILE, stated_cr, stated_spec
 from dms_train.method.spec import PRESETS, DMSSpec
 
 FORMATS = ("dms", "nvidia", "fastdms")
-METADATA_FILE = "dms_metadata.json"
 DECISION_SOURCE = "borrowed_query_last_channel"
 # FlashAttention-2's paged kernel takes page sizes that are multiples of this many tokens.
 _PAGE_MULTIPLE = 256
@@ -251,7 +251,7 @@ def metadata(
 
 
 def read_spec(directory: str | Path, *, adapter: bool = False) -> DMSSpec | None:
-    """The specification of an export in any of the formats, or None for a dense model.
+    """The specification of a DMS model in any of the formats, or None for a dense model.
 
     Interop formats do not state everything: shift 1 (or none) means NVIDIA's conventions, shift 0
     those of FastDMS. Values that matter only in training come from our provenance if present.
@@ -270,7 +270,7 @@ def read_spec(directory: str | Path, *, adapter: bool = False) -> DMSSpec | None
         return _own_spec(directory, config["dms"])
     present = [key for key in _FLAT_KEYS if key in config]
     if not present:
-        return None
+        return stated_spec(directory)
     from_hf_config(config)
     for key, only in _SWITCHES.items():
         if adapter and key == "dms_separate_alpha":
@@ -345,4 +345,4 @@ def read_target_cr(directory: str | Path) -> float:
     config = read_config(directory)
     if "dms" in config:
         return float(config["dms"].get("target_cr", 1.0))
-    return float(config.get("dms_cr", 1.0))
+    return float(config.get("dms_cr") or stated_cr(Path(directory)))

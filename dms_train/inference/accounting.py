@@ -18,7 +18,7 @@ from dms_train.inference.cache.base import KVCache
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestKV:
-    """The cache of one request when it finished.
+    """The cache of one request so far, at its end when it finished.
 
     Attributes:
         tokens: Tokens seen, evicted ones included.

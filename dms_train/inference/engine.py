@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from dms_train.inference.sequence import Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids, until
 
 Prompt = str | list[int] | dict[str, Any]
+Prompts = Prompt | list[Prompt] | list[str] | list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class CompletionOutput:
         index: Always 0.
         text: Decoded tokens up to a stop text; empty for a model without a tokenizer.
         token_ids: Generated tokens, the one that stopped them included.
-        finish_reason: `stop` or `length`.
+        finish_reason: `stop`, `length`, or None while it runs.
     """
 
     index: int
@@ -50,8 +51,8 @@ class RequestOutput:
         prompt: Text, or None for a prompt of token ids.
         prompt_token_ids: Its tokens.
         outputs: One continuation.
-        finished: Always true.
-        kv: What the cache cost.
+        finished: False only for what `LLM.stream` yields on the way.
+        kv: What the cache cost so far.
     """
 
     request_id: str
@@ -80,7 +81,7 @@ class LLM:
         self.options = options or EngineOptions(**overrides)
         directory = resolve(model)
         loaded = load_model(directory, dtype=self.options.dtype, device=self.options.device)
-        self.architecture, self.spec = loaded.architecture, loaded.spec
+        self.architecture, self.spec, self.dtype = loaded.architecture, loaded.spec, loaded.dtype
         self.tokenizer = Tokenizer.load(directory)
         self._stop_ids = read_stop_ids(directory)
         self._runner = ModelRunner(loaded, self.options)
@@ -92,9 +93,14 @@ class LLM:
         """What the cache has cost so far; None before any request has finished."""
         return self._runner.total.report()
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes the cache takes from the system now, page tables included."""
+        return self._runner.cache.allocated_bytes
+
     def generate(
         self,
-        prompts: Prompt | list[Prompt] | list[str] | list[list[int]],
+        prompts: Prompts,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
@@ -109,26 +115,33 @@ class LLM:
         Raises:
             InferenceError: A prompt is empty, too long or not of this vocabulary.
         """
-        items = _as_list(prompts)
-        params = sampling_params or SamplingParams()
-        each = params if isinstance(params, list) else [params] * len(items)
-        if len(each) != len(items):
-            raise InferenceError(f"{len(items)} prompts but {len(each)} sampling_params")
-        sequences = [self._sequence(p, how) for p, how in zip(items, each, strict=True)]
+        sequences = self._sequences(prompts, sampling_params)
         outputs: dict[str, RequestOutput] = {}
-        waiting, running = deque(sequences), list[Sequence]()
-        while waiting or running:
-            while waiting and self._free_rows:
-                waiting[0].row = self._free_rows.pop()
-                running.append(waiting.popleft())
-            if not running:
-                raise InferenceError("every row is held by a conversation; close one")
-            self._advance(running)
-            for sequence in [s for s in running if s.finish_reason is not None]:
-                outputs[sequence.request_id] = self._finish(sequence)
-                self._release(sequence.row)
-            running = [s for s in running if s.finish_reason is None]
+        for batch in self._passes(sequences):
+            done = [s for s in batch if s.finish_reason is not None]
+            outputs |= {s.request_id: self._finish(s) for s in done}
         return [outputs[s.request_id] for s in sequences]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> Iterator[list[RequestOutput]]:
+        """As `generate`, one forward pass at a time.
+
+        Args:
+            prompts: As in `generate`.
+            sampling_params: As in `generate`.
+
+        Returns:
+            For each pass, the requests that took part: their tokens so far and what the cache
+            holds for them now. The cache of a finished request is freed before the next pass.
+        """
+        sequences = self._sequences(prompts, sampling_params)
+        return (
+            [self._output(s) if s.finish_reason is None else self._finish(s) for s in batch]
+            for batch in self._passes(sequences)
+        )
 
     def conversation(self) -> Conversation:
         """A conversation whose cache lives from turn to turn; close it to free its row."""
@@ -156,8 +169,41 @@ class LLM:
         self._release(sequence.row)
         return torch.cat(parts)
 
+    def _sequences(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None,
+    ) -> list[Sequence]:
+        """A sequence per prompt; refuses all when one is bad."""
+        items = _as_list(prompts)
+        params = sampling_params or SamplingParams()
+        each = params if isinstance(params, list) else [params] * len(items)
+        if len(each) != len(items):
+            raise InferenceError(f"{len(items)} prompts but {len(each)} sampling_params")
+        return [self._sequence(p, how) for p, how in zip(items, each, strict=True)]
+
+    def _passes(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
+        """Run sequences to their end; yields those of each pass, then frees the finished ones."""
+        waiting, running = deque(sequences), list[Sequence]()
+        try:
+            while waiting or running:
+                while waiting and self._free_rows:
+                    waiting[0].row = self._free_rows.pop()
+                    running.append(waiting.popleft())
+                if not running:
+                    raise InferenceError("every row is held by a conversation; close one")
+                yield self._advance(running)
+                done = [s for s in running if s.finish_reason is not None]
+                running = [s for s in running if s.finish_reason is None]
+                for sequence in done:
+                    self._release(sequence.row)
+        finally:
+            for sequence in running:
+                self._release(sequence.row)
+
     def _sequence(self, prompt: Prompt, params: SamplingParams, *, room: int = 1) -> Sequence:
-        text, tokens = self._encode(prompt, room=room)
+        text, tokens = self._encode(prompt)
+        self._check_length(len(tokens), room)
         if params.stop and self.tokenizer is None:
             raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
         generator = torch.Generator()
@@ -174,10 +220,8 @@ class LLM:
             meter=Meter(),
         )
 
-    def _encode(
-        self, prompt: Prompt, *, first: bool = True, room: int = 1
-    ) -> tuple[str | None, list[int]]:
-        """Text and tokens of a prompt that must leave room for more, checked."""
+    def _encode(self, prompt: Prompt, *, first: bool = True) -> tuple[str | None, list[int]]:
+        """Text and tokens of a prompt, checked."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InferenceError("the model has no tokenizer.json; give token ids")
@@ -190,7 +234,6 @@ class LLM:
         if not all(0 <= token < self.architecture.vocab_size for token in tokens):
             size = self.architecture.vocab_size
             raise InferenceError(f"a prompt has token ids outside 0..{size - 1}")
-        self._check_length(len(tokens), room)
         return text, tokens
 
     def _check_length(self, tokens: int, room: int = 1) -> None:
@@ -198,8 +241,8 @@ class LLM:
         if tokens + room > longest:
             raise InferenceError(f"a prompt of {tokens} tokens: the model takes {longest}")
 
-    def _advance(self, running: list[Sequence]) -> None:
-        """One forward pass: prompts first, otherwise the next token of everyone."""
+    def _advance(self, running: list[Sequence]) -> list[Sequence]:
+        """One forward pass: prompts first, otherwise everyone's next token. Returns its batch."""
         batch = [s for s in running if s.prefilling] or running
         logits = self._runner.step(batch)
         ready = [index for index, s in enumerate(batch) if not s.prefilling]
@@ -210,14 +253,17 @@ class LLM:
             stops = frozenset() if how.ignore_eos else self._stop_ids
             longest = self.architecture.max_position_embeddings
             sequence.append(token, stops | frozenset(how.stop_token_ids), longest)
-            if how.stop and self.tokenizer is not None:
-                before = sequence.tokens[: sequence.prompt_end]
-                if self.tokenizer.reached(before, sequence.output, how.stop):
-                    sequence.finish_reason = "stop"
+            text, start = self.tokenizer, sequence.prompt_end
+            if how.stop and text is not None and text.reached(sequence.tokens, start, how.stop):
+                sequence.finish_reason = "stop"
+        return batch
 
     def _finish(self, sequence: Sequence) -> RequestOutput:
-        kv = sequence.meter.report(sequence.computed)
-        self._runner.total.finish(kv)
+        output = self._output(sequence)
+        self._runner.total.finish(output.kv)
+        return output
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
         ids = sequence.output
         before = sequence.tokens[: sequence.prompt_end]
         text = "" if self.tokenizer is None else self.tokenizer.continuation(before, ids)
@@ -228,8 +274,8 @@ class LLM:
             prompt=sequence.prompt,
             prompt_token_ids=sequence.tokens[sequence.prompt_start : sequence.prompt_end],
             outputs=[CompletionOutput(index=0, text=text, token_ids=ids, finish_reason=reason)],
-            finished=True,
-            kv=kv,
+            finished=reason is not None,
+            kv=sequence.meter.report(sequence.computed),
         )
 
     def _release(self, row: int | None) -> None:

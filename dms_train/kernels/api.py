@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dms_train.kernels import reference
+from dms_train.kernels import blockwise, reference
 
 
 class DMSAttention(Protocol):
@@ -25,7 +25,10 @@ class DMSAttention(Protocol):
         ...
 
 
-_BACKENDS: dict[str, DMSAttention] = {"reference": reference.dms_attention}
+_BACKENDS: dict[str, DMSAttention] = {
+    "blockwise": blockwise.dms_attention,
+    "reference": reference.dms_attention,
+}
 
 
 def backend(name: str) -> DMSAttention:

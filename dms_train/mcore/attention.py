@@ -49,7 +49,7 @@ class CoreAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None) -> Tensor:
         """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d]."""
         q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-        out = kernels.backend("reference")(q, k, v, log_keep, self.window, self.scale)
+        out = kernels.backend("blockwise")(q, k, v, log_keep, self.window, self.scale)
         return out.transpose(0, 1).reshape(*query.shape[:2], -1)
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from dms_train.hf.directory import read_config, read_json
+from dms_train.hf.fastdms import LOG_FILE, METADATA_FILE
 from dms_train.hf.formats import (
-    METADATA_FILE,
     ExportRefused,
     check_export,
     config_keys,
     default_format,
     read_format,
     read_spec,
+    read_target_cr,
 )
 from dms_train.method.spec import PRESETS
 
@@ -199,4 +200,45 @@ def test_missing_window(export, spec):
     del config["dms_window_size"]
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="no dms_window_size"):
+        read_spec(directory)
+
+
+def write(path, **values):
+    path.write_text(json.dumps(values))
+
+
+def fastdms_file(directory, name):
+    """Where FastDMS looks for this file: the log lies one folder up."""
+    return (directory.parent if name == LOG_FILE else directory) / name
+
+
+@pytest.mark.parametrize("name", [LOG_FILE, METADATA_FILE])
+def test_fastdms_states_it_outside_the_config(export, spec, name):
+    directory = export("llama", None, dtype=BF16)
+    stated = {"window_size": 4, "alpha_scale": 100.0, "alpha_offset": 5.0, "target_cr": 3}
+    write(fastdms_file(directory, name), config=stated, log=[])
+    assert read_spec(directory) == spec("dms_fastdms")
+    assert (read_format(directory), read_target_cr(directory)) == ("fastdms", 3.0)
+
+
+@pytest.mark.parametrize("stated", [{}, {"window_size": 4}, None])
+def test_a_log_of_something_else(export, stated):
+    directory = export("llama", None, dtype=BF16)
+    write(directory.parent / LOG_FILE, config=stated)
+    assert read_spec(directory) is None
+    assert read_target_cr(directory) == 1.0
+
+
+def test_the_config_wins_over_a_log(export, spec):
+    directory = export("qwen3", spec("dms_nvidia"), dtype=BF16)
+    stated = {"window_size": 9, "alpha_scale": 100.0, "alpha_offset": 5.0, "target_cr": 3}
+    write(directory.parent / LOG_FILE, config=stated)
+    assert read_spec(directory) == spec("dms_nvidia")
+
+
+def test_a_broken_log(export):
+    directory = export("llama", None, dtype=BF16)
+    stated = {"window_size": 0, "alpha_scale": 100.0, "alpha_offset": 5.0}
+    write(directory.parent / LOG_FILE, config=stated)
+    with pytest.raises(ValueError, match=r"training_log\.json: .*window"):
         read_spec(directory)

@@ -81,6 +81,38 @@ def test_refusals(llm, call, named):
         call(llm)
 
 
+def test_stream_shows_every_pass(folder):
+    llm = LLM(folder("llama", small_spec("dms")), max_num_seqs=2, page_slots=4)
+    prompts = [random_ids(n, seed=n) for n in (20, 3, 9)]
+    seen: dict[str, list] = {}
+    for step in llm.stream(prompts, GREEDY):
+        assert llm.allocated_bytes >= sum(output.kv.allocated_bytes for output in step)
+        for output in step:
+            seen.setdefault(output.request_id, []).append(output)
+    whole = LLM(folder("llama", small_spec("dms")), page_slots=4).generate(prompts, GREEDY)
+    for passes, last in zip(seen.values(), whole, strict=True):
+        assert [o.finished for o in passes] == [False] * 11 + [True]
+        tokens = [o.outputs[0].token_ids for o in passes]
+        assert tokens == [last.outputs[0].token_ids[:n] for n in range(1, 13)]
+        for name in ("live_bytes", "allocated_bytes"):
+            values = [getattr(o.kv, name) for o in passes]
+            assert values[-1] == getattr(last.kv, name)
+            assert max(values) == getattr(last.kv, f"peak_{name}")
+        assert passes[-1].kv.kv_reads == last.kv.kv_reads
+    assert llm.kv.requests == 3
+    assert llm.kv.live_bytes == 0
+
+
+def test_a_stream_that_is_dropped_frees_its_rows(llm):
+    stream = llm.stream([random_ids(5), random_ids(7)], GREEDY)
+    next(stream)
+    assert len(llm._free_rows) == llm.options.max_num_seqs - 2
+    stream.close()
+    assert len(llm._free_rows) == llm.options.max_num_seqs
+    with pytest.raises(InferenceError, match="empty"):
+        llm.stream([[]])
+
+
 def test_policies_need_what_they_need(folder):
     with pytest.raises(InferenceError, match="dense"):
         LLM(folder("llama", None), policy="dms")

@@ -132,11 +132,12 @@ def test_the_first_retrofit_step_evicts_the_sigmoid_of_the_offset(
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_the_inference_rule_continues_the_last_zeroing_step_bit_for_bit(
+def test_the_inference_rule_continues_the_last_zeroing_step(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
 ) -> None:
+    """Up to rounding: without decisions another attention kernel runs than with them."""
     f = facts[family, preset]
-    assert torch.equal(f.before, f.after)
+    torch.testing.assert_close(f.before, f.after, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

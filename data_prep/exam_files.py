@@ -1,0 +1,61 @@
+"""Files of exam sheets: text to train on, and questions with answers to be asked."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.exam_sheets import HeldOutSheet, document, held_out_problems, sheet
+from data_prep.exam_tokenizer import EOD_TOKEN
+from data_prep.linear_1d import linear_1d_problems
+
+STYLES = {"exam": held_out_problems, "linear_1d": linear_1d_problems}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SheetText:
+    """What to write.
+
+    Attributes:
+        documents: How many.
+        n_range: Fewest and most questions on a sheet.
+        document_tokens: Length of every document, filled with sheets; None is one whole sheet.
+        seed: Of all draws.
+    """
+
+    documents: int
+    n_range: tuple[int, int]
+    document_tokens: int | None
+    seed: int
+
+
+def write_sheets(path: Path, text: SheetText) -> None:
+    """JSON lines with a `text` field, for `dms-data tokenize`."""
+    rng = random.Random(text.seed)
+    _write(path, ({"text": _document(rng, text)} for _ in range(text.documents)))
+
+
+def _document(rng: random.Random, text: SheetText) -> str:
+    if text.document_tokens is None:
+        return sheet(rng, rng.randint(*text.n_range), "train")
+    return document(rng, text.document_tokens, text.n_range, EOD_TOKEN)
+
+
+def write_problems(path: Path, sheets: list[HeldOutSheet]) -> None:
+    """JSON lines with `prompt`, `answers` and `stop`, as the `validate` stage reads them."""
+    rows = ({"prompt": s.prompt, "answers": [str(a) for a in s.answers]} for s in sheets)
+    _write(path, ({**row, "stop": "\n\n"} for row in rows))
+
+
+def _write(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
