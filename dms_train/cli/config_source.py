@@ -24,6 +24,10 @@ from dms_train.config.schema import RunConfig
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 CONFIG_NAME = "train"
+ASSETS_DIR = CONF_DIR.parent / "assets"
+
+# `${asset:NAME}` in a configuration is the path of something that ships with the package.
+OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS_DIR / name), replace=True)
 
 
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:

@@ -10,10 +10,11 @@ from typing import Any
 
 from dms_train.cli.errors import run_main
 from dms_train.inference.accounting import RequestKV, TotalKV
-from dms_train.inference.engine import LLM, Prompt, RequestOutput
+from dms_train.inference.engine import LLM, Prompt
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
 from dms_train.inference.options import CACHES, DTYPES, POLICIES, EngineOptions, SamplingParams
+from dms_train.inference.outputs import RequestOutput
 
 _COLUMNS = (
     "tokens",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from dms_train.hf.directory import resolve
-from dms_train.inference.accounting import Meter, RequestKV, TotalKV
+from dms_train.inference.accounting import Meter, TotalKV
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import CompletionOutput, RequestOutput
 from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.sequence import Sequence
@@ -23,44 +23,6 @@ from dms_train.inference.tokenizer import Tokenizer, read_stop_ids, until
 
 Prompt = str | list[int] | dict[str, Any]
 Prompts = Prompt | list[Prompt] | list[str] | list[list[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionOutput:
-    """One continuation.
-
-    Attributes:
-        index: Always 0.
-        text: Decoded tokens up to a stop text; empty for a model without a tokenizer.
-        token_ids: Generated tokens, the one that stopped them included.
-        finish_reason: `stop`, `length`, or None while it runs.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """What became of a prompt.
-
-    Attributes:
-        request_id: Number in the order of arrival.
-        prompt: Text, or None for a prompt of token ids.
-        prompt_token_ids: Its tokens.
-        outputs: One continuation.
-        finished: False only for what `LLM.stream` yields on the way.
-        kv: What the cache cost so far.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    kv: RequestKV
 
 
 class LLM:

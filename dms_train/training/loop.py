@@ -66,7 +66,7 @@ def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
 def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     """Run the rest of a stage and leave `state` at the start of the next one."""
     if stage.borrows_lane and not state.lane_borrowed:
-        _hand_over(state, parts)
+        _hand_over(stage, state, parts)
     parts.engine.begin_stage(stage.rate)
     parts.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
     for done in range(state.stage_step + 1, stage.steps + 1):
@@ -99,7 +99,7 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
 
 def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     if stage.hands_over and not state.lane_borrowed:
-        _hand_over(state, parts)
+        _hand_over(stage, state, parts)
     state.next_stage()
     parts.reporter.end_stage(state.step)
     _save(state, parts, permanent=True)
@@ -109,8 +109,9 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _hand_over(state: TrainState, parts: LoopParts) -> None:
-    parts.engine.hand_over_lane()
+def _hand_over(stage: Stage, state: TrainState, parts: LoopParts) -> None:
+    if stage.resets_lane:
+        parts.engine.hand_over_lane()
     state.lane_borrowed = True
     state.exported = None
 

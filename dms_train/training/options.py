@@ -18,9 +18,14 @@ class PretrainOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroNeuronOptions:
-    """Ramp the borrowed query neuron to zero over `steps` (the paper's n_t)."""
+    """Ramp the borrowed query neuron to zero over `steps` (the paper's n_t).
+
+    With `resets_lane` its weights are zeroed when the lane is handed over, so that every decision
+    starts at -offset; without, training starts from decisions of weights made for another purpose.
+    """
 
     steps: int
+    resets_lane: bool = True
     loss: str = "distill"
     lr: float | None = None
 

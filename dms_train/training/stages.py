@@ -26,6 +26,7 @@ class Stage:
         steps: Optimizer steps it takes.
         borrows_lane: Whether its steps read decisions, so the lane must have been handed over.
         hands_over: Whether the lane is handed over when it ends.
+        resets_lane: Whether a hand-over zeroes the lane's weights.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Stage:
     rate: LearningRate
     borrows_lane: bool = False
     hands_over: bool = False
+    resets_lane: bool = True
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
         """The plan of the step after `stage_step` finished ones."""
@@ -130,7 +132,12 @@ def _build(name: str, options: StageOptions, lr: float, warmup: int, ratio: floa
         z = options.zero_neuron
         rate = _constant(z.lr or lr, z.steps, warmup)
         return ZeroNeuronStage(
-            name=name, steps=z.steps, loss=_loss(z.loss), rate=rate, hands_over=True
+            name=name,
+            steps=z.steps,
+            loss=_loss(z.loss),
+            rate=rate,
+            hands_over=True,
+            resets_lane=z.resets_lane,
         )
     if name == "retrofit":
         r = options.retrofit
