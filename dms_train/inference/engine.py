@@ -152,6 +152,7 @@ class LLM:
                 while waiting and self._free_rows:
                     waiting[0].row = self._free_rows.pop()
                     running.append(waiting.popleft())
+                running.sort(key=lambda s: s.row or 0)  # a full dense cache is read in place
                 if not running:
                     raise InferenceError("every row is held by a conversation; close one")
                 yield self._advance(running)
