@@ -13,11 +13,6 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def local_world_size() -> int:
-    """Number of processes on this machine; 1 without a launcher."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def world_size() -> int:
     """Number of processes that were started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from dms_train.cli import launcher
 from dms_train.cli.start_point import StartPoint
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
@@ -115,24 +112,9 @@ class ModelValidator:
         place = Place(
             export=export, teacher=self.teacher, window=export_window(export), device=device
         )
-        with _threads_of_waiting_ranks(device):
-            found = judge(
-                place, self.samples, self.options, self.folder, self.folder / METRICS_FILE
-            )
+        found = judge(place, self.samples, self.options, self.folder, self.folder / METRICS_FILE)
         try:
             require_replay(found)
         except EvaluationError as error:
             return found.numbers(), str(error)
         return found.numbers(), None
-
-
-@contextlib.contextmanager
-def _threads_of_waiting_ranks(device: str) -> Iterator[None]:
-    """The ranks of this machine that wait leave their cores."""
-    own = torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(own * launcher.local_world_size())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(own)

@@ -152,6 +152,7 @@ class LLM:
                 while waiting and self._free_rows:
                     waiting[0].row = self._free_rows.pop()
                     running.append(waiting.popleft())
+                running.sort(key=lambda s: s.row or 0)  # a full dense cache is read in place
                 if not running:
                     raise InferenceError("every row is held by a conversation; close one")
                 yield self._advance(running)
@@ -164,7 +165,8 @@ class LLM:
                 self._release(sequence.row)
 
     def _sequence(self, prompt: Prompt, params: SamplingParams, *, room: int = 1) -> Sequence:
-        text, tokens = self._encode(prompt, room=room)
+        text, tokens = self._encode(prompt)
+        self._check_length(len(tokens), room)
         if params.stop and self.tokenizer is None:
             raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
         generator = torch.Generator()
@@ -181,10 +183,8 @@ class LLM:
             meter=Meter(),
         )
 
-    def _encode(
-        self, prompt: Prompt, *, first: bool = True, room: int = 1
-    ) -> tuple[str | None, list[int]]:
-        """Text and tokens of a prompt that must leave room for more, checked."""
+    def _encode(self, prompt: Prompt, *, first: bool = True) -> tuple[str | None, list[int]]:
+        """Text and tokens of a prompt, checked."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InferenceError("the model has no tokenizer.json; give token ids")
@@ -197,7 +197,6 @@ class LLM:
         if not all(0 <= token < self.architecture.vocab_size for token in tokens):
             size = self.architecture.vocab_size
             raise InferenceError(f"a prompt has token ids outside 0..{size - 1}")
-        self._check_length(len(tokens), room)
         return text, tokens
 
     def _check_length(self, tokens: int, room: int = 1) -> None:
@@ -217,10 +216,9 @@ class LLM:
             stops = frozenset() if how.ignore_eos else self._stop_ids
             longest = self.architecture.max_position_embeddings
             sequence.append(token, stops | frozenset(how.stop_token_ids), longest)
-            if how.stop and self.tokenizer is not None:
-                before = sequence.tokens[: sequence.prompt_end]
-                if self.tokenizer.reached(before, sequence.output, how.stop):
-                    sequence.finish_reason = "stop"
+            text, start = self.tokenizer, sequence.prompt_end
+            if how.stop and text is not None and text.reached(sequence.tokens, start, how.stop):
+                sequence.finish_reason = "stop"
         return batch
 
     def _finish(self, sequence: Sequence) -> RequestOutput:

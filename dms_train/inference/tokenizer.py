@@ -48,14 +48,14 @@ class Tokenizer:
         head, whole = self.decode(before), self.decode(before + ids)
         return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
 
-    def reached(self, before: list[int], ids: list[int], stops: tuple[str, ...]) -> bool:
-        """Whether the last of `ids`, generated after `before`, completes one of the texts."""
+    def reached(self, tokens: list[int], start: int, stops: tuple[str, ...]) -> bool:
+        """Whether the last of `tokens`, generated from `start` on, completes one of the texts."""
         longest = max(len(stop.encode()) for stop in stops)
         # a token is at least a byte; the few more are special tokens, which are not shown
-        tail = self.decode(ids[-longest - _UNSEEN :])
+        tail = self.decode(tokens[max(start, len(tokens) - longest - _UNSEEN) :])
         if not any(stop in tail for stop in stops):
             return False
-        text = self.continuation(before, ids)
+        text = self.continuation(tokens[:start], tokens[start:])
         return until(text, stops) != text
 
 

@@ -242,10 +242,10 @@ class CompactCache:
 
     def _rewrite(self, numbers: Tensor, slots: Slots, changed: Tensor, *, content: bool) -> None:
         """Write back what the policy changed in slots that stay, bool [b, h, old s]."""
-        target = numbers[changed]
-        for field in ("position", "state", "key", "value") if content else ("state",):
-            values = getattr(slots, field)[:, :, : numbers.shape[-1]]
-            self.pool.write(field, target, values[changed])
+        fields = ("position", "state", "key", "value") if content else ("state",)
+        old = numbers.shape[-1]
+        values = {field: getattr(slots, field)[:, :, :old][changed] for field in fields}
+        self.pool.write(numbers[changed], values)
 
     def _move(
         self,
@@ -261,6 +261,7 @@ class CompactCache:
         new = s >= old
         number = torch.full_like(s, -1)
         number[~new] = numbers[b[~new], h[~new], s[~new]]
+        fields = {"position": slots.position[source], "state": slots.state[source]}
         for field in ("key", "value"):
             known = getattr(slots, field)
             if known is None:
@@ -268,9 +269,8 @@ class CompactCache:
                 values[new] = getattr(arrival, field)[b[new], h[new], s[new] - old].to(values.dtype)
             else:
                 values = known[source]
-            self.pool.write(field, target, values)
-        self.pool.write("position", target, slots.position[source])
-        self.pool.write("state", target, slots.state[source])
+            fields[field] = values
+        self.pool.write(target, fields)
 
     def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
         """Page table [b, h, p] with pages for `lengths` [b, h] tokens."""

@@ -119,14 +119,14 @@ class PagePool:
             values[flat.order] = torch.cat(found)
         return values.reshape(*slots.shape, *tail)
 
-    def write(self, field: str, slots: Tensor, values: Tensor) -> None:
-        """Scatter one field. slots: int64 [n], all different; values: [n, *field]."""
-        _, dtype = self._fields[field]
+    def write(self, slots: Tensor, fields: dict[str, Tensor]) -> None:
+        """Scatter fields. slots: int64 [n], all different; values of fields: [n, *field]."""
         order, parts = _by_slab(slots, self._slab_slots)
-        values = values.detach().to(dtype)[order]
         counts = [len(offset) for _, offset in parts]
-        for (slab, offset), part in zip(parts, torch.split(values, counts), strict=True):
-            self._slabs[slab][field][offset] = part
+        for field, values in fields.items():
+            values = values.detach().to(self._fields[field][1])[order]
+            for (slab, offset), part in zip(parts, torch.split(values, counts), strict=True):
+                self._slabs[slab][field][offset] = part
 
     def _paged(self, slab: int, field: str) -> Tensor:
         """One field of a slab, [pages, page_slots, *field]."""

@@ -77,7 +77,7 @@ def test_pool_moves_bytes():
     assert pool.allocated_bytes == 3 * 2 * pool.page_bytes
     slots = torch.tensor([0, 19, 7, 12])
     values = torch.randn(4, 8).bfloat16()
-    pool.write("key", slots, values)
+    pool.write(slots, {"key": values})
     assert torch.equal(pool.read("key", slots.view(2, 2)), values.view(2, 2, 8))
     assert not pool.read("key", torch.tensor([-1, 1])).any()
     pool.release(pages[2:])
