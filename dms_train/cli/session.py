@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class _Prepared:
     start: StartPoint
     stages: list[Stage | Action]
     folder: Path
+    since: float
 
 
 def run(config: RunConfig) -> None:
@@ -87,6 +89,7 @@ def run(config: RunConfig) -> None:
 
 
 def _prepare(config: RunConfig) -> _Prepared:
+    since = time.monotonic()
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
     rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
@@ -109,6 +112,7 @@ def _prepare(config: RunConfig) -> _Prepared:
         start=start,
         stages=stages,
         folder=Path(config.run.dir),
+        since=since,
     )
 
 
@@ -185,6 +189,7 @@ def _run(prepared: _Prepared, view: ParallelView) -> None:
         teacher=prepared.start.model_dir,
         samples=valid,
         options=config.stage.validate,
+        since=prepared.since,
     )
     reporter = _reporter(config, state, leads=leads)
     try:

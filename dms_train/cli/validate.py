@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
@@ -89,6 +90,7 @@ def _samples(args: argparse.Namespace, architecture: Architecture) -> TokenSampl
 
 
 def _validate(args: argparse.Namespace) -> None:
+    since = time.monotonic()
     if args.data is None and args.problems is None:
         raise EvaluationError("nothing to measure on; give --data, --problems or both")
     options = _options(args)
@@ -100,7 +102,7 @@ def _validate(args: argparse.Namespace) -> None:
         sheets = read_problems(Path(args.problems), args.max_problems)
         check_prompts(sheets, export, architecture)
     place = Place(export=export, teacher=teacher, window=window, device=resolve_device(args.device))
-    require_replay(judge(place, _samples(args, architecture), options, args.output))
+    require_replay(judge(place, _samples(args, architecture), options, args.output, since))
 
 
 def main(arguments: list[str] | None = None) -> int:

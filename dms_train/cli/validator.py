@@ -65,10 +65,11 @@ def judge(
     samples: Samples | None,
     options: ValidateOptions,
     folder: Path,
+    since: float,
     rows: Path | None = None,
 ) -> Findings:
     """Measure, write the files to `folder` and print the tables."""
-    found = validate(place, samples, options, logger().info)
+    found = validate(place, samples, options, logger().info, since)
     for line in report.write(found, folder, rows):
         logger().warning(line)
     sys.stdout.write(f"{report.tables(found)}\n")
@@ -85,12 +86,14 @@ class ModelValidator:
         teacher: Directory of the original; None is refused before the run.
         samples: Validation text of the run.
         options: What to measure.
+        since: `time.monotonic()` at the start of the run.
     """
 
     folder: Path
     teacher: Path | None
     samples: Samples | None
     options: ValidateOptions
+    since: float
 
     def validate(self) -> dict[str, float]:
         """Measure on rank 0; every rank calls it and fails if the self-test does.
@@ -112,7 +115,8 @@ class ModelValidator:
         place = Place(
             export=export, teacher=self.teacher, window=export_window(export), device=device
         )
-        found = judge(place, self.samples, self.options, self.folder, self.folder / METRICS_FILE)
+        rows = self.folder / METRICS_FILE
+        found = judge(place, self.samples, self.options, self.folder, self.since, rows)
         try:
             require_replay(found)
         except EvaluationError as error:

@@ -38,7 +38,7 @@ class Findings:
         solved: By `teacher`, `dms` and `window_only`; empty without problems.
         sheets: Lines of the problems file that were used.
         problems: Problems on them.
-        seconds: All of it took.
+        seconds: The process took until then, training included.
     """
 
     place: Place
@@ -103,6 +103,7 @@ def validate(
     samples: Samples | None,
     options: ValidateOptions,
     note: Callable[[str], None],
+    since: float,
 ) -> Findings:
     """Measure everything the options ask for.
 
@@ -111,12 +112,12 @@ def validate(
         samples: Validation text, at least `options.samples`; None to leave it out.
         options: What to measure.
         note: Called with a line after each part.
+        since: `time.monotonic()` when the process began its work.
 
     Raises:
         FileNotFoundError: The problems file or the self-test is absent.
         ValueError: One of them, or a model, cannot be used.
     """
-    begin = time.monotonic()
     compared = None
     if samples is not None:
         compared = agreement(place, samples, options.samples)
@@ -140,7 +141,7 @@ def validate(
         solved=solved,
         sheets=len(sheets),
         problems=sum(len(sheet.answers) for sheet in sheets),
-        seconds=time.monotonic() - begin,
+        seconds=time.monotonic() - since,
     )
 
 

@@ -138,6 +138,6 @@ def test_a_failed_replay_is_refused_after_measuring(place, samples, tokenizer, t
     spoilt = replace(recorded, logits=recorded.logits.flip(0))
     write_model(tmp_path / "other", SPEC, 0, tokenizer, spoilt)
     here = replace(place, export=tmp_path / "other")
-    found = validate(here, samples, ValidateOptions(samples=1), lambda line: None)
+    found = validate(here, samples, ValidateOptions(samples=1), lambda line: None, 0.0)
     with pytest.raises(EvaluationError, match=r"self-test failed: KL .* at most 0\.02"):
         require_replay(found)

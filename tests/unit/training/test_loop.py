@@ -220,6 +220,13 @@ def test_zeroing_alone_hands_over_and_exports_the_result(tmp_path: Path) -> None
     assert world.of("export") == [("final", 3, 1.0)]
 
 
+def test_a_hand_over_can_keep_the_lanes_weights(tmp_path: Path) -> None:
+    kept = replace(OPTIONS.zero_neuron, resets_lane=False)
+    world = run(tmp_path, only("zero_neuron", "retrofit", "export", zero_neuron=kept))
+    assert world.of("hand_over") == []
+    assert world.plans[-1].eviction == "soft"  # decisions are read all the same
+
+
 def test_a_student_whose_lane_was_borrowed_is_not_handed_over_again(tmp_path: Path) -> None:
     state = TrainState(lane_borrowed=True, target_cr=4.0)
     world = run(tmp_path, only("hold", "export"), state)
