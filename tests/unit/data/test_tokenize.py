@@ -301,7 +301,7 @@ def test_exam_sheets_command(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(command) == 0
     rows = [json.loads(line) for line in (out / "sheets.jsonl").read_text().splitlines()]
     assert len(rows) == 20
-    assert {row["n"] for row in rows} == {1, 2}
+    assert {row["text"].count(": Solve ") for row in rows} == {1, 2}
     data = IndexedDataset(str(out / "train"))
     tokenizer = AutoTokenizer.from_pretrained(str(out / "tokenizer"))
     texts = [tokenizer.decode(data[i]) for i in range(len(data))]
