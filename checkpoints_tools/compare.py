@@ -16,9 +16,8 @@ from typing import Any
 from checkpoints_tools.single_process import open_engine
 from dms_train.cli.errors import run_main
 from dms_train.data.batches import Batch, BatchSource
-from dms_train.data.manifest import read_manifest
 from dms_train.data.options import DataOptions
-from dms_train.data.tokens import build_datasets
+from dms_train.data.tokens import build_valid_samples
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.directory import WeightReader, read_config, resolve
@@ -47,7 +46,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _batches(args: argparse.Namespace, architecture: Architecture) -> list[Batch]:
     """Samples of the validation split."""
-    eod = read_manifest(args.data).eod_id
     options = DataOptions(
         paths=(args.data,),
         split=args.split,
@@ -55,16 +53,8 @@ def _batches(args: argparse.Namespace, architecture: Architecture) -> list[Batch
         micro_batch_size=1,
         global_batch_size=args.samples,
     )
-    _, valid = build_datasets(
-        options,
-        vocab_size=architecture.vocab_size,
-        eod_id=-1 if eod is None else eod,
-        train_samples=0,
-        valid_samples=args.samples,
-        seed=args.seed,
-        cache_dir=args.cache_dir,
-    )
-    assert valid is not None
+    size = architecture.vocab_size
+    valid = build_valid_samples(options, vocab_size=size, seed=args.seed, cache_dir=args.cache_dir)
     source = BatchSource(
         valid,
         micro_batch_size=1,

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from dms_train.cli.errors import run_main
 from dms_train.cli.validator import judge, resolve_device
-from dms_train.data.manifest import read_manifest
 from dms_train.data.options import DataOptions
-from dms_train.data.tokens import TokenSamples, build_datasets
+from dms_train.data.tokens import TokenSamples, build_valid_samples
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.findings import export_window, require_replay
 from dms_train.evaluation.measure import Place
@@ -69,7 +68,6 @@ def _options(args: argparse.Namespace) -> ValidateOptions:
 def _samples(args: argparse.Namespace, architecture: Architecture) -> TokenSamples | None:
     if args.data is None:
         return None
-    eod = read_manifest(args.data).eod_id
     options = DataOptions(
         paths=(args.data,),
         split=args.split,
@@ -77,16 +75,8 @@ def _samples(args: argparse.Namespace, architecture: Architecture) -> TokenSampl
         micro_batch_size=1,
         global_batch_size=args.samples,
     )
-    _, valid = build_datasets(
-        options,
-        vocab_size=architecture.vocab_size,
-        eod_id=-1 if eod is None else eod,
-        train_samples=0,
-        valid_samples=args.samples,
-        seed=args.seed,
-        cache_dir=args.output / "data_cache",
-    )
-    return valid
+    size, folder = architecture.vocab_size, args.output / "data_cache"
+    return build_valid_samples(options, vocab_size=size, seed=args.seed, cache_dir=folder)
 
 
 def _validate(args: argparse.Namespace) -> None:

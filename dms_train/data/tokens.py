@@ -194,6 +194,28 @@ def build_datasets(  # noqa: PLR0913 - all named
     return train, valid
 
 
+def build_valid_samples(
+    options: DataOptions, *, vocab_size: int, seed: int, cache_dir: str | Path
+) -> TokenSamples:
+    """The first `options.global_batch_size` validation samples, for commands that only evaluate.
+
+    Raises:
+        DataError: As `build_datasets`.
+    """
+    eod = read_manifest(options.paths[0]).eod_id
+    _, valid = build_datasets(
+        options,
+        vocab_size=vocab_size,
+        eod_id=-1 if eod is None else eod,
+        train_samples=0,
+        valid_samples=options.global_batch_size,
+        seed=seed,
+        cache_dir=cache_dir,
+    )
+    assert valid is not None
+    return valid
+
+
 def _open_shard(prefix: str, vocab_size: int, tokenizer_sha256: str | None = None) -> _Shard:
     manifest = read_manifest(prefix)
     check_shard(prefix, manifest)
