@@ -8,31 +8,24 @@ import sys
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
+from dms_train.evaluation.measure import Exam, solve
 from dms_train.evaluation.options import ANSWER_PATTERN
-from dms_train.evaluation.problems import Sheet, read_problems, solved
-from dms_train.inference.engine import LLM
-from dms_train.inference.options import SamplingParams
-
-
-def count(llm: LLM, sheets: list[Sheet], max_tokens: int) -> int:
-    """Problems whose answer is right."""
-    params = [
-        SamplingParams(max_tokens=max_tokens, stop=() if s.stop is None else (s.stop,))
-        for s in sheets
-    ]
-    outputs = llm.generate([sheet.prompt for sheet in sheets], params)
-    pattern = re.compile(ANSWER_PATTERN)
-    texts = (output.outputs[0].text for output in outputs)
-    return sum(solved(t, s.answers, pattern) for t, s in zip(texts, sheets, strict=True))
+from dms_train.evaluation.problems import read_problems
+from dms_train.hf.directory import resolve
 
 
 def _run(args: argparse.Namespace) -> None:
+    directory = resolve(args.model)
     for path in args.problems:
-        sheets = read_problems(path, args.max_problems)
-        llm = LLM(args.model, max_num_seqs=100, device=args.device)
-        hits = count(llm, sheets, args.max_tokens)
-        total = sum(len(sheet.answers) for sheet in sheets)
-        print(f"{path}: {hits} of {total} problems, {hits / total:.4f}", flush=True)
+        exam = Exam(
+            sheets=read_problems(path, args.max_problems),
+            pattern=re.compile(ANSWER_PATTERN),
+            max_tokens=args.max_tokens,
+            max_num_seqs=args.max_num_seqs,
+        )
+        accuracy = solve(directory, exam, {"device": args.device}).accuracy
+        problems = sum(len(sheet.answers) for sheet in exam.sheets)
+        print(f"{path}: {accuracy} of {problems} problems", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("problems", nargs="+", type=Path, help="of dms-data exam-problems")
     parser.add_argument("--max-problems", type=int, default=2000)
     parser.add_argument("--max-tokens", type=int, default=220)
+    parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
     return run_main(lambda: _run(args))

@@ -15,22 +15,17 @@ from collections import defaultdict
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
+from dms_train.evaluation.measure import greedy
 from dms_train.evaluation.problems import Sheet, read_problems
 from dms_train.inference.engine import LLM
 from dms_train.inference.heatmap import draw_heatmap
-from dms_train.inference.options import SamplingParams
 
 Curve = dict[int, list[float]]
 
 
 def ratios(llm: LLM, sheets: list[Sheet], max_tokens: int) -> Curve:
     """cr_factor of every sequence, by the number of tokens it had seen."""
-    params = [
-        SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, stop=() if s.stop is None else (s.stop,)
-        )
-        for s in sheets
-    ]
+    params = [greedy(sheet, max_tokens) for sheet in sheets]
     found: Curve = defaultdict(list)
     for batch in llm.stream([sheet.prompt for sheet in sheets], params):
         for output in batch:
@@ -62,9 +57,9 @@ def _run(args: argparse.Namespace) -> None:
     assert total is not None
     kept = 1.0 / total.cr_factors
     args.output.mkdir(parents=True, exist_ok=True)
-    draw_curve(curve, args.output / "cr_by_position.png")
     path = args.output / "retention_by_head.png"
     draw_heatmap(kept, path, "tokens kept", label="share", limits=(0.0, 1.0))
+    draw_curve(curve, args.output / "cr_by_position.png")
     medians = {p: statistics.median(v) for p, v in sorted(curve.items()) if len(v) >= 10}
     record = {"median_cr_factor": medians, "kept": kept.tolist(), "sequences": len(sheets)}
     (args.output / "retention.json").write_text(json.dumps(record, indent=1) + "\n")

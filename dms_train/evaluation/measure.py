@@ -215,24 +215,24 @@ def examine(
         models["window_only"] = (place.teacher, {"policy": "window", "window": place.window})
     found = {}
     for name, (directory, how) in models.items():
-        found[name] = _solve(directory, exam, {"device": place.device, **how})
+        found[name] = solve(directory, exam, {"device": place.device, **how})
         note(f"{name}: accuracy {found[name].accuracy}")
     return found
 
 
-def _solve(directory: Path, exam: Exam, how: dict[str, Any]) -> Solved:
+def greedy(sheet: Sheet, max_tokens: int) -> SamplingParams:
+    """The most likely continuation of a sheet, up to its stop text."""
+    stop = () if sheet.stop is None else (sheet.stop,)
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)
+
+
+def solve(directory: Path, exam: Exam, how: dict[str, Any]) -> Solved:
+    """Greedy answers of one model; `how` are fields of `EngineOptions`."""
     rows = exam.max_num_seqs
     # fine enough that slabs do not blur the comparison, few enough to be read in one go each
     slab_pages = min(256, max(8, 2 * rows))
     llm = LLM(directory, max_num_seqs=rows, slab_pages=slab_pages, **how)
-    params = [
-        SamplingParams(
-            max_tokens=exam.max_tokens,
-            temperature=0.0,
-            stop=() if sheet.stop is None else (sheet.stop,),
-        )
-        for sheet in exam.sheets
-    ]
+    params = [greedy(sheet, exam.max_tokens) for sheet in exam.sheets]
     outputs = llm.generate([sheet.prompt for sheet in exam.sheets], params)
     hits = [
         float(solved(output.outputs[0].text, sheet.answers, exam.pattern))
