@@ -16,6 +16,7 @@ FILES = sorted(
 )
 FILE_CAP, FUNCTION_CAP, FUNCTION_P95, FUNCTION_MEDIAN = 350, 60, 45, 12
 FILE_CAP_OF = {"kernels": 500}
+FUNCTION_CAP_OF = {"kernels": 120}  # the body of a Triton kernel is one function
 
 
 def functions(file: Path) -> list[tuple[str, int]]:
@@ -35,7 +36,12 @@ def test_files(file):
 
 def test_functions():
     sizes = [size for file in FILES for _, size in functions(file)]
-    too_long = [name for file in FILES for name, size in functions(file) if size > FUNCTION_CAP]
+    too_long = [
+        name
+        for file in FILES
+        for name, size in functions(file)
+        if size > FUNCTION_CAP_OF.get(file.parent.name, FUNCTION_CAP)
+    ]
     assert too_long == []
     assert statistics.median(sizes) <= FUNCTION_MEDIAN
     assert statistics.quantiles(sizes, n=20)[-1] <= FUNCTION_P95
