@@ -21,115 +21,65 @@ from dms_train.kernels.triton_train_hopper_forward import tile_layout
 
 
 @gluon.jit
-def _fetch(descs, buffers, bars, place, walk, HEADS: gl.constexpr, BLOCK_M: gl.constexpr):
+def _fetch(descs, buffers, bars, place, walk, BLOCK_M: gl.constexpr):
     """Copy keys and values once, then queries, output gradients and row numbers of every step."""
     q_desc, k_desc, v_desc, d_o_desc, lse_desc, delta_desc = descs
     q_s, d_o_s, k_s, v_s, ds_s, lse_s, delta_s = buffers
     kv_full, q_full, d_o_full, empty = bars
     sample, kv_head, first_head, first, row_start, padded = place
-    begin, n_near, old, n_old, tail, n_tail = walk
-    stages: gl.constexpr = q_s.type.shape[0]
+    begin, end, n_steps, old, open_to = walk
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [sample, kv_head, first, 0], kv_full, k_s)
     tma.async_copy_global_to_shared(v_desc, [sample, kv_head, first, 0], kv_full, v_s)
-    step = 0
-    for sweep in gl.static_range(2):
-        start, count, more = begin, n_near, n_tail
-        if sweep == 1:
-            start, count, more = old, n_old, 0
-        for head in range(HEADS):
-            for tile in range(count + more):
-                query = start + tile * BLOCK_M
-                if tile >= count:
-                    query = tail + (tile - count) * BLOCK_M
-                stage = step % stages
-                row = row_start + head * padded + query
-                mbarrier.wait(empty.index(stage), (step // stages & 1) ^ 1)
-                at = [sample, first_head + head, query, 0]
-                full = q_full.index(stage)
-                mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, at, full, q_s.index(stage))
-                tma.async_copy_global_to_shared(lse_desc, [row], full, lse_s.index(stage))
-                full = d_o_full.index(stage)
-                mbarrier.expect(full, d_o_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(d_o_desc, at, full, d_o_s.index(stage))
-                tma.async_copy_global_to_shared(delta_desc, [row], full, delta_s.index(stage))
-                step += 1
+    head, query, stage, phase = first_head, begin, 0, 1
+    row = row_start + begin
+    for _ in range(n_steps):
+        mbarrier.wait(empty.index(stage), phase)
+        at = [sample, head, query, 0]
+        full = q_full.index(stage)
+        mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, at, full, q_s.index(stage))
+        tma.async_copy_global_to_shared(lse_desc, [row], full, lse_s.index(stage))
+        full = d_o_full.index(stage)
+        mbarrier.expect(full, d_o_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(d_o_desc, at, full, d_o_s.index(stage))
+        tma.async_copy_global_to_shared(delta_desc, [row], full, delta_s.index(stage))
+        query, row, stage = query + BLOCK_M, row + BLOCK_M, stage + 1
+        if stage == q_s.type.shape[0]:
+            stage, phase = 0, phase ^ 1
+        if query >= end:
+            head, query, row = head + 1, begin, row + padded - (query - begin)
 
 
 @gluon.jit
-def _sweep(
-    state, buffers, bars, layouts, vectors, numbers, start, count, tail, n_tail,
-    MASKED: gl.constexpr, HEADS: gl.constexpr, PACKED: gl.constexpr, SIZE: gl.constexpr,
-):  # fmt: skip
-    """Every head's tiles of queries: `count` from `start` on and `n_tail` from `tail` on."""
-    step, d_k, d_v, d_bias = state
-    q_s, d_o_s, k_s, v_s, ds_s, lse_s, delta_s = buffers
-    kv_full, q_full, d_o_full, empty = bars
-    s_layout: gl.constexpr = layouts[0]
-    kv_layout: gl.constexpr = layouts[1]
-    q_layout: gl.constexpr = layouts[2]
-    keys, key_end, bias, dq_base = vectors
-    factor, window, row_start, padded = numbers
-    stages: gl.constexpr = q_s.type.shape[0]
-    dtype: gl.constexpr = q_s.dtype
-    BLOCK_N: gl.constexpr = ds_s.type.shape[0]
-    BLOCK_M: gl.constexpr = ds_s.type.shape[1]
-    D: gl.constexpr = k_s.type.shape[1]
-    operand: gl.constexpr = gl.DotOperandLayout(0, kv_layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    no_scores = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, layout=s_layout)
-    no_d_q = gl.full([BLOCK_M, D], 0.0, gl.float32, layout=q_layout)
-    for head in range(HEADS):
-        for tile in range(count + n_tail):
-            query = start + tile * BLOCK_M
-            if MASKED and PACKED:
-                query = gl.where(tile < count, query, tail + (tile - count) * BLOCK_M)
-            stage = step % stages
-            phase = step // stages & 1
-            q, d_o = q_s.index(stage), d_o_s.index(stage)
-            mbarrier.wait(q_full.index(stage), phase)
-            scores = warpgroup_mma(k_s, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(d_o_full.index(stage), phase)
-            d_weights = warpgroup_mma(
-                v_s, d_o.permute((1, 0)), no_scores, use_acc=False, is_async=True
-            )
-            row_lse = lse_s.index(stage).load(row_layout)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            if MASKED:
-                rows = query + gl.arange(0, BLOCK_M, layout=row_layout)
-                distance = rows[None, :] - keys[:, None]
-                scores = scores * factor + gl.where(distance > window, bias[:, None], 0.0)
-                weights = gl.exp2(scores - row_lse[None, :])
-                weights = gl.where(distance >= 0, weights, 0.0)
-                if PACKED:
-                    weights = gl.where(rows[None, :] < key_end[:, None], weights, 0.0)
-            else:
-                weights = gl.exp2(scores * factor + bias[:, None] - row_lse[None, :])
-            narrow = gl.convert_layout(weights.to(dtype), operand)
-            d_v_next = warpgroup_mma(narrow, d_o, d_v, is_async=True)
-            row_delta = delta_s.index(stage).load(row_layout)
-            d_weights = warpgroup_mma_wait(1, deps=[d_weights])
-            wide = gl.convert_layout(narrow, s_layout).to(gl.float32)
-            ds = wide * (d_weights - row_delta[None, :])
-            if MASKED:
-                rows = query + gl.arange(0, BLOCK_M, layout=row_layout)
-                late = rows[None, :] - keys[:, None] > window
-                d_bias += gl.sum(gl.where(late, ds, 0.0), 1)
-            else:
-                d_bias += gl.sum(ds, 1)
-            gl.thread_barrier()  # all warps are done with ds and the queries of the step before
-            mbarrier.arrive(empty.index((step + stages - 1) % stages), count=1, pred=step > 0)
-            ds_s.store(ds.to(dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            d_q = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_d_q, use_acc=False, is_async=True)
-            d_k_next = warpgroup_mma(ds_s, q, d_k, is_async=True)
-            d_v, d_q, narrow = warpgroup_mma_wait(1, deps=[d_v_next, d_q, narrow])
-            _add_rows(dq_base, row_start + head * padded + query, d_q, SIZE)
-            d_k = warpgroup_mma_wait(0, deps=[d_k_next])
-            step += 1
-    return step, d_k, d_v, d_bias
+def _weights(scores, vectors, row_lse, query, masked, factor, window, PACKED: gl.constexpr):
+    """Softmax weights of a tile [keys, queries]."""
+    keys, key_end, bias = vectors
+    layout: gl.constexpr = scores.type.layout
+    if masked:
+        rows = query + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))
+        distance = rows[None, :] - keys[:, None]
+        tile = scores * factor + gl.where(distance > window, bias[:, None], 0.0)
+        weights = gl.exp2(tile - row_lse[None, :])
+        weights = gl.where(distance >= 0, weights, 0.0)
+        if PACKED:
+            weights = gl.where(rows[None, :] < key_end[:, None], weights, 0.0)
+    else:
+        weights = gl.exp2(scores * factor + bias[:, None] - row_lse[None, :])
+    return weights
+
+
+@gluon.jit
+def _bias_gradient(d_bias, ds, keys, query, masked, window):
+    """Add the row sums of ds over the queries whose window a key has left."""
+    layout: gl.constexpr = ds.type.layout
+    if masked:
+        rows = query + gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, layout))
+        late = rows[None, :] - keys[:, None] > window
+        d_bias += gl.sum(gl.where(late, ds, 0.0), 1)
+    else:
+        d_bias += gl.sum(ds, 1)
+    return d_bias
 
 
 @gluon.jit
@@ -139,16 +89,16 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
     q_s, d_o_s, k_s, v_s, ds_s, lse_s, delta_s = buffers
     kv_full, q_full, d_o_full, empty = bars
     sample, kv_head, first_head, first, row_start, padded = place
-    begin, n_near, old, n_old, tail, n_tail = walk
+    begin, end, n_steps, old, open_to = walk
     bias_base, ends = vectors
     scale, factor, length, window = numbers
-    HEADS: gl.constexpr = sizes[0]
-    BLOCK_M: gl.constexpr = sizes[1]
-    BLOCK_N: gl.constexpr = sizes[2]
-    D: gl.constexpr = sizes[3]
-    SIZE: gl.constexpr = sizes[4]
-    PACKED: gl.constexpr = sizes[5]
-    WARPS: gl.constexpr = sizes[6]
+    dtype: gl.constexpr = q_s.dtype
+    BLOCK_M: gl.constexpr = sizes[0]
+    BLOCK_N: gl.constexpr = sizes[1]
+    D: gl.constexpr = sizes[2]
+    SIZE: gl.constexpr = sizes[3]
+    PACKED: gl.constexpr = sizes[4]
+    WARPS: gl.constexpr = sizes[5]
     groups: gl.constexpr = BLOCK_M // 64
     q_columns: gl.constexpr = D * 4 * groups // WARPS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
@@ -157,7 +107,6 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
         [3, 0], [4 * groups, WARPS // 4 // groups], [16, q_columns, 16]
     )
     key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    layouts: gl.constexpr = (s_layout, kv_layout, q_layout)
     keys = first + gl.arange(0, BLOCK_N, layout=key_layout)
     bias = gl.load(bias_base + keys)
     key_end = keys
@@ -167,18 +116,62 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
     d_k = gl.full([BLOCK_N, D], 0.0, gl.float32, layout=kv_layout)
     d_v = gl.full([BLOCK_N, D], 0.0, gl.float32, layout=kv_layout)
 
+    operand: gl.constexpr = gl.DotOperandLayout(0, kv_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    no_scores = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, layout=s_layout)
+    no_d_q = gl.full([BLOCK_M, D], 0.0, gl.float32, layout=q_layout)
+    vectors = (keys, key_end, bias)
+
+    # Products of a step's ds run beside the exponentials of the next; the first finds zeros.
+    ds_s.store(gl.full([BLOCK_N, BLOCK_M], 0.0, dtype, layout=s_layout))
+    fence_async_shared()
+    gl.thread_barrier()
     mbarrier.wait(kv_full, 0)
-    state = (0, d_k, d_v, d_bias)
-    values = (keys, key_end, bias, dq_base)
-    scalars = (factor, window, row_start, padded)
-    state = _sweep(
-        state, buffers, bars, layouts, values, scalars, begin, n_near, tail, n_tail,
-        True, HEADS, PACKED, SIZE,
-    )  # fmt: skip
-    state = _sweep(
-        state, buffers, bars, layouts, values, scalars, old, n_old, 0, 0, False, HEADS, PACKED, SIZE
-    )
-    step, d_k, d_v, d_bias = state
+    query, stage, before, phase = begin, 0, 0, 0
+    # addresses are carried along: sums of a base and an offset would be kept in many registers
+    dq_rows = dq_base + (row_start + begin).to(gl.int64) * SIZE
+    last_dq_rows = dq_rows
+    for step in range(n_steps):
+        masked = query < old
+        if PACKED:
+            masked = masked | (query + BLOCK_M > open_to)
+        q, d_o = q_s.index(stage), d_o_s.index(stage)
+        mbarrier.wait(q_full.index(stage), phase)
+        scores = warpgroup_mma(k_s, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        d_k_next = warpgroup_mma(ds_s, q_s.index(before), d_k, is_async=True)
+        d_q = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_d_q, use_acc=False, is_async=True)
+        row_lse = lse_s.index(stage).load(row_layout)
+        scores = warpgroup_mma_wait(2, deps=[scores])
+        weights = _weights(scores, vectors, row_lse, query, masked, factor, window, PACKED)
+        weights = weights.to(dtype)
+        mbarrier.wait(d_o_full.index(stage), phase)
+        d_weights = warpgroup_mma(v_s, d_o.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        d_k, d_q = warpgroup_mma_wait(1, deps=[d_k_next, d_q])
+        _add_rows(last_dq_rows, d_q, SIZE)
+        narrow = gl.convert_layout(weights, operand)
+        d_v_next = warpgroup_mma(narrow, d_o, d_v, is_async=True)
+        row_delta = delta_s.index(stage).load(row_layout)
+        d_weights = warpgroup_mma_wait(1, deps=[d_weights])
+        ds = weights.to(gl.float32) * (d_weights - row_delta[None, :])
+        d_bias = _bias_gradient(d_bias, ds, keys, query, masked, window)
+        gl.thread_barrier()  # all warps are done with ds and the queries of the step before
+        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+        ds_s.store(ds.to(dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        d_v, narrow = warpgroup_mma_wait(0, deps=[d_v_next, narrow])
+        last_dq_rows, before = dq_rows, stage
+        query, stage = query + BLOCK_M, stage + 1
+        dq_rows += BLOCK_M * SIZE
+        if stage == q_s.type.shape[0]:
+            stage, phase = 0, phase ^ 1
+        if query >= end:  # the next head
+            dq_rows += (padded - (query - begin)) * SIZE
+            query = begin
+    d_k_next = warpgroup_mma(ds_s, q_s.index(before), d_k, is_async=True)
+    d_q = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_d_q, use_acc=False, is_async=True)
+    d_k, d_q = warpgroup_mma_wait(0, deps=[d_k_next, d_q])
+    _add_rows(last_dq_rows, d_q, SIZE)
 
     rows = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, kv_layout))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, kv_layout))
@@ -190,12 +183,12 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
 
 
 @gluon.jit
-def _add_rows(base, first, values, SIZE: gl.constexpr):
-    """Add values [rows, D] to float32 memory [., SIZE] from row `first` on."""
+def _add_rows(first, values, SIZE: gl.constexpr):
+    """Add values [rows, D] to float32 memory [., SIZE] from the row at address `first` on."""
     layout: gl.constexpr = values.type.layout
     rows = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout))
     channels = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))
-    tile = base + first.to(gl.int64) * SIZE + (rows[:, None] * SIZE + channels[None, :])
+    tile = (first + rows * SIZE)[:, None] + channels[None, :]
     if values.shape[1] == SIZE:
         gl.atomic_add(tile, values, sem="relaxed")
     else:
@@ -236,12 +229,7 @@ def attend_backward(
     live_after = gl.load(counts + gl.minimum(gl.cdiv(first + BLOCK_N, LIST_BLOCK), n_blocks))
     if live_before == live_after:  # evicted for good: nothing reads these keys behind the window
         end = gl.minimum(end, old)
-    n_near = gl.cdiv(gl.minimum(old, end) - begin, BLOCK_M)
-    n_old, tail, n_tail = gl.cdiv(gl.maximum(end - old, 0), BLOCK_M), 0, 0
-    if PACKED:  # queries of the next document share the last tile, or more, with this one's
-        n_old = gl.maximum(gl.minimum(open_to, end) - old, 0) // BLOCK_M
-        tail = old + n_old * BLOCK_M
-        n_tail = gl.cdiv(gl.maximum(end - tail, 0), BLOCK_M)
+    n_steps = gl.cdiv(end - begin, BLOCK_M) * PER_PROGRAM
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, D], tile_layout(q_desc))
     d_o_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, D], tile_layout(d_o_desc))
@@ -264,7 +252,7 @@ def attend_backward(
 
     first_head = part * PER_PROGRAM
     place = (sample, kv_head, first_head, first, (sample * HEADS + first_head) * padded, padded)
-    walk = (begin, n_near, old, n_old, tail, n_tail)
+    walk = (begin, end, n_steps, old, open_to)
     start = sample.to(gl.int64) * stride_b + part.to(gl.int64) * stride_h
     out_start = (sample * lanes + part).to(gl.int64) * length
     outputs = (dq, dk + start, dv + start, d_log_keep, stride_s, out_start)
@@ -273,11 +261,11 @@ def attend_backward(
     buffers = (q_s, d_o_s, k_s, v_s, ds_s, lse_s, delta_s)
     bars = (kv_full, q_full, d_o_full, empty)
     descs = (q_desc, k_desc, v_desc, d_o_desc, lse_desc, delta_desc)
-    sizes: gl.constexpr = (PER_PROGRAM, BLOCK_M, BLOCK_N, D, SIZE, PACKED, WARPS)
+    sizes: gl.constexpr = (BLOCK_M, BLOCK_N, D, SIZE, PACKED, WARPS)
     gl.warp_specialize(
         [
             (_gradients, (outputs, buffers, bars, place, walk, vectors, numbers, sizes)),
-            (_fetch, (descs, buffers, bars, place, walk, PER_PROGRAM, BLOCK_M)),
+            (_fetch, (descs, buffers, bars, place, walk, BLOCK_M)),
         ],
         [1],
         [24],
