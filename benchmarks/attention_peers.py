@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
