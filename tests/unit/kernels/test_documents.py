@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ def alone(leaves: list[Tensor], bounds: list[int], window: int, *, biased: bool)
             window,
             0.4,
         )
-        for first, last in zip(bounds, bounds[1:], strict=False)
+        for first, last in pairwise(bounds)
         if first < last
     ]
     return torch.cat(parts, 1)
@@ -78,7 +80,7 @@ def test_numbers_and_slices_name_the_same_positions(bounds: list[int]) -> None:
     numbers = document_of(cu_seqlens, 40).tolist()
     assert numbers == [sum(end <= i for end in bounds[1:]) for i in range(40)]
     places = [(s.start, s.stop) for s in document_slices(cu_seqlens, 40)]
-    assert places == [p for p in zip(bounds, bounds[1:], strict=False) if p[0] < p[1]]
+    assert places == [p for p in pairwise(bounds) if p[0] < p[1]]
 
 
 @pytest.mark.parametrize("bounds", [[], [0], [0, 39], [1, 40], [0, 30, 20, 40], [0, 41]], ids=str)

@@ -1,4 +1,4 @@
-"""The FlexAttention backend without its compiler: torch's eager evaluation of the same functions."""
+"""The FlexAttention backend without its compiler: torch evaluates the same functions eagerly."""
 
 from __future__ import annotations
 
