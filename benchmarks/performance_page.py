@@ -84,7 +84,9 @@ def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Itera
     for name in ("prefill", "decode"):
         if name in record:
             cases = importlib.import_module(f"benchmarks.{name}_cases")
-            yield f"\n## {name.capitalize()}\n\n{cases.table(record[name])}"
+            text = cases.table(record[name])
+            fenced = text if text.startswith("|") else f"```\n{text}\n```"
+            yield f"\n## {name.capitalize()}\n\n{fenced}"
     yield f"\n![roofline of the run]({FIGURE})"
     if accuracy is not None:
         yield f"\n## Accuracy\n\nCommand: `{accuracy['command']}`.\n"
