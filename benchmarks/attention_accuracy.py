@@ -107,15 +107,14 @@ def _results(call: Call) -> list[Tensor]:
 def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
     """Error of `found` over error of `peer`, by name of the result.
 
-    An error as small as rounding the true result to its dtype counts as that, so that a peer which
-    happens to be exact does not make every other infinitely wrong; nor is a result that cancels
-    to nearly zero compared below 1e-4 of rounding the largest result.
+    An error below that of rounding the true result to its dtype counts as that, so that a peer
+    which happens to be exact does not make every other infinitely wrong; nor is a result that
+    cancels to nearly zero compared below 1e-4 of rounding the largest result to 16 bits.
     """
-    scale = max(float(x.norm()) for x in truth)
-    eps = torch.finfo(found[0].dtype).eps
+    least = _CANCELLING * torch.finfo(found[0].dtype).eps * max(float(x.norm()) for x in truth)
     ratios = {}
     for name, a, b, t in zip(NAMES, found, peer, truth, strict=True):
-        floor = eps * max(_ROUNDING * float(t.norm()), _CANCELLING * scale)
+        floor = max(_ROUNDING * torch.finfo(a.dtype).eps * float(t.norm()), least)
         ours_error, peer_error = (float((x.double() - t).norm()) for x in (a, b))
         ratios[name] = max(ours_error, floor) / max(peer_error, floor)
         if not a.isfinite().all():
