@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dms_train.kernels import triton_train_backward as gradients
+from dms_train.kernels.dense import causal_attention
 from dms_train.kernels.launch_plan import TilePlan, plan_tiles
 from dms_train.kernels.triton_train_forward import attend, prepare_bias
 
@@ -105,9 +106,7 @@ def dms_attention(
     attention is called unless documents are packed.
     """
     if log_keep is None and cu_seqlens is None:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
+        return causal_attention(query, key, value, scale)
     if log_keep is None:
         b, s, hk = key.shape[:3]
         log_keep = torch.zeros(b, hk, s, device=key.device)
