@@ -148,7 +148,7 @@ def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[s
     from dms_train.kernels import triton_append, triton_decode
 
     steps = [build_step(case, 5000 + t) for t in range(4)]
-    memory = triton_decode.workspace(steps[0].query, case.heads, tuning)
+    memory = triton_decode.workspace(steps[0].query, cache, tuning)
     rule = Decisions(LANE, shift=1, scale=100.0, clear=True)
     output = torch.empty_like(steps[0].query)
     saved = [x.clone() for x in (cache.lengths, cache.ring, *cache.free)]

@@ -48,16 +48,16 @@ def append(step: Step, cache: PagedCache, rule: Decisions) -> Tensor:
     for i, row in enumerate(step.rows.tolist()):
         for head in range(h if row >= 0 else 0):
             marked = rule.source == ALWAYS or bool(marks[i, head])
-            slot = _claim(cache, row, head, (int(step.position[i]), marked), rule)
-            if slot is not None:
-                _store(cache, row, head, slot, torch.stack([key[i, head], step.value[i, head]]))
+            claim = _claim(cache, row, head, (int(step.position[i]), marked), rule)
+            if claim is not None:
+                _store(cache, row, head, claim, torch.stack([key[i, head], step.value[i, head]]))
     return query.view(b, heads, d)
 
 
 def _claim(
     cache: PagedCache, row: int, head: int, token: tuple[int, bool], rule: Decisions
-) -> int | None:
-    """Let the leaving token die and find a slot for the newcomer (position, decision)."""
+) -> tuple[int, bool] | None:
+    """Let the leaving token die. Returns a slot for the newcomer (position, decision), if new."""
     (t, marked), ring, length = token, cache.ring[row, head], int(cache.lengths[row, head])
     size, dies, slot = len(ring), False, length
     if rule.source != NEVER:
@@ -71,7 +71,7 @@ def _claim(
     cache.lengths[row, head] = length + (not dies)
     if rule.source != NEVER:
         ring[t % size] = 2 * slot + (rule.shift == 0 and marked)
-    return slot
+    return slot, not dies
 
 
 def _make_room(cache: PagedCache, row: int, head: int, slot: int) -> bool:
@@ -91,11 +91,13 @@ def _make_room(cache: PagedCache, row: int, head: int, slot: int) -> bool:
     return True
 
 
-def _store(cache: PagedCache, row: int, head: int, slot: int, pair: Tensor) -> None:
-    """Write key and value [2, d] into a slot."""
-    place, offset = divmod(slot, cache.page_slots)
+def _store(
+    cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair: Tensor
+) -> None:
+    """Write key and value [2, d] into a claimed slot."""
+    place, offset = divmod(claim[0], cache.page_slots)
     page = cache.pages[int(cache.table[row, head, place])]
-    fresh = slot == int(cache.lengths[row, head]) - 1 and offset == 0
+    fresh = claim[1] and offset == 0
     for kind in range(2):
         wide = pair[kind].double()
         if cache.exponents is not None:

@@ -57,11 +57,17 @@ class Workspace(NamedTuple):
     tuning: Tuning
 
 
-def workspace(query: Tensor, heads: int, tuning: Tuning | None = None) -> Workspace:
-    """Workspace for queries like [b, h * g, d] over `heads` KV heads."""
+def default_tuning(d: int, itemsize: int) -> Tuning:
+    """Tuning for a head size and bytes per channel of the cache: 16 KB of keys at a time."""
+    return Tuning(tile=max(16, min(128, 2**14 // (triton.next_power_of_2(d) * itemsize))))
+
+
+def workspace(query: Tensor, cache: PagedCache, tuning: Tuning | None = None) -> Workspace:
+    """Workspace for queries like [b, h * g, d]."""
     b, all_heads, d = query.shape
+    heads = cache.lengths.shape[1]
     lanes, device = b * heads, query.device
-    tuning = tuning or Tuning()
+    tuning = tuning or default_tuning(d, cache.pages.dtype.itemsize)
     units = 4
     if device.type == "cuda":
         units = torch.cuda.get_device_properties(device).multi_processor_count

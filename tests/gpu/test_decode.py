@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 def attend(query, cache, rows, scale, tuning=None):
     from dms_train.kernels import triton_decode
 
-    memory = triton_decode.workspace(query, cache.lengths.shape[1], tuning)
+    memory = triton_decode.workspace(query, cache, tuning)
     output = triton_decode.attend(query, cache, rows, scale, memory)
     assert int(memory.arrived.abs().sum()) == 0
     return output
@@ -38,43 +38,55 @@ def lengths_of(s: Shape, longest: int) -> torch.Tensor:
     return drawn.int().to(s.device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [64, 80, 128, 256])
-@pytest.mark.parametrize(("rows", "heads", "group"), [(1, 1, 1), (3, 8, 4), (40, 2, 7), (5, 3, 20)])
-def test_attention_equals_float64(dtype, d, rows, heads, group):
-    for page_slots, longest in ((16, 1500), (64, 700)):
-        shape = Shape(
-            rows=rows, heads=heads, group=group, d=d, dtype=dtype, page_slots=page_slots,
-            places=-(-longest // page_slots), device="cuda", seed=rows,
-        )  # fmt: skip
-        lengths = lengths_of(shape, longest)
-        problems.check_attend(attend, shape, lengths, TOLERANCE[dtype])
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = [  # dtype, d, rows, KV heads, group, slots of a page
+    (BF16, 128, 32, 8, 4, 16),
+    (BF16, 128, 1, 1, 1, 64),
+    (BF16, 64, 3, 8, 4, 16),
+    (BF16, 80, 40, 2, 7, 16),
+    (BF16, 256, 5, 3, 20, 32),
+    (F16, 128, 7, 2, 6, 16),
+    (F16, 96, 1, 8, 8, 64),
+    (F32, 64, 3, 8, 4, 16),
+    (F32, 256, 2, 2, 2, 16),
+]
 
 
-@pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("longest", [1500, 40])
+def test_attention_equals_float64(size, longest):
+    dtype, d, rows, heads, group, page_slots = size
+    shape = Shape(
+        rows=rows, heads=heads, group=group, d=d, dtype=dtype, page_slots=page_slots,
+        places=-(-longest // page_slots), device="cuda", seed=rows,
+    )  # fmt: skip
+    problems.check_attend(attend, shape, lengths_of(shape, longest), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("d", "group"), [(64, 1), (96, 4), (128, 4), (128, 8)])
 def test_attention_over_fp8_pages_equals_float64(d, group):
     shape = Shape(
-        rows=9, heads=4, group=group, d=d, dtype=torch.bfloat16, cache_dtype=FP8, page_slots=16,
-        places=100, device="cuda",
-    )  # fmt: skip
-    problems.check_attend(attend, shape, lengths_of(shape, 1600), 2e-2)
-
-
-@pytest.mark.parametrize("name", sorted(problems.rules(5)))
-@pytest.mark.parametrize("cache", ["same", "fp8"])
-@pytest.mark.parametrize(("window", "d"), [(5, 16), (1, 64), (8, 128)])
-def test_append_equals_the_loops(name, cache, window, d):
-    shape = Shape(
-        window=window, d=d, dtype=torch.float32, cache_dtype=FP8 if cache == "fp8" else None,
+        rows=9, heads=4, group=group, d=d, dtype=BF16, cache_dtype=FP8, page_slots=16, places=100,
         device="cuda",
     )  # fmt: skip
-    rule = problems.rules(window)[name]
-    problems.check_append(append, shape, rule._replace(channel=min(rule.channel, d - 1)), 60)
+    problems.check_attend(attend, shape, lengths_of(shape, 1600), 1e-2)
+
+
+@pytest.mark.parametrize("cache", ["same", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "window", "d"),
+    [(name, 5, 16) for name in sorted(problems.rules(5))]
+    + [("lane", 1, 64), ("immediate_shifted", 8, 128), ("window", 1, 24)],
+)
+def test_append_equals_the_loops(name, cache, window, d):
+    shape = Shape(
+        window=window, d=d, dtype=F32, cache_dtype=FP8 if cache == "fp8" else None, device="cuda"
+    )
+    problems.check_append(append, shape, problems.rules(window)[name], 40)
 
 
 @pytest.mark.parametrize("preset", ["dms", "dms_fastdms"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_text_equals_the_visibility_rule(preset, dtype):
     shape = Shape(rows=4, heads=2, group=4, d=64, window=8, dtype=dtype, places=80, device="cuda")
     problems.check_visibility(append, attend, shape, preset, 300)
@@ -94,7 +106,7 @@ def test_a_captured_step_replays_like_eager_steps(cache):
     captured, eager = problems.empty_cache(shape), problems.empty_cache(shape)
     at = torch.zeros(shape.rows, dtype=torch.int32, device="cuda")
     held = problems.random_step(shape, at, 0)
-    memory = triton_decode.workspace(held.query, shape.heads)
+    memory = triton_decode.workspace(held.query, captured)
     output = torch.empty_like(held.query)
 
     def step(x, into):

@@ -40,7 +40,7 @@ def attend():
 
     def _attend(query, cache, rows, scale, per_sm=1):
         tuning = triton_decode.Tuning(tile=16, per_sm=per_sm)
-        memory = triton_decode.workspace(query, cache.lengths.shape[1], tuning)
+        memory = triton_decode.workspace(query, cache, tuning)
         output = triton_decode.attend(query, cache, rows, scale, memory)
         assert int(memory.arrived.abs().sum()) == 0
         return output
