@@ -9,6 +9,7 @@ do not count. Caches are larger than the L2 cache of any GPU of 2026.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 from collections.abc import Callable
@@ -199,6 +200,45 @@ def padded_times(case: Case) -> dict[str, float]:
     return found
 
 
+def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
+    """FlashInfer's paged decode over the very same pages, in microseconds; empty without it.
+
+    Its page lists are per sequence, so every lane becomes a sequence with one KV head. Its plan is
+    made on the host beforehand and not timed.
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        return {}
+    import flashinfer
+
+    lengths = cache.lengths.flatten()
+    pages = (lengths + case.page_slots - 1) // case.page_slots
+    place = torch.arange(cache.table.shape[-1], device="cuda")
+    indices = cache.table.flatten(0, 1)[place < pages[:, None]]
+    starts = F.pad(pages.cumsum(0, dtype=torch.int32), (1, 0))
+    query = build_step(case, 5000).query.view(-1, case.group, case.d)
+    kinds = {"q_data_type": query.dtype, "kv_data_type": cache.pages.dtype}
+    scratch = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+    found = {}
+    for name, cores in (("", False), ("_tensor_cores", True)):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            scratch, "NHD", use_tensor_cores=cores
+        )
+        last = (lengths - 1) % case.page_slots + 1
+        sizes = (case.group, 1, case.d, case.page_slots)
+        try:
+            wrapper.plan(starts, indices, last, *sizes, **kinds)
+            blocks = cache.pages.unsqueeze(3)
+
+            def calls(wrapper: Any = wrapper, blocks: Tensor = blocks) -> None:
+                for _ in range(4):
+                    wrapper.run(query, blocks)
+
+            found[f"flashinfer{name}"] = graph_times(calls, 4)[0]
+        except RuntimeError as refusal:
+            print(f"flashinfer{name}: {str(refusal).splitlines()[0]}")
+    return found
+
+
 def needed_bytes(case: Case) -> int:
     """Bytes of live keys and values."""
     width = 1 if case.cache == "fp8" else 2
@@ -210,14 +250,17 @@ def measure(cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
     copy = copy_bandwidth()
     rows = []
     for case in cases:
-        times = attention_times(case, build_cache(case))
+        cache = build_cache(case)
+        times = attention_times(case, cache)
         moved = needed_bytes(case) / times["attend"] * 1e6
         row: dict[str, Any] = {**case._asdict(), "copy_tb_s": copy / 1e12}
         row |= {f"{name}_us": value for name, value in times.items()}
         row["tb_s"] = moved / 1e12
         row["share_of_copy"] = moved / copy
         row["append_share"] = (times["both"] - times["attend"]) / times["attend"]
+        row |= {f"{name}_us": value for name, value in flashinfer_times(case, cache).items()}
         row |= {f"padded_{name}_us": value for name, value in padded_times(case).items()}
+        del cache
         rows.append(row)
         torch.cuda.empty_cache()
     return rows
@@ -227,12 +270,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text."""
     lines = []
     for row in rows:
-        peers = " ".join(f"{k[7:-3]} {v:.0f} us" for k, v in row.items() if k.startswith("padded"))
+        peers = ", ".join(
+            f"{name[:-3].replace('_', ' ')} {value:.0f} us"
+            for name, value in row.items()
+            if name.startswith(("padded", "flashinfer"))
+        )
         lines.append(
             f"{row['sequences']:3d} x {row['heads']} x {row['mean']:6d} d {row['d']:3d} "
             f"{row['cache']}: attend {row['attend_us']:7.1f} us (iqr {row['attend_iqr_us']:.1f}), "
             f"{row['tb_s']:.2f} TB/s, {row['share_of_copy']:.1%} of copy; append alone "
-            f"{row['append_us']:.1f} us, in a step {row['append_share']:.1%}; padded: {peers}"
+            f"{row['append_us']:.1f} us, in a step {row['append_share']:.1%}; {peers}"
         )
     return "\n".join(lines)
 
