@@ -91,9 +91,7 @@ def _make_room(cache: PagedCache, row: int, head: int, slot: int) -> bool:
     return True
 
 
-def _store(
-    cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair: Tensor
-) -> None:
+def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair: Tensor) -> None:
     """Write key and value [2, d] into a claimed slot."""
     place, offset = divmod(claim[0], cache.page_slots)
     page = cache.pages[int(cache.table[row, head, place])]
