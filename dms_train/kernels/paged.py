@@ -112,8 +112,8 @@ class Step(NamedTuple):
         value: [b, h, d].
         cos: [b, d], both halves alike.
         sin: [b, d].
-        position: int32 [b] of the token in its sequence.
-        rows: int32 [b], cache rows, all different; -1 for a place in the batch that is not used.
+        position: Integers [b] of the token in its sequence.
+        rows: Integers [b], cache rows, all different; -1 for a place in the batch that is not used.
         signal: bool [b, h], whether the governed token is evicted, for SIGNAL.
     """
 

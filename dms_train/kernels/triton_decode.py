@@ -326,7 +326,7 @@ def attend(
     Args:
         query: [b, h * g, d] with RoPE, contiguous.
         cache: What is attended; pages in the query's dtype or FP8.
-        rows: int32 [b]; -1 for none, whose output is 0.
+        rows: Integers [b]; -1 for none, whose output is 0.
         scale: Factor on the scores.
         memory: Made for such queries.
         output: Where the result goes; None makes a tensor.

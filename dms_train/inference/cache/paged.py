@@ -23,8 +23,18 @@ from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
 from dms_train.kernels import decode
-from dms_train.kernels.paged import ALWAYS, FP8, NEVER, SIGNAL, Decisions, PagedCache, Step
+from dms_train.kernels.paged import (
+    ALWAYS,
+    FP8,
+    LANE,
+    NEVER,
+    SIGNAL,
+    Decisions,
+    PagedCache,
+    Step,
+)
 from dms_train.kernels.slots import attend_slots
+from dms_train.method.spec import DMSSpec
 
 
 def decode_rule(policy: CachePolicy) -> tuple[Decisions, int] | None:
@@ -135,31 +145,57 @@ class PagedKVCache:
         self._settle(rows, slots, arrival.position.amax(1, keepdim=True))
         return Attended(output.to(query.dtype), mask.sum((2, 3)))
 
-    def _decode(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """One token per sequence; the host only bounds what the kernels could take."""
-        b, _, _, d = query.shape
-        h = arrival.key.shape[1]
+    def rule(self, spec: DMSSpec | None, head_size: int) -> Decisions:
+        """How a step decides and what it clears from the query.
+
+        Args:
+            spec: Of a model whose decisions lie in a query lane; None for any other.
+            head_size: Channels of a query.
+        """
+        if spec is None:
+            return self._rule
+        lane = Decisions.of(spec, head_size)
+        source = LANE if self._rule.source == SIGNAL else self._rule.source
+        return lane._replace(source=source, shift=self._rule.shift)
+
+    def step(self, layer: int, step: Step, rule: Decisions) -> Attended:
+        """One token per sequence, before RoPE; the host only bounds what the kernels could take.
+
+        Args:
+            layer: Layer number; layers are visited in order.
+            step: The tokens.
+            rule: From `rule`.
+
+        Returns:
+            Output [b, heads, 1, d] and reads.
+        """
+        b, _, d = step.query.shape
         if layer == 0:
             self._make_room()
-        self.pool.reserve(b * h)
+        self.pool.reserve(b * step.key.shape[1])
         cache = self.view(layer)
-        still = query.new_ones(1, d).expand(b, d)  # RoPE has been applied
+        append, attend = decode.kernels()
+        rotated = append.append(step, cache, rule)
+        if b not in self._memory:
+            self._memory[b] = attend.workspace(rotated, cache)
+        output = attend.attend(rotated, cache, step.rows, d**-0.5, self._memory[b])
+        return Attended(output.unsqueeze(2), self._lengths[layer, step.rows].long())
+
+    def _decode(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+        """`step` for a token whose query and key have been rotated."""
+        still = query.new_ones(1, query.shape[-1]).expand(len(rows), -1)
+        signal = None if arrival.signal is None else arrival.signal[:, :, 0].contiguous()
         step = Step(
             query=query[:, :, 0].contiguous(),
             key=arrival.key[:, :, 0].contiguous(),
             value=arrival.value[:, :, 0].contiguous(),
             cos=still,
             sin=torch.zeros_like(still),
-            position=arrival.position[:, 0].int(),
-            rows=rows.int(),
-            signal=None if arrival.signal is None else arrival.signal[:, :, 0].contiguous(),
+            position=arrival.position[:, 0],
+            rows=rows,
+            signal=signal,
         )
-        append, attend = decode.kernels()
-        rotated = append.append(step, cache, self._rule)
-        if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
-        output = attend.attend(rotated, cache, step.rows, d**-0.5, self._memory[b])
-        return Attended(output.unsqueeze(2), self._lengths[layer, rows].long())
+        return self.step(layer, step, self._rule)
 
     def _make_room(self) -> None:
         """Have a place in the tables for one more token of every lane."""
