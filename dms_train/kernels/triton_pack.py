@@ -1,0 +1,205 @@
+"""Survivors of a stretch of tokens, copied behind each other into the pages of their KV head.
+
+Shape letters: b sequences, h KV heads, s tokens of the stretch, p pages, d head size. A lane is a
+(sequence, KV head).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Tokens between two places at which the number of survivors before it is known.
+EDGE = 64
+# Edges that one step of the counting kernel handles.
+_COUNTED = 128
+
+
+class Pages(NamedTuple):
+    """Where the token lists of all lanes lie. Slot x of a lane is slot x % page_slots of its page.
+
+    A page is named by the distance of its first slot from a base tensor, in slots of d elements;
+    the page may lie outside of that tensor, as in another slab.
+
+    Attributes:
+        key: Base tensor of the keys.
+        value: Base tensor of the values.
+        key_rows: int64 [b, h, p], first slot of each page.
+        value_rows: Likewise for values.
+        page_slots: Slots of a page, a power of two.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_rows: Tensor
+    value_rows: Tensor
+    page_slots: int
+
+
+class Stretch(NamedTuple):
+    """Which tokens of a stretch stay.
+
+    Attributes:
+        evicted: bool [b, h, s] by key.
+        edges: int32 [b, h, ceil(s / EDGE) + 1], length of a lane's list when all survivors before
+            token EDGE * index have been added to it.
+        start: int32 [b], first token that exists.
+        stop: int32 [b], one behind the last token that exists.
+        kept: Tokens before `stop` that stay whatever was decided.
+    """
+
+    evicted: Tensor
+    edges: Tensor
+    start: Tensor
+    stop: Tensor
+    kept: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of each list with all survivors in it, int32 [b, h]."""
+        return self.edges[..., -1]
+
+
+@triton.jit
+def _survives(evicted, tokens, start, stop, kept, s):
+    """Whether tokens of a lane stay; `evicted` points at its first one."""
+    real = (tokens >= start) & (tokens < stop)
+    marked = tl.load(evicted + tokens, mask=tokens < s, other=1) != 0
+    return real & ((tokens >= stop - kept) | (marked == 0))
+
+
+@triton.jit
+def _count_kernel(
+    evicted, before, edges, start, stop, heads, s, kept, EDGE: tl.constexpr, COUNTED: tl.constexpr
+):
+    """Edges of one lane."""
+    lane = tl.program_id(0)
+    first = tl.load(start + lane // heads)
+    last = tl.load(stop + lane // heads)
+    count = tl.load(before + lane)
+    blocks = tl.cdiv(s, EDGE)
+    places = tl.arange(0, COUNTED)
+    tokens = places[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    lane_evicted = evicted + lane.to(tl.int64) * s
+    lane_edges = edges + lane * (blocks + 1)
+    for block in range(0, blocks, COUNTED):
+        stays = _survives(lane_evicted, block * EDGE + tokens, first, last, kept, s)
+        found = tl.sum(stays.to(tl.int32), 1)
+        running = count + tl.cumsum(found, 0)
+        tl.store(lane_edges + block + places, running - found, mask=block + places < blocks)
+        count += tl.sum(found, 0)
+    tl.store(lane_edges + blocks, count)
+
+
+@triton.jit
+def _copy_rows(source, base, rows, places, used, slot, stays, row_stride,
+               PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
+    """Copy rows `places` of `source` to the slots of a lane; those behind the list become 0."""
+    channels = tl.arange(0, PADDED)
+    real = channels < D
+    row = tl.load(rows + slot // PAGE, mask=used, other=0) + slot % PAGE
+    values = tl.load(
+        source + places.to(tl.int64)[:, None] * row_stride + channels,
+        mask=stays[:, None] & real,
+        other=0.0,
+    )
+    tl.store(base + row[:, None] * D + channels, values, mask=used[:, None] & real)
+
+
+@triton.jit
+def _pack_kernel(
+    key, value, key_base, value_base, key_rows, value_rows, evicted, edges, start, stop,
+    key_strides, value_strides, heads, s, pages, kept,
+    PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
+):
+    """Copy the survivors of one block of one lane; one block behind the last clears a page's end."""
+    block = tl.program_id(0)
+    lane = tl.program_id(1)
+    b, h = lane // heads, lane % heads
+    places = tl.arange(0, EDGE)
+    tokens = block * EDGE + places
+    first = tl.load(start + b)
+    last = tl.load(stop + b)
+    blocks = tl.cdiv(s, EDGE)
+    count = tl.load(edges + lane * (blocks + 1) + block)
+    stays = _survives(evicted + lane.to(tl.int64) * s, tokens, first, last, kept, s)
+    rank = tl.cumsum(stays.to(tl.int32), 0) - stays.to(tl.int32)
+    lane_key = key + b.to(tl.int64) * key_strides[0] + h * key_strides[1]
+    lane_value = value + b.to(tl.int64) * value_strides[0] + h * value_strides[1]
+    key_pages, value_pages = key_rows + lane * pages, value_rows + lane * pages
+    _copy_rows(lane_key, key_base, key_pages, tokens, stays, count + rank, stays,
+               key_strides[2], PAGE, D, PADDED)
+    _copy_rows(lane_value, value_base, value_pages, tokens, stays, count + rank, stays,
+               value_strides[2], PAGE, D, PADDED)
+    if block == blocks:
+        end = tl.cdiv(count, PAGE) * PAGE
+        for slot in range(count, end, EDGE):
+            slots = slot + places
+            _copy_rows(lane_value, value_base, value_pages, tokens, slots < end, slots, stays,
+                       value_strides[2], PAGE, D, PADDED)
+
+
+def count_survivors(
+    evicted: Tensor,
+    before: Tensor,
+    *,
+    kept: int = 0,
+    start: Tensor | None = None,
+    stop: Tensor | None = None,
+) -> Stretch:
+    """Say which tokens of a stretch stay, and how long each list gets.
+
+    Args:
+        evicted: bool [b, h, s] by key.
+        before: int32 [b, h], length of the lists before the stretch.
+        kept: The last tokens, which stay whatever was decided.
+        start: int32 [b], first token that exists; None for 0.
+        stop: int32 [b], one behind the last token that exists; None for s.
+    """
+    b, h, s = evicted.shape
+    evicted = evicted.contiguous()
+    start = torch.zeros(b, dtype=torch.int32, device=evicted.device) if start is None else start
+    stop = torch.full_like(start, s) if stop is None else stop
+    blocks = triton.cdiv(s, EDGE)
+    edges = torch.empty(b, h, blocks + 1, dtype=torch.int32, device=evicted.device)
+    counted = min(_COUNTED, triton.next_power_of_2(blocks))
+    _count_kernel[(b * h,)](
+        evicted.view(torch.uint8), before.contiguous(), edges, start, stop, h, s, kept,
+        EDGE=EDGE, COUNTED=counted, num_warps=8,
+    )  # fmt: skip
+    return Stretch(evicted, edges, start, stop, kept)
+
+
+def pack_survivors(key: Tensor, value: Tensor, stretch: Stretch, pages: Pages) -> None:
+    """Write the survivors of a stretch behind each lane's list, in the order of their positions.
+
+    Values behind the list become 0 up to the end of its last page, so that a kernel may multiply
+    them by 0.
+
+    Args:
+        key: [b, h, s, d]; d lies densely.
+        value: Likewise.
+        stretch: Which tokens stay.
+        pages: Room for all of them.
+    """
+    b, h, s, d = key.shape
+    grid = (triton.cdiv(s, EDGE) + 1, b * h)
+    _pack_kernel[grid](
+        key, value, pages.key, pages.value, pages.key_rows, pages.value_rows,
+        stretch.evicted.view(torch.uint8), stretch.edges, stretch.start, stretch.stop,
+        key.stride()[:3], value.stride()[:3], h, s, pages.key_rows.shape[-1], stretch.kept,
+        PAGE=pages.page_slots, D=d, PADDED=triton.next_power_of_2(d), EDGE=EDGE, num_warps=4,
+    )  # fmt: skip
+
+
+def contiguous_pages(key: Tensor, slots: int, page_slots: int) -> Pages:
+    """Fresh pages for `slots` tokens of each lane of `key` [b, h, s, d]."""
+    b, h, _, d = key.shape
+    count = triton.cdiv(slots, page_slots)
+    room = key.new_empty(2, b * h * count * page_slots, d)
+    first = torch.arange(0, room.shape[1], page_slots, device=key.device).view(b, h, count)
+    return Pages(room[0], room[1], first, first, page_slots)
