@@ -36,8 +36,28 @@ def _load_tile(descriptor, row, column, full, empty, ring, place, STAGES: gl.con
 
 
 @gluon.jit
+def _load_slots(
+    descriptor, table, slot, half, count, full, empty, ring, place, STAGES: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """The same for keys (half 0) or values (half 1) of slots, in parts that lie in one page."""
+    PART: gl.constexpr = descriptor.block_type.shape[0]
+    BLOCK_N: gl.constexpr = ring.type.shape[1]
+    stage = place % STAGES
+    mbarrier.wait(empty.index(stage), (place // STAGES + 1) & 1)
+    mbarrier.expect(full.index(stage), BLOCK_N * ring.type.shape[2] * ring.dtype.primitive_bitwidth // 8)
+    tile = ring.index(stage)
+    for part in gl.static_range(BLOCK_N // PART):
+        # slots behind the list are masked; any page will do for them
+        x = gl.minimum(slot + part * PART, count - 1)
+        row = (gl.load(table + x // PAGE) * 2 + half) * PAGE + x // PART * PART % PAGE
+        into = tile.slice(part * PART, PART, 0)
+        tma.async_copy_global_to_shared(descriptor, [row, 0], full.index(stage), into)
+
+
+@gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, kp_desc, vp_desc, q_at, k_at, v_at, key_rows, value_rows, span,
+    q_desc, k_desc, v_desc, p_desc, q_at, k_at, v_at, table, span,
     rings,
     BLOCK_N: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -58,11 +78,8 @@ def _produce(
         _load_tile(k_desc, k_row + j, k_column, k_full, k_empty, k_ring, t, STAGES)
         _load_tile(v_desc, v_row + j, v_column, v_full, v_empty, v_ring, t, STAGES)
     for t in range((count + BLOCK_N - 1) // BLOCK_N):
-        slot = t * BLOCK_N
-        k_first = (gl.load(key_rows + slot // PAGE) + slot % PAGE).to(gl.int32)
-        v_first = (gl.load(value_rows + slot // PAGE) + slot % PAGE).to(gl.int32)
-        _load_tile(kp_desc, k_first, 0, k_full, k_empty, k_ring, recent + t, STAGES)
-        _load_tile(vp_desc, v_first, 0, v_full, v_empty, v_ring, recent + t, STAGES)
+        _load_slots(p_desc, table, t * BLOCK_N, 0, count, k_full, k_empty, k_ring, recent + t, STAGES, PAGE)
+        _load_slots(p_desc, table, t * BLOCK_N, 1, count, v_full, v_empty, v_ring, recent + t, STAGES, PAGE)
 
 
 @gluon.jit
@@ -178,8 +195,8 @@ def _consume(
 
 @gluon.jit
 def _attend_kernel(
-    q_desc, k_desc, v_desc, kp_desc, vp_desc, out, key_rows, value_rows, evicted, edges, start, order,
-    q_steps, k_steps, v_steps, o_strides, heads, s, n, pages, newest, window, factor,
+    q_desc, k_desc, v_desc, p_desc, out, table, evicted, edges, start, order,
+    q_steps, k_steps, v_steps, o_strides, heads, s, n, places, newest, window, factor,
     GROUP: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, EDGE: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -223,11 +240,11 @@ def _attend_kernel(
                         rings, HALF, D, BLOCK_N, STAGES)),
             (_consume, (1, out, evicted, o_strides[2], block, first, s, n, window, factor, span,
                         rings, HALF, D, BLOCK_N, STAGES)),
-            (_produce, (q_desc, k_desc, v_desc, kp_desc, vp_desc,
+            (_produce, (q_desc, k_desc, v_desc, p_desc,
                         (b * q_steps[0] + head * q_steps[1] + block * BLOCK_M, head * q_steps[2]),
                         (b * k_steps[0] + h * k_steps[1], h * k_steps[2]),
                         (b * v_steps[0] + h * v_steps[1], h * v_steps[2]),
-                        key_rows + lane * pages, value_rows + lane * pages, span,
+                        table + lane * places, span,
                         rings, BLOCK_N, PAGE, STAGES)),
         ],
         [4, 1],
@@ -249,10 +266,12 @@ def _matrix(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int
     return TensorDescriptor(x, shape, [d, 1], [rows, d], layout), steps
 
 
-def _slots(base: Tensor, rows: int) -> TensorDescriptor:
-    d = base.shape[-1]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, d], gl.bfloat16)
-    return TensorDescriptor(base, [base.numel() // d, d], [d, 1], [rows, d], layout)
+def _slots(pages: Tensor, rows: int) -> TensorDescriptor:
+    """All pages as one matrix of slots, also those that lie behind this tensor."""
+    page, d = pages.shape[2:]
+    part = [min(rows, page), d]
+    layout = gl.NVMMASharedLayout.get_default_for(part, gl.bfloat16)
+    return TensorDescriptor(pages, [2**31 - 1, d], [d, 1], part, layout)
 
 
 def attend_stretch(
@@ -277,12 +296,11 @@ def attend_stretch(
         _matrix(x, rows) for x, rows in ((query, 64), (key, bn), (value, bn))
     )
     _attend_kernel[grid](
-        q_desc, k_desc, v_desc, _slots(pages.key, bn), _slots(pages.value, bn),
-        out, pages.key_rows, pages.value_rows,
+        q_desc, k_desc, v_desc, _slots(pages.pages, bn), out, pages.table,
         stretch.evicted.view(torch.uint8), stretch.edges, stretch.start, order,
         q_steps, k_steps, v_steps, out.stride()[:3],
-        h, s, n, pages.key_rows.shape[-1], s - stretch.kept, window, scale * 1.4426950408889634,
-        GROUP=hq // h, PAGE=pages.page_slots, D=d, EDGE=EDGE, BLOCK_M=128, num_warps=4,
+        h, s, n, pages.table.shape[-1], s - stretch.kept, window, scale * 1.4426950408889634,
+        GROUP=hq // h, PAGE=pages.pages.shape[2], D=d, EDGE=EDGE, BLOCK_M=128, num_warps=4,
         **config,
     )  # fmt: skip
     return out

@@ -20,24 +20,20 @@ _COUNTED = 128
 
 
 class Pages(NamedTuple):
-    """Where the token lists of all lanes lie. Slot x of a lane is slot x % page_slots of its page.
+    """Where the token lists of all lanes lie. Slot x of a lane is slot x % s of its page x // s.
 
-    A page is named by the distance of its first slot from a base tensor, in slots of d elements;
-    the page may lie outside of that tensor, as in another slab.
+    A page holds the keys, then the values of its s slots. Pages are numbered by their distance
+    from the start of `pages`, in pages; they may lie outside of that tensor, in another slab.
 
     Attributes:
-        key: Base tensor of the keys.
-        value: Base tensor of the values.
-        key_rows: int64 [b, h, p], first slot of each page.
-        value_rows: Likewise for values.
-        page_slots: Slots of a page, a power of two.
+        pages: [n, 2, s, d]; s is a power of two.
+        table: int32 [b, h, p], page numbers.
+        lowest: A number that no page is below.
     """
 
-    key: Tensor
-    value: Tensor
-    key_rows: Tensor
-    value_rows: Tensor
-    page_slots: int
+    pages: Tensor
+    table: Tensor
+    lowest: int = 0
 
 
 class Stretch(NamedTuple):
@@ -96,51 +92,54 @@ def _count_kernel(
 
 
 @triton.jit
-def _copy_rows(source, base, rows, places, used, slot, stays, row_stride,
-               PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
-    """Copy rows `places` of `source` to the slots of a lane; those behind the list become 0."""
+def _copy_rows(
+    source, stride, tokens, stays, pages, table, slots, used, half,
+    PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Copy tokens that stay to one half of a lane's used slots; the other used slots become 0."""
     channels = tl.arange(0, PADDED)
     real = channels < D
-    row = tl.load(rows + slot // PAGE, mask=used, other=0) + slot % PAGE
+    page = tl.load(table + slots // PAGE, mask=used, other=0).to(tl.int64) * 2 + half
     values = tl.load(
-        source + places.to(tl.int64)[:, None] * row_stride + channels,
+        source + tokens.to(tl.int64)[:, None] * stride + channels,
         mask=stays[:, None] & real,
         other=0.0,
     )
-    tl.store(base + row[:, None] * D + channels, values, mask=used[:, None] & real)
+    at = pages + (page * PAGE + slots % PAGE)[:, None] * D + channels
+    tl.store(at, values, mask=used[:, None] & real)
 
 
 @triton.jit
 def _pack_kernel(
-    key, value, key_base, value_base, key_rows, value_rows, evicted, edges, start, stop,
-    key_strides, value_strides, heads, s, pages, kept,
+    key, value, pages, table, evicted, edges, start, stop, key_strides, value_strides,
+    heads, s, places, kept,
     PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
-):
+):  # fmt: skip
     """Copy the survivors of one block of one lane; one block behind the last clears a page's end."""
     block = tl.program_id(0)
     lane = tl.program_id(1)
     b, h = lane // heads, lane % heads
-    places = tl.arange(0, EDGE)
-    tokens = block * EDGE + places
-    first = tl.load(start + b)
-    last = tl.load(stop + b)
     blocks = tl.cdiv(s, EDGE)
     count = tl.load(edges + lane * (blocks + 1) + block)
-    stays = _survives(evicted + lane.to(tl.int64) * s, tokens, first, last, kept, s)
-    rank = tl.cumsum(stays.to(tl.int32), 0) - stays.to(tl.int32)
-    lane_key = key + b.to(tl.int64) * key_strides[0] + h * key_strides[1]
-    lane_value = value + b.to(tl.int64) * value_strides[0] + h * value_strides[1]
-    key_pages, value_pages = key_rows + lane * pages, value_rows + lane * pages
-    _copy_rows(lane_key, key_base, key_pages, tokens, stays, count + rank, stays,
-               key_strides[2], PAGE, D, PADDED)
-    _copy_rows(lane_value, value_base, value_pages, tokens, stays, count + rank, stays,
-               value_strides[2], PAGE, D, PADDED)
-    if block == blocks:
+    table += lane * places
+    here = tl.arange(0, EDGE)
+    value += b.to(tl.int64) * value_strides[0] + h * value_strides[1]
+    if block < blocks:
+        tokens = block * EDGE + here
+        first, last = tl.load(start + b), tl.load(stop + b)
+        stays = _survives(evicted + lane.to(tl.int64) * s, tokens, first, last, kept, s)
+        slots = count + tl.cumsum(stays.to(tl.int32), 0) - 1
+        key += b.to(tl.int64) * key_strides[0] + h * key_strides[1]
+        _copy_rows(key, key_strides[2], tokens, stays, pages, table, slots, stays, 0,
+                   PAGE, D, PADDED)  # fmt: skip
+        _copy_rows(value, value_strides[2], tokens, stays, pages, table, slots, stays, 1,
+                   PAGE, D, PADDED)  # fmt: skip
+    else:
         end = tl.cdiv(count, PAGE) * PAGE
         for slot in range(count, end, EDGE):
-            slots = slot + places
-            _copy_rows(lane_value, value_base, value_pages, tokens, slots < end, slots, stays,
-                       value_strides[2], PAGE, D, PADDED)
+            slots = slot + here
+            _copy_rows(value, 0, here, here < 0, pages, table, slots, slots < end, 1,
+                       PAGE, D, PADDED)  # fmt: skip
 
 
 def count_survivors(
@@ -189,17 +188,17 @@ def pack_survivors(key: Tensor, value: Tensor, stretch: Stretch, pages: Pages) -
     b, h, s, d = key.shape
     grid = (triton.cdiv(s, EDGE) + 1, b * h)
     _pack_kernel[grid](
-        key, value, pages.key, pages.value, pages.key_rows, pages.value_rows,
-        stretch.evicted.view(torch.uint8), stretch.edges, stretch.start, stretch.stop,
-        key.stride()[:3], value.stride()[:3], h, s, pages.key_rows.shape[-1], stretch.kept,
-        PAGE=pages.page_slots, D=d, PADDED=triton.next_power_of_2(d), EDGE=EDGE, num_warps=4,
+        key, value, pages.pages, pages.table, stretch.evicted.view(torch.uint8), stretch.edges,
+        stretch.start, stretch.stop, key.stride()[:3], value.stride()[:3],
+        h, s, pages.table.shape[-1], stretch.kept,
+        PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), EDGE=EDGE, num_warps=4,
     )  # fmt: skip
 
 
-def contiguous_pages(key: Tensor, slots: int, page_slots: int) -> Pages:
-    """Fresh pages for `slots` tokens of each lane of `key` [b, h, s, d]."""
+def fresh_pages(key: Tensor, slots: int, page_slots: int) -> Pages:
+    """Pages of their own for `slots` tokens of each lane of `key` [b, h, s, d]."""
     b, h, _, d = key.shape
-    count = triton.cdiv(slots, page_slots)
-    room = key.new_empty(2, b * h * count * page_slots, d)
-    first = torch.arange(0, room.shape[1], page_slots, device=key.device).view(b, h, count)
-    return Pages(room[0], room[1], first, first, page_slots)
+    places = max(1, triton.cdiv(slots, page_slots))
+    pages = key.new_empty(b * h * places, 2, page_slots, d)
+    numbers = torch.arange(b * h * places, dtype=torch.int32, device=key.device)
+    return Pages(pages, numbers.view(b, h, places))
