@@ -193,7 +193,8 @@ def _consume(
     gl.store(at, acc.to(dtype), mask=gl.expand_dims(asked < n, 1))
 
 
-@gluon.jit
+# lengths differ from call to call and are no reason to compile again
+@gluon.jit(do_not_specialize=["heads", "s", "n", "places", "newest", "window"])
 def _attend_kernel(
     q_desc, k_desc, v_desc, p_desc, out, table, evicted, edges, start, order,
     q_steps, k_steps, v_steps, o_strides, heads, s, n, places, newest, window, factor,

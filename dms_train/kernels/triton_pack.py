@@ -68,7 +68,7 @@ def _survives(evicted, tokens, start, stop, kept, s):
     return real & ((tokens >= stop - kept) | (marked == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "s", "kept"])
 def _count_kernel(
     evicted, before, edges, start, stop, heads, s, kept, EDGE: tl.constexpr, COUNTED: tl.constexpr
 ):
@@ -109,7 +109,7 @@ def _copy_rows(
     tl.store(at, values, mask=used[:, None] & real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "s", "places", "kept"])
 def _pack_kernel(
     key, value, pages, table, evicted, edges, start, stop, key_strides, value_strides,
     heads, s, places, kept,

@@ -49,7 +49,8 @@ def _slot_rows(table, first, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     return tl.load(table + slots // PAGE).to(tl.int64) * (2 * PAGE) + slots % PAGE
 
 
-@triton.jit
+# lengths differ from call to call and are no reason to compile again
+@triton.jit(do_not_specialize=["heads", "s", "n", "places", "newest", "window"])
 def _attend_kernel(
     query, key, value, out, pages, table, evicted, edges, start, order,
     q_strides, k_strides, v_strides, o_strides, heads, s, n, places, newest, window, factor,
