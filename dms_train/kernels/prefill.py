@@ -1,0 +1,212 @@
+"""Long prompts under hard decisions: what survives is compacted, and only that is attended.
+
+A query reads every key of its window and, before that, the survivors. For a block of queries all
+keys that left the window of its first query are old, so it reads its KV head's list of survivors
+without a mask and looks at positions and decisions in the last window only. The lists are written
+into pages, where they stay as the cache: a prompt may come in chunks, each of which adds to them.
+
+    stretch = count(evicted, before, kept=window + 1)      # how long each list becomes
+    ...                                                    # make room for stretch.lengths
+    out = extend(query, key, value, stretch, pages, ...)   # store the survivors, attend
+
+Nothing here is imported from triton before it is called.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, n queries, s tokens of a stretch,
+p pages of the longest list, d head size. A lane is a (sequence, KV head).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dms_train.kernels import blockwise
+from dms_train.kernels.errors import KernelError
+
+# Tokens between two places of a stretch at which the number of survivors before it is known.
+EDGE = 64
+# Slots of a page when nobody asks for another number.
+PAGE_SLOTS = 128
+
+
+class Pages(NamedTuple):
+    """Where the lists of all lanes lie: slot x of a lane is slot x % s of its page number x // s.
+
+    A page holds the keys, then the values of its s slots. Pages are numbered by their distance
+    from the start of `pages`, in pages; they may lie behind that tensor, in another slab.
+
+    Attributes:
+        pages: [any, 2, s, d]; s is a power of two.
+        table: int32 [b, h, p], page numbers from 0 on; anything behind the end of a list.
+    """
+
+    pages: Tensor
+    table: Tensor
+
+
+class Stretch(NamedTuple):
+    """Which tokens of a stretch stay, and where in the lists that puts them.
+
+    Attributes:
+        evicted: bool [b, h, s] by key.
+        edges: int32 [b, h, ceil(s / EDGE) + 1], length of a lane's list with all survivors before
+            token EDGE * index in it.
+        start: int32 [b], first token that exists.
+        stop: int32 [b], one behind the last token that exists.
+        kept: Tokens before `stop` that stay whatever was decided.
+    """
+
+    evicted: Tensor
+    edges: Tensor
+    start: Tensor
+    stop: Tensor
+    kept: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of each list with the whole stretch in it, int32 [b, h]."""
+        return self.edges[..., -1]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, evicted: Tensor, *, window: int, scale: float
+) -> Tensor:
+    """Causal attention in which a marked key is read up to the distance `window`.
+
+    The host waits once to learn whether any key is ever unread: without one this is dense causal
+    attention, and cuDNN's is taken. Workspace: keys and values once more, at most.
+
+    Args:
+        query: [b, h * r, s, d].
+        key: [b, h, s, d].
+        value: Likewise.
+        evicted: bool [b, h, s] by key.
+        window: Distance up to which every key is read, in tokens.
+        scale: Factor on the scores, above 0.
+
+    Returns:
+        [b, h * r, s, d], equal to masked dense attention but for rounding.
+    """
+    if not key.is_cuda:
+        return _on_cpu(query, key, value, evicted, window, scale)
+    s = key.shape[2]
+    last = s - 1 - window  # keys before it are old for some query
+    if last <= 0 or not bool(evicted[..., :last].any()):
+        return _dense(query, key, value, scale)
+    none = torch.zeros(evicted.shape[:2], dtype=torch.int32, device=key.device)
+    stretch = count(evicted, none)
+    longest = int(stretch.lengths.max())
+    pages = fresh_pages(key, longest)
+    return extend(query, key, value, stretch, pages, window=window, scale=scale)
+
+
+def count(
+    evicted: Tensor,
+    before: Tensor,
+    *,
+    kept: int = 0,
+    start: Tensor | None = None,
+    stop: Tensor | None = None,
+) -> Stretch:
+    """Say which tokens of a stretch stay, and how long the lists become.
+
+    Args:
+        evicted: bool [b, h, s] by key.
+        before: int32 [b, h], length of the lists before the stretch.
+        kept: The last tokens, which stay whatever was decided.
+        start: int32 [b], first token that exists; None for 0.
+        stop: int32 [b], one behind the last token that exists; None for s.
+    """
+    from dms_train.kernels import triton_pack
+
+    b, _, s = evicted.shape
+    if start is None:
+        start = torch.zeros(b, dtype=torch.int32, device=evicted.device)
+    if stop is None:
+        stop = torch.full_like(start, s)
+    evicted = evicted.contiguous()
+    edges = triton_pack.count_survivors(evicted, before.contiguous(), kept, start, stop)
+    return Stretch(evicted, edges, start, stop, kept)
+
+
+def extend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stretch: Stretch,
+    pages: Pages,
+    *,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Store a stretch's survivors behind the lists and let its last tokens attend.
+
+    What the lists held before is older than the window of every query.
+
+    Args:
+        query: [b, h * r, n, d], of the last n tokens; of any dtype of 16 or 32 bits, which all
+            tensors share.
+        key: [b, h, s, d].
+        value: Likewise.
+        stretch: Of these tokens, from `count`.
+        pages: Room for `stretch.lengths` tokens.
+        window: Distance up to which every key is read, in tokens.
+        scale: Factor on the scores, above 0.
+
+    Returns:
+        [b, h * r, n, d]; 0 for queries of tokens that do not exist or have nothing to read.
+
+    Raises:
+        KernelError: Head counts or dtypes do not fit together.
+    """
+    from dms_train.kernels import triton_pack, triton_prefill
+
+    _check(query, key, value, pages)
+    triton_pack.pack_survivors(key, value, stretch, pages)
+    call = triton_prefill.Call(query, key, value, stretch, pages, window, scale)
+    if triton_prefill.on_hopper(call):
+        from dms_train.kernels import gluon_prefill
+
+        return gluon_prefill.attend(call)
+    return triton_prefill.attend(call)
+
+
+def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:
+    """Pages of their own for `slots` tokens of each lane of `like` [b, h, any, d]."""
+    b, h, _, d = like.shape
+    places = max(1, -(-slots // page_slots))
+    pages = like.new_empty(b * h * places, 2, page_slots, d)
+    numbers = torch.arange(b * h * places, dtype=torch.int32, device=like.device)
+    return Pages(pages, numbers.view(b, h, places))
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, pages: Pages) -> None:
+    if query.shape[1] % key.shape[1]:
+        raise KernelError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
+    dtypes = {x.dtype for x in (query, key, value, pages.pages)}
+    if len(dtypes) > 1:
+        raise KernelError(f"query, key, value and pages differ in dtype: {dtypes}")
+    slots = pages.pages.shape[2]
+    if slots & (slots - 1):
+        raise KernelError(f"page_slots={slots}: a power of two")
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+
+
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, evicted: Tensor, window: int, scale: float
+) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    log_keep = torch.zeros(evicted.shape, dtype=wide).masked_fill(evicted, float("-inf"))
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    return blockwise.dms_attention(q, k, v, log_keep, window, scale).transpose(1, 2)
