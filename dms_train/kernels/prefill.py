@@ -17,6 +17,7 @@ p pages of the longest list, d head size. A lane is a (sequence, KV head).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dms_train.kernels import blockwise
-from dms_train.kernels.errors import KernelError
 
 # Tokens between two places of a stretch at which the number of survivors before it is known.
 EDGE = 64
@@ -46,6 +46,20 @@ class Pages(NamedTuple):
 
     pages: Tensor
     table: Tensor
+
+
+class Tokens(NamedTuple):
+    """Heads of the tokens of a stretch, the last n of which ask.
+
+    Attributes:
+        query: [b, h * r, n, d].
+        key: [b, h, s, d].
+        value: Likewise; all of one dtype of 16 or 32 bits.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 class Stretch(NamedTuple):
@@ -101,7 +115,8 @@ def attend(
     stretch = count(evicted, none)
     longest = int(stretch.lengths.max())
     pages = fresh_pages(key, longest)
-    return extend(query, key, value, stretch, pages, window=window, scale=scale)
+    tokens = Tokens(query, key, value)
+    return extend(tokens, stretch, pages, window=window, scale=scale)
 
 
 def count(
@@ -133,27 +148,15 @@ def count(
     return Stretch(evicted, edges, start, stop, kept)
 
 
-def extend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    stretch: Stretch,
-    pages: Pages,
-    *,
-    window: int,
-    scale: float,
-) -> Tensor:
+def extend(tokens: Tokens, stretch: Stretch, pages: Pages, *, window: int, scale: float) -> Tensor:
     """Store a stretch's survivors behind the lists and let its last tokens attend.
 
     What the lists held before is older than the window of every query.
 
     Args:
-        query: [b, h * r, n, d], of the last n tokens; of any dtype of 16 or 32 bits, which all
-            tensors share.
-        key: [b, h, s, d].
-        value: Likewise.
-        stretch: Of these tokens, from `count`.
-        pages: Room for `stretch.lengths` tokens.
+        tokens: The stretch.
+        stretch: Who of them stays, from `count`.
+        pages: Room for `stretch.lengths` tokens, of the dtype of `tokens`.
         window: Distance up to which every key is read, in tokens.
         scale: Factor on the scores, above 0.
 
@@ -161,18 +164,90 @@ def extend(
         [b, h * r, n, d]; 0 for queries of tokens that do not exist or have nothing to read.
 
     Raises:
-        KernelError: Head counts or dtypes do not fit together.
+        ValueError: Head counts or dtypes do not fit together.
     """
-    from dms_train.kernels import triton_pack, triton_prefill
+    from dms_train.kernels import triton_pack, triton_prefill, triton_prefill_hopper
 
-    _check(query, key, value, pages)
-    triton_pack.pack_survivors(key, value, stretch, pages)
-    call = triton_prefill.Call(query, key, value, stretch, pages, window, scale)
-    if triton_prefill.on_hopper(call):
-        from dms_train.kernels import gluon_prefill
-
-        return gluon_prefill.attend(call)
+    _check(tokens, pages)
+    triton_pack.pack_survivors(tokens.key, tokens.value, stretch, pages)
+    call = triton_prefill.Call(tokens, stretch, pages, window, scale)
+    if triton_prefill_hopper.fits(call):
+        return triton_prefill_hopper.attend(call)
     return triton_prefill.attend(call)
+
+
+class Carried(NamedTuple):
+    """What one layer keeps of a prompt for its next chunk, besides the pages.
+
+    Attributes:
+        lengths: int32 [b, h], slots in use. The last tokens of a list are the last of the prompt,
+            in order: `window` + 1 of them, or all if the prompt is shorter.
+        seen: int32 [b], tokens of the prompt so far.
+        evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
+            end; what is not decided yet is False.
+    """
+
+    lengths: Tensor
+    seen: Tensor
+    evicted: Tensor
+
+
+def recent_tokens(window: int) -> int:
+    """Dense tokens that a chunk brings along from before it.
+
+    One more than the window are needed; this many make blocks of queries, less the window, start
+    at an edge.
+    """
+    return window + EDGE
+
+
+def empty(b: int, h: int, window: int, device: torch.device) -> Carried:
+    """Before the first chunk."""
+    counts = torch.zeros(b, h, dtype=torch.int32, device=device)
+    nobody = torch.zeros(b, h, recent_tokens(window), dtype=torch.bool, device=device)
+    return Carried(counts, counts[:, 0], nobody)
+
+
+def extend_prompt(
+    tokens: Tokens,
+    evicted: Tensor,
+    carried: Carried,
+    room: Callable[[Tensor], Pages],
+    *,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Carried]:
+    """Take the next chunk of prompts into the pages of a layer and let it attend.
+
+    Args:
+        tokens: The chunk; every token asks, so s is n.
+        evicted: bool [b, h, recent_tokens(window) + n] by key, of the chunk and of the tokens
+            before it; what is not decided yet is False.
+        carried: What the chunk before this one returned, or `empty`.
+        room: Gives the pages for lists of the given lengths, int32 [b, h]. What the lists hold
+            must stay where it is.
+        window: Distance up to which every key is read, in tokens.
+        scale: Factor on the scores, above 0.
+
+    Returns:
+        Output [b, h * r, n, d], and what to carry on.
+    """
+    from dms_train.kernels import triton_pack
+
+    query, key, value = tokens
+    n, recent = key.shape[2], recent_tokens(window)
+    held = carried.seen.clamp(max=window + 1)
+    start = recent - held
+    places = torch.arange(-recent, 0, dtype=torch.int32, device=key.device)
+    slots = carried.lengths[..., None] + places
+    slots = torch.where(-places <= held[:, None, None], slots, -1)
+    before = carried.lengths - held[:, None]
+    stretch = count(evicted, before, kept=window + 1, start=start)
+    pages = room(stretch.lengths)
+    old_key, old_value = triton_pack.read_slots(pages, slots)
+    key, value = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
+    out = extend(Tokens(query, key, value), stretch, pages, window=window, scale=scale)
+    return out, Carried(stretch.lengths, carried.seen + n, evicted[..., n:])
 
 
 def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:
@@ -184,15 +259,16 @@ def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages
     return Pages(pages, numbers.view(b, h, places))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, pages: Pages) -> None:
+def _check(tokens: Tokens, pages: Pages) -> None:
+    query, key, _ = tokens
     if query.shape[1] % key.shape[1]:
-        raise KernelError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
-    dtypes = {x.dtype for x in (query, key, value, pages.pages)}
+        raise ValueError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
+    dtypes = {x.dtype for x in (*tokens, pages.pages)}
     if len(dtypes) > 1:
-        raise KernelError(f"query, key, value and pages differ in dtype: {dtypes}")
+        raise ValueError(f"query, key, value and pages differ in dtype: {dtypes}")
     slots = pages.pages.shape[2]
     if slots & (slots - 1):
-        raise KernelError(f"page_slots={slots}: a power of two")
+        raise ValueError(f"page_slots={slots}: a power of two")
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

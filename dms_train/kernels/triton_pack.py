@@ -1,63 +1,19 @@
 """Survivors of a stretch of tokens, copied behind each other into the pages of their KV head.
 
-Shape letters: b sequences, h KV heads, s tokens of the stretch, p pages, d head size. A lane is a
-(sequence, KV head).
+Shapes and meaning: `kernels.prefill`. A lane is a (sequence, KV head).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens between two places at which the number of survivors before it is known.
-EDGE = 64
+from dms_train.kernels.prefill import EDGE, Pages, Stretch
+
 # Edges that one step of the counting kernel handles.
 _COUNTED = 128
-
-
-class Pages(NamedTuple):
-    """Where the token lists of all lanes lie. Slot x of a lane is slot x % s of its page x // s.
-
-    A page holds the keys, then the values of its s slots. Pages are numbered by their distance
-    from the start of `pages`, in pages; they may lie outside of that tensor, in another slab.
-
-    Attributes:
-        pages: [n, 2, s, d]; s is a power of two.
-        table: int32 [b, h, p], page numbers.
-        lowest: A number that no page is below.
-    """
-
-    pages: Tensor
-    table: Tensor
-    lowest: int = 0
-
-
-class Stretch(NamedTuple):
-    """Which tokens of a stretch stay.
-
-    Attributes:
-        evicted: bool [b, h, s] by key.
-        edges: int32 [b, h, ceil(s / EDGE) + 1], length of a lane's list when all survivors before
-            token EDGE * index have been added to it.
-        start: int32 [b], first token that exists.
-        stop: int32 [b], one behind the last token that exists.
-        kept: Tokens before `stop` that stay whatever was decided.
-    """
-
-    evicted: Tensor
-    edges: Tensor
-    start: Tensor
-    stop: Tensor
-    kept: int
-
-    @property
-    def lengths(self) -> Tensor:
-        """Length of each list with all survivors in it, int32 [b, h]."""
-        return self.edges[..., -1]
 
 
 @triton.jit
@@ -115,7 +71,7 @@ def _pack_kernel(
     heads, s, places, kept,
     PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Copy the survivors of one block of one lane; one block behind the last clears a page's end."""
+    """Copy the survivors of a block of a lane; one block behind the last clears a page's end."""
     block = tl.program_id(0)
     lane = tl.program_id(1)
     b, h = lane // heads, lane % heads
@@ -142,35 +98,43 @@ def _pack_kernel(
                        PAGE, D, PADDED)  # fmt: skip
 
 
-def count_survivors(
-    evicted: Tensor,
-    before: Tensor,
-    *,
-    kept: int = 0,
-    start: Tensor | None = None,
-    stop: Tensor | None = None,
-) -> Stretch:
-    """Say which tokens of a stretch stay, and how long each list gets.
+@triton.jit(do_not_specialize=["heads", "s", "places"])
+def _slots_kernel(
+    key, value, pages, table, slots, heads, s, places,
+    WRITE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy between slots of one lane and dense rows; slots below 0 read as 0 and take nothing."""
+    lane = tl.program_id(1)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + lane * s + here, mask=here < s, other=-1)
+    channels = tl.arange(0, PADDED)
+    used = (slot >= 0)[:, None] & (channels < D)
+    page = tl.load(table + lane * places + slot // PAGE, mask=slot >= 0, other=0).to(tl.int64)
+    at = pages + (page * (2 * PAGE) + slot % PAGE)[:, None] * D + channels
+    row = (lane.to(tl.int64) * s + here)[:, None] * D + channels
+    if WRITE:
+        tl.store(at, tl.load(key + row, mask=used), mask=used)
+        tl.store(at + PAGE * D, tl.load(value + row, mask=used), mask=used)
+    else:
+        real = (here < s)[:, None] & (channels < D)
+        tl.store(key + row, tl.load(at, mask=used, other=0.0), mask=real)
+        tl.store(value + row, tl.load(at + PAGE * D, mask=used, other=0.0), mask=real)
 
-    Args:
-        evicted: bool [b, h, s] by key.
-        before: int32 [b, h], length of the lists before the stretch.
-        kept: The last tokens, which stay whatever was decided.
-        start: int32 [b], first token that exists; None for 0.
-        stop: int32 [b], one behind the last token that exists; None for s.
-    """
+
+def count_survivors(
+    evicted: Tensor, before: Tensor, kept: int, start: Tensor, stop: Tensor
+) -> Tensor:
+    """Edges of a stretch, int32 [b, h, ceil(s / EDGE) + 1]; arguments as in `prefill.Stretch`."""
     b, h, s = evicted.shape
-    evicted = evicted.contiguous()
-    start = torch.zeros(b, dtype=torch.int32, device=evicted.device) if start is None else start
-    stop = torch.full_like(start, s) if stop is None else stop
     blocks = triton.cdiv(s, EDGE)
     edges = torch.empty(b, h, blocks + 1, dtype=torch.int32, device=evicted.device)
     counted = min(_COUNTED, triton.next_power_of_2(blocks))
     _count_kernel[(b * h,)](
-        evicted.view(torch.uint8), before.contiguous(), edges, start, stop, h, s, kept,
+        evicted.view(torch.uint8), before, edges, start, stop, h, s, kept,
         EDGE=EDGE, COUNTED=counted, num_warps=8,
     )  # fmt: skip
-    return Stretch(evicted, edges, start, stop, kept)
+    return edges
 
 
 def pack_survivors(key: Tensor, value: Tensor, stretch: Stretch, pages: Pages) -> None:
@@ -195,10 +159,24 @@ def pack_survivors(key: Tensor, value: Tensor, stretch: Stretch, pages: Pages) -
     )  # fmt: skip
 
 
-def fresh_pages(key: Tensor, slots: int, page_slots: int) -> Pages:
-    """Pages of their own for `slots` tokens of each lane of `key` [b, h, s, d]."""
-    b, h, _, d = key.shape
-    places = max(1, triton.cdiv(slots, page_slots))
-    pages = key.new_empty(b * h * places, 2, page_slots, d)
-    numbers = torch.arange(b * h * places, dtype=torch.int32, device=key.device)
-    return Pages(pages, numbers.view(b, h, places))
+def read_slots(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in slots, int32 [b, h, s] (below 0 for none, which reads 0): [b, h, s, d]."""
+    b, h, s = slots.shape
+    d = pages.pages.shape[-1]
+    key, value = pages.pages.new_empty(2, b, h, s, d)
+    _move_slots(key, value, pages, slots, write=False)
+    return key, value
+
+
+def write_slots(pages: Pages, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Store keys and values [b, h, s, d] in slots, int32 [b, h, s]; below 0 for nowhere."""
+    _move_slots(key.contiguous(), value.contiguous(), pages, slots, write=True)
+
+
+def _move_slots(key: Tensor, value: Tensor, pages: Pages, slots: Tensor, *, write: bool) -> None:
+    b, h, s = slots.shape
+    d = key.shape[-1]
+    _slots_kernel[(triton.cdiv(s, EDGE), b * h)](
+        key, value, pages.pages, pages.table, slots.contiguous(), h, s, pages.table.shape[-1],
+        WRITE=write, PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), BLOCK=EDGE,
+    )  # fmt: skip

@@ -11,14 +11,16 @@ d head size. A lane is a (sequence, KV head).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.triton_pack import EDGE, Pages, Stretch
+from dms_train.kernels.prefill import EDGE, Pages, Stretch, Tokens
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -50,21 +52,21 @@ def _slot_rows(table, first, BLOCK: tl.constexpr, PAGE: tl.constexpr):
 
 
 # lengths differ from call to call and are no reason to compile again
-@triton.jit(do_not_specialize=["heads", "s", "n", "places", "newest", "window"])
+@triton.jit(do_not_specialize=["heads", "group", "s", "n", "places", "newest", "window"])
 def _attend_kernel(
     query, key, value, out, pages, table, evicted, edges, start, order,
-    q_strides, k_strides, v_strides, o_strides, heads, s, n, places, newest, window, factor,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    q_strides, k_strides, v_strides, o_strides, heads, group, s, n, places, newest, window, factor,
+    PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one query head; lanes with most to read come first."""
     blocks = tl.cdiv(n, BLOCK_M)
     job = tl.program_id(0)
-    lane = tl.load(order + job // (blocks * GROUP)).to(tl.int32)
-    block = blocks - 1 - job % (blocks * GROUP) // GROUP
+    lane = tl.load(order + job // (blocks * group)).to(tl.int32)
+    block = blocks - 1 - job % (blocks * group) // group
     b, h = lane // heads, lane % heads
-    head = h * GROUP + job % GROUP
+    head = h * group + job % group
     query += b.to(tl.int64) * q_strides[0] + head * q_strides[1]
     key += b.to(tl.int64) * k_strides[0] + h * k_strides[1]
     value += b.to(tl.int64) * v_strides[0] + h * v_strides[1]
@@ -117,30 +119,66 @@ def _attend_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(asked[:, None] < n) & (channels < D))
 
 
-def attend_stretch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    stretch: Stretch,
-    pages: Pages,
-    *,
-    window: int,
-    scale: float,
-    config: dict | None = None,
-) -> Tensor:
+class Call(NamedTuple):
+    """Arguments of `prefill.extend`."""
+
+    tokens: Tokens
+    stretch: Stretch
+    pages: Pages
+    window: int
+    scale: float
+
+    @property
+    def page_slots(self) -> int:
+        """Slots of a page."""
+        return self.pages.pages.shape[2]
+
+    def order(self) -> Tensor:
+        """Lanes by the length of their lists, longest first, so a launch ends with short jobs."""
+        return self.stretch.lengths.flatten().argsort(descending=True)
+
+    def empty(self) -> Tensor:
+        """Output of the queries, [b, h * r, n, d], tokens outermost in memory."""
+        b, heads, n, d = self.tokens.query.shape
+        return self.tokens.query.new_empty(b, n, heads, d).transpose(1, 2)
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a tile, and how the loop over tiles is compiled."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def tiles(dtype: torch.dtype, d: int, capability: tuple[int, int]) -> Tiles:
+    """Measured on an H200; smaller where shared memory is."""
+    if dtype.itemsize > 2:
+        return Tiles(64, 32, 8, 1)
+    large = capability[0] == 9 or capability == (10, 0)
+    if not large:
+        return Tiles(64, 64, 4, 2) if d <= 128 else Tiles(64, 32, 4, 1)
+    return Tiles(128, 128, 8, 3) if d <= 128 else Tiles(128, 64, 8, 2)
+
+
+def attend(call: Call, tile: Tiles | None = None) -> Tensor:
+    """The second half of `prefill.extend`, on any GPU."""
+    (query, key, value), stretch, pages, window, scale = call
     b, hq, n, d = query.shape
     h, s = key.shape[1:3]
-    out = torch.empty(b, n, hq, d, dtype=query.dtype, device=query.device).transpose(1, 2)
-    order = stretch.lengths.flatten().argsort(descending=True)
-    config = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "STAGES": 3} | (config or {})
-    grid = (triton.cdiv(n, config["BLOCK_M"]) * hq * b,)
-    _attend_kernel[grid](
+    out = call.empty()
+    if tile is None:
+        on_gpu = query.is_cuda
+        capability = torch.cuda.get_device_capability(query.device) if on_gpu else (0, 0)
+        tile = tiles(query.dtype, d, capability)
+    _attend_kernel[(triton.cdiv(n, tile.m) * hq * b,)](
         query, key, value, out, pages.pages, pages.table,
-        stretch.evicted.view(torch.uint8), stretch.edges, stretch.start, order,
+        stretch.evicted.view(torch.uint8), stretch.edges, stretch.start, call.order(),
         query.stride()[:3], key.stride()[:3], value.stride()[:3], out.stride()[:3],
-        h, s, n, pages.table.shape[-1], s - stretch.kept, window, scale * _LOG2_E,
-        GROUP=hq // h, PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), EDGE=EDGE,
+        h, hq // h, s, n, pages.table.shape[-1], s - stretch.kept, window, scale * LOG2_E,
+        PAGE=call.page_slots, D=d, PADDED=triton.next_power_of_2(d), EDGE=EDGE,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        **config,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out
