@@ -66,7 +66,7 @@ def _produce(
     """The loading warp: the queries, then recent tiles, then tiles of survivors."""
     HALF: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
-    q_ring, q_full = q_pipe
+    q_ring, q_full = q_pipe[0], q_pipe[1]
     base, recent, count = span
     for half in gl.static_range(2):
         mbarrier.expect(q_full.index(half), q_desc.block_type.nbytes)
@@ -104,7 +104,7 @@ def _only_recent(scores, i, j, evicted, first, s, window):
 @gluon.jit
 def _scores(q, pipe, t, blank):
     """Start the scores of tile t."""
-    ring, full, empty = pipe
+    ring, full = pipe[0], pipe[1]
     STAGES: gl.constexpr = ring.type.shape[0]
     stage = t % STAGES
     mbarrier.wait(full.index(stage), (t // STAGES) & 1)
@@ -114,7 +114,7 @@ def _scores(q, pipe, t, blank):
 @gluon.jit
 def _values(weights, pipe, t, acc):
     """Start adding the weighted values of tile t."""
-    ring, full, empty = pipe
+    ring, full = pipe[0], pipe[1]
     STAGES: gl.constexpr = ring.type.shape[0]
     stage = t % STAGES
     mbarrier.wait(full.index(stage), (t // STAGES) & 1)
@@ -124,9 +124,8 @@ def _values(weights, pipe, t, acc):
 @gluon.jit
 def _release(pipe, t):
     """Tell the loading warp that tile t has been read."""
-    ring, full, empty = pipe
-    STAGES: gl.constexpr = ring.type.shape[0]
-    mbarrier.arrive(empty.index(t % STAGES))
+    STAGES: gl.constexpr = pipe[0].type.shape[0]
+    mbarrier.arrive(pipe[2].index(t % STAGES))
 
 
 @gluon.jit
@@ -135,7 +134,7 @@ def _consume(
     q_pipe, k_pipe, v_pipe,
 ):  # fmt: skip
     """One computing group: its half of the block's queries over all tiles."""
-    q_ring, q_full = q_pipe
+    q_ring, q_full = q_pipe[0], q_pipe[1]
     HALF: gl.constexpr = q_ring.type.shape[1]
     D: gl.constexpr = q_ring.type.shape[2]
     BLOCK_N: gl.constexpr = k_pipe[0].type.shape[1]
@@ -208,7 +207,9 @@ def _consume(
 def _pipe(descriptor, STAGES: gl.constexpr):
     """A ring of tiles with the barriers that say which are full and which are free again."""
     shape: gl.constexpr = descriptor.block_type.shape
-    ring = gl.allocate_shared_memory(descriptor.dtype, [STAGES] + shape, descriptor.layout)
+    ring = gl.allocate_shared_memory(
+        descriptor.dtype, [STAGES, shape[0], shape[1]], descriptor.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(STAGES):
@@ -241,8 +242,7 @@ def _attend_kernel(
     base = edge * EDGE
     end = gl.minimum(block * BLOCK_M + BLOCK_M + s - n, s)
     span = (base, gl.cdiv(end - base, BLOCK_N), count)
-    q_ring, q_full, unused = _pipe(q_desc, 2)
-    q_pipe = (q_ring, q_full)
+    q_pipe = _pipe(q_desc, 2)
     k_pipe = _pipe(k_desc, STAGES)
     v_pipe = _pipe(v_desc, STAGES)
     q_at = (b * q_steps[0] + head * q_steps[1] + block * BLOCK_M, head * q_steps[2])
