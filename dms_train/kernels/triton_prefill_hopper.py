@@ -87,7 +87,7 @@ def _produce(
     """The loading warp: of each job the queries, then recent tiles, then tiles of survivors."""
     HALF: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
-    heads, group, s, n, newest, window = sizes
+    heads, group, s, n = sizes[0], sizes[1], sizes[2], sizes[3]
     done = 0
     for round in range(gl.cdiv(jobs, gl.num_programs(0))):
         number = _turn(round)
@@ -199,7 +199,7 @@ def _consume(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     dtype: gl.constexpr = q_pipe[0].dtype
-    heads, group, s, n, newest, window = sizes
+    heads, group, s, n, window = sizes[0], sizes[1], sizes[2], sizes[3], sizes[5]
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     blank = gl.zeros([HALF, BLOCK_N], gl.float32, S_LAYOUT)
     q = q_pipe[0].index(half)
@@ -230,7 +230,7 @@ def _consume(
             scores = warpgroup_mma_wait(0, [_scores(q, k_pipe, done, blank)])
             _release(k_pipe, done)
             scores = _only_visible(scores, i, base + columns, lane_evicted, first, s, window)
-            weights, shrink, top, total = _weigh(scores, top, total, factor)
+            weights, _, top, total = _weigh(scores, top, total, factor)
             p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
             _await(k_pipe, done + 1, tiles > 1)
             for t in range(1, recent):
@@ -284,10 +284,16 @@ def _pipe(descriptor, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 # lengths differ from call to call and are no reason to compile again
-@gluon.jit(do_not_specialize=["heads", "group", "s", "n", "places", "newest", "window", "jobs"])
+@gluon.jit(
+    do_not_specialize=[
+        "heads", "group", "s", "n", "places", "newest", "window", "jobs",
+        "q_b", "q_h", "q_c", "k_b", "k_h", "k_c", "v_b", "v_h", "v_c",
+    ]
+)  # fmt: skip
 def _attend_kernel(
     q_desc, k_desc, v_desc, p_desc, out, table, evicted, edges, start, order,
-    q_steps, k_steps, v_steps, o_strides, heads, group, s, n, places, newest, window, jobs, factor,
+    q_b, q_h, q_c, k_b, k_h, k_c, v_b, v_h, v_c, o_strides,
+    heads, group, s, n, places, newest, window, jobs, factor,
     PAGE: gl.constexpr, EDGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Blocks of queries of one query head each; lanes with most to read come first."""
@@ -301,7 +307,8 @@ def _attend_kernel(
                         q_pipe, k_pipe, v_pipe, EDGE)),
             (_consume, (1, out, o_strides, evicted, start, order, edges, jobs, sizes, factor,
                         q_pipe, k_pipe, v_pipe, EDGE)),
-            (_produce, (q_desc, k_desc, v_desc, p_desc, q_steps, k_steps, v_steps, table, places,
+            (_produce, (q_desc, k_desc, v_desc, p_desc, (q_b, q_h, q_c), (k_b, k_h, k_c),
+                        (v_b, v_h, v_c), table, places,
                         order, edges, jobs, sizes, q_pipe, k_pipe, v_pipe, PAGE, EDGE)),
         ],
         [4, 1],
@@ -358,7 +365,7 @@ def attend(call: Call, keys: int | None = None, stages: int = 2) -> Tensor:
     _attend_kernel[(min(jobs, programs),)](
         q_desc, k_desc, v_desc, _slots(pages.pages, keys), out, pages.table,
         stretch.evicted.view(torch.uint8), stretch.edges, stretch.start, call.order(),
-        q_steps, k_steps, v_steps, out.stride()[:3],
+        *q_steps, *k_steps, *v_steps, out.stride()[:3],
         h, hq // h, s, n, pages.table.shape[-1], s - stretch.kept, window, jobs, scale * LOG2_E,
         PAGE=call.page_slots, EDGE=EDGE, STAGES=stages, num_warps=4,
     )  # fmt: skip
