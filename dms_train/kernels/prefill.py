@@ -18,6 +18,7 @@ p pages of the longest list, d head size. A lane is a (sequence, KV head).
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -105,8 +106,8 @@ def attend(
     Returns:
         [b, h * r, s, d], equal to masked dense attention but for rounding.
     """
-    if not key.is_cuda:
-        return _on_cpu(query, key, value, evicted, window, scale)
+    if not key.is_cuda or find_spec("triton") is None:
+        return _in_blocks(query, key, value, evicted, window, scale)
     s = key.shape[2]
     last = s - 1 - window  # keys before it are old for some query
     if last <= 0 or not bool(evicted[..., :last].any()):
@@ -166,12 +167,14 @@ def extend(tokens: Tokens, stretch: Stretch, pages: Pages, *, window: int, scale
     Raises:
         ValueError: Head counts or dtypes do not fit together.
     """
-    from dms_train.kernels import triton_pack, triton_prefill, triton_prefill_hopper
+    from dms_train.kernels import triton_pack, triton_prefill
 
     _check(tokens, pages)
     triton_pack.pack_survivors(tokens.key, tokens.value, stretch, pages)
     call = triton_prefill.Call(tokens, stretch, pages, window, scale)
-    if triton_prefill_hopper.fits(call):
+    if triton_prefill.suits_hopper(call):
+        from dms_train.kernels import triton_prefill_hopper
+
         return triton_prefill_hopper.attend(call)
     return triton_prefill.attend(call)
 
@@ -279,10 +282,11 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         )
 
 
-def _on_cpu(
+def _in_blocks(
     query: Tensor, key: Tensor, value: Tensor, evicted: Tensor, window: int, scale: float
 ) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
-    log_keep = torch.zeros(evicted.shape, dtype=wide).masked_fill(evicted, float("-inf"))
+    log_keep = torch.zeros(evicted.shape, dtype=wide, device=evicted.device)
+    log_keep = log_keep.masked_fill(evicted, float("-inf"))
     q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     return blockwise.dms_attention(q, k, v, log_keep, window, scale).transpose(1, 2)

@@ -162,6 +162,18 @@ def tiles(dtype: torch.dtype, d: int, capability: tuple[int, int]) -> Tiles:
     return Tiles(128, 128, 8, 3) if d <= 128 else Tiles(128, 64, 8, 2)
 
 
+def suits_hopper(call: Call) -> bool:
+    """Whether `triton_prefill_hopper` takes this problem on this device."""
+    query = call.tokens.query
+    return (
+        query.is_cuda
+        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] in (64, 128, 256)
+        and call.page_slots >= 16
+    )
+
+
 def attend(call: Call, tile: Tiles | None = None) -> Tensor:
     """The second half of `prefill.extend`, on any GPU."""
     (query, key, value), stretch, pages, window, scale = call

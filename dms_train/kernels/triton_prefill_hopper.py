@@ -338,18 +338,6 @@ def _slots(pages: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(pages, [2**31 - 1, d], [d, 1], part, layout)
 
 
-def fits(call: Call) -> bool:
-    """Whether `attend` takes this problem on this device."""
-    query = call.tokens.query
-    return (
-        query.is_cuda
-        and torch.cuda.get_device_capability(query.device)[0] == 9
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] in (64, 128, 256)
-        and call.page_slots >= 16
-    )
-
-
 def attend(call: Call, keys: int | None = None, stages: int = 2) -> Tensor:
     """The second half of `prefill.extend` on Hopper, in tiles of `keys` keys."""
     (query, key, value), stretch, pages, window, scale = call
