@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,11 +217,15 @@ def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
             evicted = decide(odds, MEMORY_CHUNK, draw)
             clock[0].record()
             evicted = torch.cat([carried[layer].evicted, evicted], 2)
+            stretch = prefill.plan_chunk(evicted, carried[layer], case.window)
             _, carried[layer] = prefill.extend_prompt(
-                prefill.Tokens(query, key, value), evicted, carried[layer],
-                partial(slabs.room, layer),
-                window=case.window, scale=case.d**-0.5,
-            )  # fmt: skip
+                prefill.Tokens(query, key, value),
+                stretch,
+                carried[layer],
+                slabs.room(layer, stretch.lengths),
+                window=case.window,
+                scale=case.d**-0.5,
+            )
             clock[1].record()
             clock[1].synchronize()
             spent += clock[0].elapsed_time(clock[1])

@@ -5,9 +5,9 @@ keys that left the window of its first query are old, so it reads its KV head's 
 without a mask and looks at positions and decisions in the last window only. The lists are written
 into pages, where they stay as the cache: a prompt may come in chunks, each of which adds to them.
 
-    stretch = count(evicted, before, kept=window + 1)      # how long each list becomes
-    ...                                                    # make room for stretch.lengths
-    out = extend(query, key, value, stretch, pages, ...)   # store the survivors, attend
+    stretch = plan_chunk(evicted, carried, window)      # how long each list becomes
+    ...                                                 # make room for stretch.lengths
+    out, carried = extend_prompt(tokens, stretch, carried, pages, window=window, scale=scale)
 
 Nothing here is imported from triton before it is called.
 
@@ -17,7 +17,6 @@ p pages of the longest list, d head size. A lane is a (sequence, KV head).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -180,19 +179,22 @@ def extend(tokens: Tokens, stretch: Stretch, pages: Pages, *, window: int, scale
 
 
 class Carried(NamedTuple):
-    """What one layer keeps of a prompt for its next chunk, besides the pages.
+    """What one layer keeps of prompts for their next chunk, besides the pages.
 
     Attributes:
-        lengths: int32 [b, h], slots in use. The last tokens of a list are the last of the prompt,
-            in order: `window` + 1 of them, or all if the prompt is shorter.
-        seen: int32 [b], tokens of the prompt so far.
+        lengths: int32 [b, h], slots in use. Among them are the last `window` + 1 tokens, or all if
+            there are fewer.
+        seen: int32 [b], tokens so far.
         evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
             end; what is not decided yet is False.
+        slots: int32, of that shape: where the last `window` + 1 tokens lie, -1 for other tokens.
+            None if they are the last of their lists in their order, as a chunk leaves them.
     """
 
     lengths: Tensor
     seen: Tensor
     evicted: Tensor
+    slots: Tensor | None = None
 
 
 def recent_tokens(window: int) -> int:
@@ -211,24 +213,42 @@ def empty(b: int, h: int, window: int, device: torch.device) -> Carried:
     return Carried(counts, counts[:, 0], nobody)
 
 
+def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
+    """`Carried.slots` of lists that end with their last tokens."""
+    places = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
+    held = -places <= seen.clamp(max=window + 1)[:, None]
+    return torch.where(held[:, None], lengths[..., None] + places, -1)
+
+
+def plan_chunk(
+    evicted: Tensor, carried: Carried, window: int, real: Tensor | None = None
+) -> Stretch:
+    """Who of a chunk and of the tokens before it stays; `lengths` says how much room that takes.
+
+    Args:
+        evicted: bool [b, h, recent_tokens(window) + n] by key, of the chunk and of the tokens
+            before it; what is not decided yet is False.
+        carried: What the chunk before this one left behind, or `empty`.
+        window: Distance up to which every key is read, in tokens.
+        real: int32 [b], tokens of the chunk that exist, its first ones; None for n.
+    """
+    recent, kept = recent_tokens(window), window + 1
+    held = carried.seen.clamp(max=kept)
+    stop = None if real is None else recent + real
+    before = carried.lengths - held[:, None]
+    return count(evicted, before, kept=kept, start=recent - held, stop=stop)
+
+
 def extend_prompt(
-    tokens: Tokens,
-    evicted: Tensor,
-    carried: Carried,
-    room: Callable[[Tensor], Pages],
-    *,
-    window: int,
-    scale: float,
+    tokens: Tokens, stretch: Stretch, carried: Carried, pages: Pages, *, window: int, scale: float
 ) -> tuple[Tensor, Carried]:
     """Take the next chunk of prompts into the pages of a layer and let it attend.
 
     Args:
         tokens: The chunk; every token asks, so s is n.
-        evicted: bool [b, h, recent_tokens(window) + n] by key, of the chunk and of the tokens
-            before it; what is not decided yet is False.
-        carried: What the chunk before this one returned, or `empty`.
-        room: Gives the pages for lists of the given lengths, int32 [b, h]. What the lists hold
-            must stay where it is.
+        stretch: From `plan_chunk`.
+        carried: What `plan_chunk` was given.
+        pages: Room for `stretch.lengths` tokens, in which those of `carried` lie.
         window: Distance up to which every key is read, in tokens.
         scale: Factor on the scores, above 0.
 
@@ -237,20 +257,47 @@ def extend_prompt(
     """
     from dms_train.kernels import triton_pack
 
-    query, key, value = tokens
-    n, recent = key.shape[2], recent_tokens(window)
-    held = carried.seen.clamp(max=window + 1)
-    start = recent - held
-    places = torch.arange(-recent, 0, dtype=torch.int32, device=key.device)
-    slots = carried.lengths[..., None] + places
-    slots = torch.where(-places <= held[:, None, None], slots, -1)
-    before = carried.lengths - held[:, None]
-    stretch = count(evicted, before, kept=window + 1, start=start)
-    pages = room(stretch.lengths)
-    old_key, old_value = triton_pack.read_slots(pages, slots)
-    key, value = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
-    out = extend(Tokens(query, key, value), stretch, pages, window=window, scale=scale)
-    return out, Carried(stretch.lengths, carried.seen + n, evicted[..., n:])
+    recent = recent_tokens(window)
+    slots = carried.slots
+    if slots is None:
+        slots = last_slots(carried.lengths, carried.seen, window)
+    key, value = triton_pack.read_slots(pages, slots)
+    if carried.slots is not None:
+        close_gaps(pages, carried.lengths, slots)
+    key, value = torch.cat([key, tokens.key], 2), torch.cat([value, tokens.value], 2)
+    whole = Tokens(tokens.query, key, value)
+    out = extend(whole, stretch, pages, window=window, scale=scale)
+    real = stretch.stop - recent
+    places = real[:, None, None] + torch.arange(recent, device=key.device)
+    evicted = stretch.evicted.gather(2, places.expand(*stretch.evicted.shape[:2], -1))
+    return out, Carried(stretch.lengths, carried.seen + real, evicted)
+
+
+def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
+    """Move the last tokens of each list into the slots of those that leave it.
+
+    Args:
+        pages: Where the lists lie.
+        lengths: int32 [b, h], before.
+        leaving: int32 [b, h, k], slots of tokens that leave, -1 for none.
+    """
+    from dms_train.kernels import triton_pack
+
+    k = leaving.shape[-1]
+    gone = (leaving >= 0).sum(-1, keepdim=True)
+    cut = lengths[..., None] - gone  # length afterwards
+    hole = (leaving >= 0) & (leaving < cut)
+    in_tail = leaving >= cut
+    place = torch.where(in_tail, leaving - cut, k).long()
+    leaves = torch.zeros(*leaving.shape[:2], k + 1, dtype=torch.bool, device=leaving.device)
+    leaves = leaves.scatter(2, place, torch.ones_like(in_tail))[..., :k]
+    tail = torch.arange(k, dtype=torch.int32, device=leaving.device)
+    source = torch.where(~leaves & (tail < gone), cut + tail, -1)
+    # as many tokens move as there are holes: both lists, in order, from the front
+    source = source.gather(2, (source < 0).int().argsort(dim=-1, stable=True)).int()
+    target = torch.where(hole, leaving, -1)
+    target = target.gather(2, (target < 0).int().argsort(dim=-1, stable=True))
+    triton_pack.write_slots(pages, target, *triton_pack.read_slots(pages, source))
 
 
 def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:

@@ -72,7 +72,8 @@ def test_random_chunks(seed: int) -> None:
         page_slots=draw.choice([16, 64, 128]),
         seed=seed,
     )
-    check_chunks(InChunks(p, sizes, shift=draw.choice([0, 1, p.window + 1])))
+    shift = draw.choice([0, 1, p.window + 1])
+    check_chunks(InChunks(p, sizes, shift, shuffled=draw.choice([True, False])))
 
 
 def test_the_kernel_for_other_gpus_agrees() -> None:

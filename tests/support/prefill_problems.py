@@ -86,10 +86,11 @@ class InChunks:
         p: The problem.
         sizes: Tokens of the chunks.
         shift: Distance from a token to the decision that governs it.
+        shuffled: Scatter the lists between chunks.
     """
 
-    def __init__(self, p: Prompt, sizes: list[int], shift: int) -> None:
-        self.p, self.sizes, self.shift = p, sizes, shift
+    def __init__(self, p: Prompt, sizes: list[int], shift: int, *, shuffled: bool = False) -> None:
+        self.p, self.sizes, self.shift, self.shuffled = p, sizes, shift, shuffled
         assert sum(sizes) == p.s
         self.query, self.key, self.value, self.evicted = p.tensors()
         self.pages = nan_pages(self.key, p.s, p.page_slots)
@@ -114,16 +115,30 @@ class InChunks:
             last = first + size
             part = slice(first, last)
             known = self.known(first - prefill.recent_tokens(p.window), last, last)
-            out, carried = prefill.extend_prompt(
-                prefill.Tokens(*(x[:, :, part] for x in (self.query, self.key, self.value))),
-                known,
-                carried,
-                lambda lengths: self.pages,
-                **p.how,
-            )
+            chunk = prefill.Tokens(*(x[:, :, part] for x in (self.query, self.key, self.value)))
+            stretch = prefill.plan_chunk(known, carried, p.window)
+            if self.shuffled:
+                carried = self.shuffle(carried)
+            out, carried = prefill.extend_prompt(chunk, stretch, carried, self.pages, **p.how)
             outs.append(out)
             first = last
         return torch.cat(outs, 2), carried
+
+    def shuffle(self, carried: prefill.Carried) -> prefill.Carried:
+        """Scatter each list over its slots, as decoding does."""
+        slots = prefill.last_slots(carried.lengths, carried.seen, self.p.window)
+        for b in range(self.p.b):
+            for h in range(self.p.h):
+                length = int(carried.lengths[b, h])
+                key, value = self.held(b, h, length)
+                draw = torch.Generator().manual_seed(length)
+                order = torch.randperm(length, generator=draw).to(key.device)  # new slot by old
+                page, offset = self.place(b, h, order)
+                self.pages.pages[page, 0, offset] = key
+                self.pages.pages[page, 1, offset] = value
+                lane = slots[b, h]
+                lane[lane >= 0] = order[lane[lane >= 0].long()].int()
+        return carried._replace(slots=slots)
 
     def expected_list(self, b: int, h: int) -> Tensor:
         """Tokens that the list of a lane must hold, in this order."""
@@ -133,11 +148,14 @@ class InChunks:
 
     def held(self, b: int, h: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values in the list of a lane, [length, d]."""
-        size = self.pages.pages.shape[2]
-        slots = torch.arange(length, device=self.p.device)
-        page = self.pages.table[b, h, slots // size]
-        found = self.pages.pages[page.long(), :, slots % size]
+        page, offset = self.place(b, h, torch.arange(length, device=self.p.device))
+        found = self.pages.pages[page, :, offset]
         return found[:, 0], found[:, 1]
+
+    def place(self, b: int, h: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Page and offset of slots of a lane."""
+        size = self.pages.pages.shape[2]
+        return self.pages.table[b, h, slots // size].long(), slots % size
 
 
 def check_chunks(run: InChunks) -> None:
@@ -148,9 +166,11 @@ def check_chunks(run: InChunks) -> None:
         for h in range(run.p.h):
             tokens = run.expected_list(b, h)
             assert int(carried.lengths[b, h]) == len(tokens)
-            key, value = run.held(b, h, len(tokens))
-            assert torch.equal(key.cpu(), run.key[b, h].cpu()[tokens])
-            assert torch.equal(value.cpu(), run.value[b, h].cpu()[tokens])
+            pairs = torch.cat([run.key[b, h], run.value[b, h]], 1)[tokens.to(run.key.device)]
+            held = torch.cat(run.held(b, h, len(tokens)), 1)
+            if run.shuffled:  # any order will do
+                pairs, held = (x[x[:, 0].double().argsort(stable=True)] for x in (pairs, held))
+            assert torch.equal(held, pairs)
 
 
 def check_ragged(p: Prompt, starts: list[int], stops: list[int]) -> None:

@@ -54,6 +54,12 @@ def test_a_prompt_in_chunks_equals_masked_dense_attention(
     check_chunks(InChunks(Prompt(b=2, odds=odds), sizes, shift))
 
 
+@pytest.mark.parametrize("odds", [0.5, 1.0])
+def test_lists_may_be_in_any_order_before_a_chunk(odds: float) -> None:
+    sizes = [7, 40, 60, 43]
+    check_chunks(InChunks(Prompt(b=2, odds=odds), sizes, 1, shuffled=True))
+
+
 def test_sequences_of_one_batch_may_differ_in_length() -> None:
     check_ragged(Prompt(s=140, window=10), starts=[0, 30, 64], stops=[140, 100, 65])
 
