@@ -1,0 +1,114 @@
+"""The kernels of long prompts, run by Triton's interpreter, against masked dense float64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from dms_train.kernels import prefill
+from tests.support.prefill_problems import (
+    InChunks,
+    Prompt,
+    assert_near,
+    check_chunks,
+    check_ragged,
+    in_one_go,
+    judge,
+)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu runs the same on the GPU"
+)
+
+CASES = [
+    Prompt(),
+    Prompt(b=2, h=3, group=1, s=70, window=1, odds=0.9),
+    Prompt(h=1, group=5, s=129, d=24, window=64, page_slots=16),
+    Prompt(s=64, window=200),
+    Prompt(s=1),
+    Prompt(odds=0.0),
+    Prompt(odds=1.0, window=3, s=200),
+    Prompt(h=4, s=300, window=37, odds=0.95, page_slots=128),
+    Prompt(d=64, s=100, window=5),
+]
+
+
+@pytest.mark.parametrize("p", CASES)
+def test_a_prompt_in_one_go_equals_masked_dense_attention(p: Prompt) -> None:
+    assert_near(*in_one_go(p))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shift"),
+    [([150], 1), ([50, 50, 50], 1), ([1, 2, 147], 0), ([100, 1, 49], 21), ([64, 64, 22], 1)],
+)
+@pytest.mark.parametrize("odds", [0.3, 0.9, 1.0])
+def test_a_prompt_in_chunks_equals_masked_dense_attention(
+    sizes: list[int], shift: int, odds: float
+) -> None:
+    check_chunks(InChunks(Prompt(b=2, odds=odds), sizes, shift))
+
+
+@pytest.mark.parametrize("odds", [0.5, 1.0])
+def test_lists_may_be_in_any_order_before_a_chunk(odds: float) -> None:
+    sizes = [7, 40, 60, 43]
+    check_chunks(InChunks(Prompt(b=2, odds=odds), sizes, 1, shuffled=True))
+
+
+def test_sequences_of_one_batch_may_differ_in_length() -> None:
+    check_ragged(Prompt(s=140, window=10), starts=[0, 30, 64], stops=[140, 100, 65])
+
+
+def test_an_evicted_value_cannot_leak_not_even_a_huge_one() -> None:
+    p = Prompt(s=100, window=4, odds=1.0)
+    query, key, value, evicted = p.tensors()
+    evicted[..., 10] = True
+    none = torch.zeros(p.b, p.h, dtype=torch.int32)
+    outs = []
+    for x in (0.0, 1e30):
+        value[:, :, 10] = x
+        stretch = prefill.count(evicted, none)
+        pages = prefill.fresh_pages(key, p.s, 16)
+        outs.append(prefill.extend(prefill.Tokens(query, key, value), stretch, pages, **p.how))
+    assert torch.equal(outs[0][:, :, 15:], outs[1][:, :, 15:])
+    assert not torch.equal(outs[0][:, :, 10:15], outs[1][:, :, 10:15])
+
+
+def test_scores_far_from_zero_do_not_overflow() -> None:
+    p = Prompt(s=90, window=7)
+    query, key, value, evicted = p.tensors()
+    stretch = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
+    pages = prefill.fresh_pages(key, p.s, 16)
+    out = prefill.extend(prefill.Tokens(1e3 * query, key, value), stretch, pages, **p.how)
+    exact = judge(1e3 * query, key, value, evicted, p)
+    # rounding of scores near 1e3 dominates
+    assert (out - exact).norm() < 1e-5 * exact.norm()
+
+
+def test_on_a_cpu_a_prompt_takes_another_way_to_the_same_output() -> None:
+    p = Prompt(b=2, s=120)
+    query, key, value, evicted = p.tensors()
+    out = prefill.attend(query, key, value, evicted, **p.how)
+    assert_near(out, judge(query, key, value, evicted, p))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"query": torch.zeros(1, 3, 150, 16)}, "3 query heads for 2 KV heads"),
+        ({"query": torch.zeros(1, 4, 150, 16).half()}, "dtype"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change: dict, said: str) -> None:
+    p = Prompt()
+    query, key, value, evicted = p.tensors()
+    stretch = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
+    given = {"query": query, "key": key, "value": value} | change
+    pages = prefill.fresh_pages(key, p.s)
+    with pytest.raises(ValueError, match=said):
+        prefill.extend(prefill.Tokens(**given), stretch, pages, **p.how)
