@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from dms_train.kernels.errors import KernelError
+
 
 class Tiles(NamedTuple):
     """Sizes and launch settings of one kernel.
@@ -68,10 +70,12 @@ def plan_tiles(dtype: torch.dtype, head_size: int, device: torch.device) -> Tile
     """The plan for a problem on a device; without a GPU that of the interpreter.
 
     Raises:
-        ValueError: For head sizes above 256.
+        KernelError: For head sizes above 256.
     """
     if head_size > 256:
-        raise ValueError(f"head size {head_size}: the fused kernels take up to 256")
+        raise KernelError(
+            f"head size {head_size}: the fused kernels take up to 256; use kernels=blockwise"
+        )
     major, processors = 0, 1
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0]

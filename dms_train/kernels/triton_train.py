@@ -19,6 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dms_train.kernels import triton_train_backward as gradients
 from dms_train.kernels.dense import causal_attention
+from dms_train.kernels.documents import document_of, require_one_sample
+from dms_train.kernels.dense import causal_attention
 from dms_train.kernels.launch_plan import TilePlan, plan_tiles
 from dms_train.kernels.triton_train_forward import attend, prepare_bias
 
@@ -104,6 +106,9 @@ def dms_attention(
 
     float16, bfloat16 or float32; log_keep is read as float32. Without a bias torch's own fused
     attention is called unless documents are packed.
+
+    Raises:
+        KernelError: Several packed samples, or a head size above 256.
     """
     if log_keep is None and cu_seqlens is None:
         return causal_attention(query, key, value, scale)
@@ -219,8 +224,7 @@ def _problem(
     plan = plan_tiles(query.dtype, d, query.device)
     starts = ends = None
     if cu_seqlens is not None:
-        if b != 1:
-            raise ValueError(f"cu_seqlens with {b} samples: pack the documents into one")
+        require_one_sample(query, cu_seqlens)
         starts, ends = (None, None) if fake else _document_bounds(cu_seqlens, s)
     return Problem(b, s, hq, key.shape[2], d, window, scale, starts, ends, plan)
 
@@ -228,9 +232,8 @@ def _problem(
 def _document_bounds(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """First position and end of every position's document, int32 [length]."""
     bounds = cu_seqlens.int()
-    position = torch.arange(length, device=bounds.device, dtype=torch.int32)
-    document = torch.searchsorted(bounds, position, right=True)
-    return bounds[document - 1], bounds[document]
+    document = document_of(cu_seqlens, length)
+    return bounds[document], bounds[document + 1]
 
 
 def _empty_saved(query: Tensor, p: Problem) -> Saved:

@@ -15,6 +15,7 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
 
 from dms_train.kernels import launch_plan, triton_train
+from dms_train.kernels.errors import KernelError
 from dms_train.kernels.launch_plan import TilePlan, Tiles
 
 # (queries, keys) of a tile, forward and backward
@@ -86,13 +87,13 @@ def test_forward_tiles_cover_the_rows_that_backward_tiles_read(table) -> None:
 
 
 def test_a_head_too_large_is_one_line() -> None:
-    with pytest.raises(ValueError, match="head size 320: the fused kernels take up to 256"):
+    with pytest.raises(KernelError, match="head size 320: the fused kernels take up to 256"):
         launch_plan.plan_tiles(torch.bfloat16, 320, torch.device("cpu"))
 
 
 def test_packed_documents_must_be_one_sample() -> None:
     x = torch.zeros(2, 8, 1, 16)
-    with pytest.raises(ValueError, match="cu_seqlens with 2 samples"):
+    with pytest.raises(KernelError, match="cu_seqlens with 2 samples"):
         triton_train.dms_attention(x, x, x, None, 4, 0.25, torch.tensor([0, 8]))
 
 
