@@ -20,7 +20,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dms_train.kernels import triton_train_backward as gradients
 from dms_train.kernels.dense import causal_attention
 from dms_train.kernels.documents import document_of, require_one_sample
-from dms_train.kernels.dense import causal_attention
 from dms_train.kernels.launch_plan import TilePlan, plan_tiles
 from dms_train.kernels.triton_train_forward import attend, prepare_bias
 
