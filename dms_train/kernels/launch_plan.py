@@ -49,8 +49,8 @@ class TilePlan(NamedTuple):
 
 # Measured on an H200; `benchmarks/attention.py` prints what they reach.
 _HOPPER = {
-    64: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 4)),
-    128: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 2)),
+    64: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 3)),
+    128: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 3)),
 }
 # Head size up to: tiles that fit the 99 KiB of shared memory of the smallest GPUs since Ampere.
 _PORTABLE = {

@@ -130,7 +130,7 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
     query, stage, before, phase = begin, 0, 0, 0
     # addresses are carried along: sums of a base and an offset would be kept in many registers
     dq_rows = dq_base + (row_start + begin).to(gl.int64) * SIZE
-    last_dq_rows = dq_rows
+    last_dq_rows = dq_rows + 0  # a value of its own: the compiler would not carry an alias
     for step in range(n_steps):
         masked = query < old
         if PACKED:
