@@ -71,9 +71,9 @@ class Problem(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time arguments of all kernels."""
+        """Arguments of all kernels that attend."""
         packed = self.starts is not None
-        return {"HEADS": self.hq, "GROUP": self.hq // self.hk, "D": self.width, "PACKED": packed}
+        return {"n_heads": self.hq, "group": self.hq // self.hk, "D": self.width, "PACKED": packed}
 
 
 class Saved(NamedTuple):
@@ -170,7 +170,7 @@ def _attention_backward(
     delta = torch.empty_like(kept.lse)
     rows, d_rows = (_descriptor(x, 64, problem.width) for x in (out, d_out))
     gradients.row_dots[(problem.padded // 64, problem.b * problem.hq)](
-        rows, d_rows, delta, problem.s, problem.padded, problem.hq, problem.width, 64
+        rows, d_rows, delta, problem.s, problem.padded, problem.hq, D=problem.width, BLOCK=64
     )
     if problem.plan.hopper and not torch.are_deterministic_algorithms_enabled():
         from dms_train.kernels import triton_train_hopper
@@ -315,7 +315,7 @@ def _backward(
         _descriptor(dv, t.block_n, p.width),
         sums, saved.bias, d_log_keep, saved.lse, delta, saved.counts, p.ends,
         p.scale, p.s, p.padded, p.n_blocks, p.window,
-        **p.constants, PER_PROGRAM=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        **p.constants, per_program=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         LIST_BLOCK=p.plan.forward.block_n, DQ=not exact, BULK=p.plan.bulk_sums,
         PRECISION=p.plan.precision, STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
@@ -360,7 +360,7 @@ def finished_dq(sums: Tensor, query: Tensor, p: Problem) -> Tensor:
     dq = torch.empty_like(query, memory_format=torch.contiguous_format)
     gradients.finish_dq[(triton.cdiv(p.s, 64), p.b * p.hq)](
         sums, dq, p.scale, p.s, *sums.stride()[1:], *dq.stride()[:3],
-        HEADS=p.hq, D=p.width, SIZE=p.d, BLOCK=64,
+        n_heads=p.hq, D=p.width, SIZE=p.d, BLOCK=64,
     )  # fmt: skip
     return dq
 

@@ -16,7 +16,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "n_blocks"])
 def prepare_bias(
     log_keep, bias, blocks, counts, length, n_blocks, BLOCK: tl.constexpr, N: tl.constexpr
 ):
@@ -67,11 +67,11 @@ def load_rows(desc, sample, head, first, ROWS: tl.constexpr, D: tl.constexpr):
     return desc.load([sample, head, first, 0]).reshape([ROWS, D])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "padded", "n_blocks", "window", "n_heads", "group"])
 def attend(
     q_desc, k_desc, v_desc, o_desc, bias, lse, blocks, counts, starts,
     scale, length, padded, n_blocks, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    n_heads, group, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -86,9 +86,9 @@ def attend(
     program = tl.program_id(0)
     # the longest tiles first; the heads of a group side by side, for they read the same keys
     first = (n_tiles - 1 - program // heads) * BLOCK_M
-    sample, head = (program % heads) // HEADS, (program % heads) % HEADS
-    kv_head = head // GROUP
-    lane = (sample * (HEADS // GROUP) + kv_head).to(tl.int64)
+    sample, head = (program % heads) // n_heads, (program % heads) % n_heads
+    kv_head = head // group
+    lane = (sample * (n_heads // group) + kv_head).to(tl.int64)
     bias += lane * n_blocks * BLOCK_N
     blocks += lane * n_blocks
     counts += lane * (n_blocks + 1)
@@ -145,5 +145,5 @@ def attend(
     o = acc / total[:, None]
     o_desc.store([sample, head, first, 0], o.to(o_desc.dtype).reshape([1, 1, BLOCK_M, D]))
     value = tl.where(rows < length, peak + tl.math.log2(total), float("inf"))
-    lse_row = (sample * HEADS + head).to(tl.int64) * padded
+    lse_row = (sample * n_heads + head).to(tl.int64) * padded
     tl.store(lse + lse_row + rows, value, mask=rows < padded)

@@ -68,7 +68,7 @@ def backward(
         _descriptor(delta.view(-1), [t.block_m]), sums, dk, dv,
         dk.stride(0), dk.stride(2), dk.stride(1), saved.bias, d_log_keep, saved.counts, p.ends,
         p.scale, p.s, p.padded, p.n_blocks, p.window,
-        **p.constants, PER_PROGRAM=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        **p.constants, per_program=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         LIST_BLOCK=p.plan.forward.block_n, STAGES=t.stages, WARPS=t.warps,
         num_warps=t.warps, maxnreg=_REGISTERS,
     )  # fmt: skip

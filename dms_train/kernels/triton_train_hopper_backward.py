@@ -195,28 +195,30 @@ def _add_rows(first, values, SIZE: gl.constexpr):
         gl.atomic_add(tile, values, mask=channels[None, :] < SIZE, sem="relaxed")
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["length", "padded", "n_blocks", "window", "n_heads", "group", "per_program"]
+)
 def attend_backward(
     q_desc, k_desc, v_desc, d_o_desc, lse_desc, delta_desc, dq, dk, dv,
     stride_b, stride_h, stride_s, bias, d_log_keep, counts, ends,
     scale, length, padded, n_blocks, window,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_PROGRAM: gl.constexpr, D: gl.constexpr,
+    n_heads, group, per_program, D: gl.constexpr,
     SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LIST_BLOCK: gl.constexpr,
     PACKED: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, PER_PROGRAM query heads; see `triton_train_backward.attend_backward`.
+    """One tile of keys, per_program query heads; see `triton_train_backward.attend_backward`.
 
     dq float32 [b, h, padded, SIZE] without `scale`; strides are those of dk and dv
-    [b, h / PER_PROGRAM, s, d]; lse and delta [b * h * padded]; bias, counts: of `prepare_bias`.
+    [b, h / per_program, s, d]; lse and delta [b * h * padded]; bias, counts: of `prepare_bias`.
     """
-    lanes: gl.constexpr = HEADS // PER_PROGRAM
+    lanes = n_heads // per_program
     n_key_tiles = gl.cdiv(length, BLOCK_N)
     programs = gl.num_programs(0) // n_key_tiles
     program = gl.program_id(0)
     first = program // programs * BLOCK_N
     sample, part = (program % programs) // lanes, (program % programs) % lanes
-    kv_head = part * PER_PROGRAM // GROUP
-    lane = sample * (HEADS // GROUP) + kv_head
+    kv_head = part * per_program // group
+    lane = sample * (n_heads // group) + kv_head
 
     end, open_to = length, length
     if PACKED:
@@ -229,7 +231,7 @@ def attend_backward(
     live_after = gl.load(counts + gl.minimum(gl.cdiv(first + BLOCK_N, LIST_BLOCK), n_blocks))
     if live_before == live_after:  # evicted for good: nothing reads these keys behind the window
         end = gl.minimum(end, old)
-    n_steps = gl.cdiv(end - begin, BLOCK_M) * PER_PROGRAM
+    n_steps = gl.cdiv(end - begin, BLOCK_M) * per_program
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, D], tile_layout(q_desc))
     d_o_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, D], tile_layout(d_o_desc))
@@ -250,8 +252,8 @@ def attend_backward(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
 
-    first_head = part * PER_PROGRAM
-    place = (sample, kv_head, first_head, first, (sample * HEADS + first_head) * padded, padded)
+    first_head = part * per_program
+    place = (sample, kv_head, first_head, first, (sample * n_heads + first_head) * padded, padded)
     walk = (begin, end, n_steps, old, open_to)
     start = sample.to(gl.int64) * stride_b + part.to(gl.int64) * stride_h
     out_start = (sample * lanes + part).to(gl.int64) * length

@@ -173,11 +173,11 @@ def _attend_half(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["length", "padded", "n_blocks", "window", "n_heads", "group"])
 def attend(
     q_desc, k_desc, v_desc, o_desc, bias_desc, lse, blocks, counts, starts,
     scale, length, padded, n_blocks, window,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
+    n_heads, group, D: gl.constexpr, HALF: gl.constexpr,
     BLOCK_N: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One tile of 2 * HALF queries. Descriptors [b, h, s, d]; bias [b * hk * n_blocks * BLOCK_N].
@@ -189,9 +189,9 @@ def attend(
     heads = gl.num_programs(0) // n_tiles
     program = gl.program_id(0)
     first = (n_tiles - 1 - program // heads) * BLOCK_M
-    sample, head = (program % heads) // HEADS, (program % heads) % HEADS
-    kv_head = head // GROUP
-    lane = sample * (HEADS // GROUP) + kv_head
+    sample, head = (program % heads) // n_heads, (program % heads) % n_heads
+    kv_head = head // group
+    lane = sample * (n_heads // group) + kv_head
     blocks += lane.to(gl.int64) * n_blocks
     counts += lane.to(gl.int64) * (n_blocks + 1)
 
@@ -230,7 +230,7 @@ def attend(
     bars = (q_full, k_full, v_full, k_empty, v_empty)
     place = (sample, head, kv_head, lane * n_blocks * BLOCK_N, first)
     walk = (n_steps, n_old, n_head, live_from, begin, near)
-    lse_start = (sample * HEADS + head).to(gl.int64) * padded
+    lse_start = (sample * n_heads + head).to(gl.int64) * padded
     numbers = (scale * 1.4426950408889634, length, padded, window, lse_start)
     rows = (lse, starts)
     descs = (q_desc, k_desc, v_desc, bias_desc)
