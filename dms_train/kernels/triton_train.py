@@ -69,6 +69,20 @@ class Problem(NamedTuple):
         """Head size of the tiles."""
         return max(16, triton.next_power_of_2(self.d))
 
+    def section(self, bytes_per_channel: int) -> int:
+        """Pairs of sample and KV head that run side by side.
+
+        Sections are equal, and as few as keep what one works on within two thirds of the
+        second-level cache.
+
+        Args:
+            bytes_per_channel: Read or added to by one pair, per position and channel.
+        """
+        each = self.s * self.width * bytes_per_channel
+        most = max(1, 2 * self.plan.cache_bytes // 3 // each)
+        pairs = self.b * self.hk
+        return triton.cdiv(pairs, triton.cdiv(pairs, most))
+
     @property
     def constants(self) -> dict[str, Any]:
         """Arguments of all kernels that attend."""
@@ -284,7 +298,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Prob
         _descriptor(v, t.block_n, p.width),
         _descriptor(target, t.block_m, p.width),
         saved.bias, saved.lse, saved.blocks, saved.counts, p.starts,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(4),
         **p.constants, BLOCK_M=t.block_m, BLOCK_N=t.block_n, PRECISION=p.plan.precision,
         STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
@@ -314,7 +328,7 @@ def _backward(
         _descriptor(dk, t.block_n, p.width),
         _descriptor(dv, t.block_n, p.width),
         sums, saved.bias, d_log_keep, saved.lse, delta, saved.counts, p.ends,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(8),
         **p.constants, per_program=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         LIST_BLOCK=p.plan.forward.block_n, DQ=not exact, BULK=p.plan.bulk_sums,
         PRECISION=p.plan.precision, STAGES=t.stages, num_warps=t.warps,
@@ -338,7 +352,7 @@ def _exact_dq(
         _descriptor(d_out, t.block_m, p.width),
         _descriptor(dq, t.block_m, p.width),
         saved.bias, saved.lse, delta, saved.blocks, saved.counts, p.starts,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(4),
         **p.constants, BLOCK_M=t.block_m, BLOCK_N=t.block_n, PRECISION=p.plan.precision,
         STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip

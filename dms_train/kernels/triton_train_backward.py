@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dms_train.kernels.triton_train_forward import LOG2E, load_rows
+from dms_train.kernels.triton_train_forward import LOG2E, load_rows, place_of
 
 
 @triton.jit(do_not_specialize=["length", "padded", "n_heads"])
@@ -80,11 +80,20 @@ def _add_columns(
 
 
 @triton.jit(
-    do_not_specialize=["length", "padded", "n_blocks", "window", "n_heads", "group", "per_program"]
+    do_not_specialize=[
+        "length",
+        "padded",
+        "n_blocks",
+        "window",
+        "section",
+        "n_heads",
+        "group",
+        "per_program",
+    ]
 )
 def attend_backward(
     q_desc, k_desc, v_desc, d_o_desc, dq_desc, dk_desc, dv_desc, dq,
-    bias, d_log_keep, lse, delta, counts, ends, scale, length, padded, n_blocks, window,
+    bias, d_log_keep, lse, delta, counts, ends, scale, length, padded, n_blocks, window, section,
     n_heads, group, per_program, D: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_BLOCK: tl.constexpr,
     PACKED: tl.constexpr, DQ: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
@@ -96,14 +105,17 @@ def attend_backward(
     (BULK) or its address. d_log_keep float32 [b, h / per_program, s]. ends int32 [s]: end of each
     key's document.
     """
-    lanes = n_heads // per_program
+    kv_heads = n_heads // group
+    members = group // per_program
     n_tiles = tl.cdiv(length, BLOCK_N)
-    programs = tl.num_programs(0) // n_tiles
-    program = tl.program_id(0)
-    first = program // programs * BLOCK_N  # the first keys are seen by most queries: they go first
-    sample, part = (program % programs) // lanes, (program % programs) % lanes
-    kv_head = part * per_program // group
-    lane = (sample * (n_heads // group) + kv_head).to(tl.int64)
+    # the first keys are seen by most queries: they go first
+    rank, lane, member = place_of(
+        n_tiles, tl.num_programs(0) // (n_tiles * members), members, section
+    )
+    first = rank * BLOCK_N
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    part = kv_head * members + member
+    lane = lane.to(tl.int64)
     keys = first + tl.arange(0, BLOCK_N)
     factor = scale * LOG2E
     k = load_rows(k_desc, sample, kv_head, first, BLOCK_N, D)
@@ -181,26 +193,29 @@ def attend_backward(
     at = [sample, part, first, 0]
     dk_desc.store(at, (dk * scale).to(dk_desc.dtype).reshape([1, 1, BLOCK_N, D]))
     dv_desc.store(at, dv.to(dv_desc.dtype).reshape([1, 1, BLOCK_N, D]))
-    out_row = (sample * lanes + part).to(tl.int64) * length
+    out_row = (sample * kv_heads * members + part).to(tl.int64) * length
     tl.store(d_log_keep + out_row + keys, d_bias, mask=keys < length)
 
 
-@triton.jit(do_not_specialize=["length", "padded", "n_blocks", "window", "n_heads", "group"])
+@triton.jit(
+    do_not_specialize=["length", "padded", "n_blocks", "window", "section", "n_heads", "group"]
+)
 def query_gradient(
     q_desc, k_desc, v_desc, d_o_desc, dq_desc, bias, lse, delta, blocks, counts, starts,
-    scale, length, padded, n_blocks, window,
+    scale, length, padded, n_blocks, window, section,
     n_heads, group, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, summed in the order of the keys; walks like the forward pass."""
     n_tiles = tl.cdiv(length, BLOCK_M)
-    heads = tl.num_programs(0) // n_tiles
-    program = tl.program_id(0)
-    first = (n_tiles - 1 - program // heads) * BLOCK_M
-    sample, head = (program % heads) // n_heads, (program % heads) % n_heads
-    kv_head = head // group
-    lane = (sample * (n_heads // group) + kv_head).to(tl.int64)
+    kv_heads = n_heads // group
+    lanes = tl.num_programs(0) // (n_tiles * group)
+    rank, lane, member = place_of(n_tiles, lanes, group, section)
+    first = (n_tiles - 1 - rank) * BLOCK_M
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    head = kv_head * group + member
+    lane = lane.to(tl.int64)
     bias += lane * n_blocks * BLOCK_N
     blocks += lane * n_blocks
     counts += lane * (n_blocks + 1)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dms_train.kernels.triton_train_hopper_forward import tile_layout
+from dms_train.kernels.triton_train_hopper_forward import place_of, tile_layout
 
 
 @gluon.jit
@@ -196,12 +196,21 @@ def _add_rows(first, values, SIZE: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["length", "padded", "n_blocks", "window", "n_heads", "group", "per_program"]
+    do_not_specialize=[
+        "length",
+        "padded",
+        "n_blocks",
+        "window",
+        "section",
+        "n_heads",
+        "group",
+        "per_program",
+    ]
 )
 def attend_backward(
     q_desc, k_desc, v_desc, d_o_desc, lse_desc, delta_desc, dq, dk, dv,
     stride_b, stride_h, stride_s, bias, d_log_keep, counts, ends,
-    scale, length, padded, n_blocks, window,
+    scale, length, padded, n_blocks, window, section,
     n_heads, group, per_program, D: gl.constexpr,
     SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LIST_BLOCK: gl.constexpr,
     PACKED: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
@@ -211,14 +220,14 @@ def attend_backward(
     dq float32 [b, h, padded, SIZE] without `scale`; strides are those of dk and dv
     [b, h / per_program, s, d]; lse and delta [b * h * padded]; bias, counts: of `prepare_bias`.
     """
-    lanes = n_heads // per_program
-    n_key_tiles = gl.cdiv(length, BLOCK_N)
-    programs = gl.num_programs(0) // n_key_tiles
-    program = gl.program_id(0)
-    first = program // programs * BLOCK_N
-    sample, part = (program % programs) // lanes, (program % programs) % lanes
-    kv_head = part * per_program // group
-    lane = sample * (n_heads // group) + kv_head
+    kv_heads = n_heads // group
+    members = group // per_program
+    n_tiles = gl.cdiv(length, BLOCK_N)
+    lanes = gl.num_programs(0) // (n_tiles * members)
+    rank, lane, member = place_of(n_tiles, lanes, members, section)
+    first = rank * BLOCK_N
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    part = kv_head * members + member
 
     end, open_to = length, length
     if PACKED:
@@ -256,7 +265,7 @@ def attend_backward(
     place = (sample, kv_head, first_head, first, (sample * n_heads + first_head) * padded, padded)
     walk = (begin, end, n_steps, old, open_to)
     start = sample.to(gl.int64) * stride_b + part.to(gl.int64) * stride_h
-    out_start = (sample * lanes + part).to(gl.int64) * length
+    out_start = (sample * kv_heads * members + part).to(gl.int64) * length
     outputs = (dq, dk + start, dv + start, d_log_keep, stride_s, out_start)
     vectors = (bias + lane.to(gl.int64) * n_blocks * LIST_BLOCK, ends)
     numbers = (scale, scale * 1.4426950408889634, length, window)
