@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dms_train.kernels.decode import overlaps
 from dms_train.kernels.paged import PagedCache
 
 _LOG2E = 1.4426950408889634
@@ -357,8 +358,11 @@ def _decode_kernel(
     CHUNK: tl.constexpr,
     QUANTISED: tl.constexpr,
     ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    if OVERLAP:  # launched while the append kernel runs
+        tl.extra.cuda.gdc_wait()
     at, end, lane, first, total, busy = _share(rows_ptr, length_ptr, lanes, heads, TILE, LANES)
     member, channel = tl.arange(0, R_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
     real = (member < R) & (channel < D)
@@ -471,9 +475,11 @@ def attend(
         CHUNK=max(1, 4096 // flat),
         QUANTISED=quantised,
         ASM=query.device.type == "cuda",
+        OVERLAP=overlaps(query.device),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,
+        launch_pdl=overlaps(query.device),
     )
     return output
