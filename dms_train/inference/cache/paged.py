@@ -159,7 +159,7 @@ class PagedKVCache:
         return lane._replace(source=source, shift=self._rule.shift)
 
     def step(self, layer: int, step: Step, rule: Decisions) -> Attended:
-        """One token per sequence, before RoPE; the host only bounds what the kernels could take.
+        """One token per sequence, before RoPE. A replay of it must be announced with `prepare`.
 
         Args:
             layer: Layer number; layers are visited in order.
@@ -170,9 +170,8 @@ class PagedKVCache:
             Output [b, heads, 1, d] and reads.
         """
         b, _, d = step.query.shape
-        if layer == 0:
-            self._make_room()
-        self.pool.reserve(b * step.key.shape[1])
+        if layer == 0 and not _capturing():
+            self.prepare(b)
         cache = self.view(layer)
         append, attend = decode.kernels()
         rotated = append.append(step, cache, rule)
@@ -197,14 +196,22 @@ class PagedKVCache:
         )
         return self.step(layer, step, self._rule)
 
-    def _make_room(self) -> None:
-        """Have a place in the tables for one more token of every lane."""
-        room = self._tables.shape[-1] * self.pool.page_slots
+    def prepare(self, sequences: int) -> None:
+        """Have room for one more token of so many sequences in every layer and KV head."""
+        layers, _, heads, places = self._tables.shape
+        room = places * self.pool.page_slots
         if self._longest == room:
             self._longest = int(self._lengths.max())
         self._longest += 1
         if self._longest > room:
             self._resize(self._longest + self._longest // 4)
+        self.pool.reserve(layers * sequences * heads)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a captured step would look for the cache in the wrong place."""
+        tensors = (self._tables, self._exponents, self.pool.free.numbers)
+        return (self._tables.shape[-1], *(x.data_ptr() for x in tensors))
 
     def _resize(self, slots: int) -> None:
         """Give the tables places for so many slots."""
@@ -309,3 +316,7 @@ class PagedKVCache:
         entry += 1 if self._rule.source == ALWAYS else (slots.state[..., 0] > 0).long()
         ring = F.pad(ring, (0, 1)).scatter(2, index, entry.int())[..., :-1]
         self._rings[slots.layer, rows] = ring
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
