@@ -91,8 +91,9 @@ def attend(
 ) -> Tensor:
     """Causal attention in which a marked key is read up to the distance `window`.
 
-    The host waits once to learn whether any key is ever unread: without one this is dense causal
-    attention, and cuDNN's is taken. Workspace: keys and values once more, at most.
+    While the GPU compacts, the host waits to learn whether anything is evicted at all: without
+    evictions this is dense causal attention, and cuDNN's is taken. Workspace: room for keys and
+    values once more.
 
     Args:
         query: [b, h * r, s, d].
@@ -107,16 +108,19 @@ def attend(
     """
     if not key.is_cuda or find_spec("triton") is None:
         return _in_blocks(query, key, value, evicted, window, scale)
-    s = key.shape[2]
-    last = s - 1 - window  # keys before it are old for some query
-    if last <= 0 or not bool(evicted[..., :last].any()):
+    if key.shape[2] <= window + 1:
         return _dense(query, key, value, scale)
     none = torch.zeros(evicted.shape[:2], dtype=torch.int32, device=key.device)
     stretch = count(evicted, none)
-    longest = int(stretch.lengths.max())
-    pages = fresh_pages(key, longest)
-    tokens = Tokens(query, key, value)
-    return extend(tokens, stretch, pages, window=window, scale=scale)
+    lengths = stretch.lengths.to("cpu", non_blocking=True)
+    counted = torch.cuda.Event()
+    counted.record()
+    tokens, pages = Tokens(query, key, value), fresh_pages(key, key.shape[2])
+    _pack(tokens, stretch, pages)
+    counted.synchronize()
+    if int(lengths.sum()) == evicted.numel():
+        return _dense(query, key, value, scale)
+    return _attend(tokens, stretch, pages, window, scale)
 
 
 def count(
@@ -166,16 +170,8 @@ def extend(tokens: Tokens, stretch: Stretch, pages: Pages, *, window: int, scale
     Raises:
         ValueError: Head counts or dtypes do not fit together.
     """
-    from dms_train.kernels import triton_pack, triton_prefill
-
-    _check(tokens, pages)
-    triton_pack.pack_survivors(tokens.key, tokens.value, stretch, pages)
-    call = triton_prefill.Call(tokens, stretch, pages, window, scale)
-    if triton_prefill.suits_hopper(call):
-        from dms_train.kernels import triton_prefill_hopper
-
-        return triton_prefill_hopper.attend(call)
-    return triton_prefill.attend(call)
+    _pack(tokens, stretch, pages)
+    return _attend(tokens, stretch, pages, window, scale)
 
 
 class Carried(NamedTuple):
@@ -319,6 +315,24 @@ def _check(tokens: Tokens, pages: Pages) -> None:
     slots = pages.pages.shape[2]
     if slots & (slots - 1):
         raise ValueError(f"page_slots={slots}: a power of two")
+
+
+def _pack(tokens: Tokens, stretch: Stretch, pages: Pages) -> None:
+    from dms_train.kernels import triton_pack
+
+    _check(tokens, pages)
+    triton_pack.pack_survivors(tokens.key, tokens.value, stretch, pages)
+
+
+def _attend(tokens: Tokens, stretch: Stretch, pages: Pages, window: int, scale: float) -> Tensor:
+    from dms_train.kernels import triton_prefill
+
+    call = triton_prefill.Call(tokens, stretch, pages, window, scale)
+    if triton_prefill.suits_hopper(call):
+        from dms_train.kernels import triton_prefill_hopper
+
+        return triton_prefill_hopper.attend(call)
+    return triton_prefill.attend(call)
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
