@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Asked for on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup check fmt fmt-check lint types imports test test-full demo
+.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-full demo
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ imports: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/pytest -m "not slow and not gpu and not multi_gpu and not perf and not slurm"
+
+# On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
+test-gpu: $(STAMP)
+	$(BIN)/pytest -m gpu tests/gpu
 
 test-full: $(STAMP)
 	DMS_FULL_MATRIX=1 $(BIN)/pytest

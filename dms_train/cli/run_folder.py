@@ -17,7 +17,7 @@ from dms_train.training.state import TrainState
 
 CONFIG_FILE = "config.yaml"
 # What may change between the parts of one run: it moves no sample, weight or decision.
-_FREE = ("observe", "stage.validate", "data.micro_batch_size", "data.cache_dir")
+_FREE = ("observe", "kernels", "stage.validate", "data.micro_batch_size", "data.cache_dir")
 
 
 def mapping(config: RunConfig) -> dict[str, Any]:

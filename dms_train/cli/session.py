@@ -24,6 +24,7 @@ from dms_train.data.manifest import file_sha256, read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets, check_files
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader
+from dms_train.kernels import api as kernels
 from dms_train.mcore import groups
 from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
@@ -74,6 +75,7 @@ def run(config: RunConfig) -> None:
     if prepared.start.state.stage >= len(prepared.stages):
         log.logger().info("nothing left to do: %s is finished", config.run.dir)
         return
+    _announce_kernels(config)
     run_folder.write(config, leads=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
     try:
@@ -114,6 +116,13 @@ def _prepare(config: RunConfig) -> _Prepared:
         folder=Path(config.run.dir),
         since=since,
     )
+
+
+def _announce_kernels(config: RunConfig) -> None:
+    """Refuse a backend that cannot train on this machine; say which one will."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = kernels.choose(config.kernels, device)
+    log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 
 
 def _check_lane(config: RunConfig, start: StartPoint) -> None:
@@ -232,7 +241,12 @@ def _agree(prepared: _Prepared, view: ParallelView) -> None:
 
 def _build_engine(prepared: _Prepared, view: ParallelView) -> McoreEngine:
     config, start = prepared.config, prepared.start
-    options = EngineOptions(parallel=config.parallel, optim=config.optim, seed=config.run.seed)
+    options = EngineOptions(
+        parallel=config.parallel,
+        optim=config.optim,
+        seed=config.run.seed,
+        kernels=config.kernels,
+    )
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
     # weights that a student's replace need not be read

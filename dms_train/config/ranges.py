@@ -11,6 +11,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.data.options import DataOptions
 from dms_train.evaluation.options import check_options
 from dms_train.hf.architecture import Architecture, family_of
+from dms_train.kernels.options import KERNELS
 from dms_train.training.options import RetrofitOptions
 
 _LOSSES = ("distill", "lm")
@@ -18,6 +19,7 @@ _SEEDS = 2**32
 _SIDE_ROW = 9  # mcore/stage_tensor.py: 3 sums in 3 parts
 _DTYPES = ("fp32", "bf16")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
+    "kernels": KERNELS,
     "stage.zero_neuron.loss": _LOSSES,
     "stage.retrofit.loss": _LOSSES,
     "stage.hold.loss": _LOSSES,

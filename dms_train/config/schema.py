@@ -22,7 +22,11 @@ class StageBlock(StageOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What `dms-train` is asked to do; each room is handed its own block and never this."""
+    """What `dms-train` is asked to do; each room is handed its own block and never this.
+
+    Attributes:
+        kernels: Backend of the attention, one of `kernels.options.KERNELS`.
+    """
 
     model: ModelOptions
     method: MethodOptions
@@ -32,3 +36,4 @@ class RunConfig:
     optim: OptimOptions
     observe: ObserveOptions
     run: RunOptions
+    kernels: str = "auto"

@@ -9,6 +9,8 @@ from dms_train.inference.errors import InferenceError
 POLICIES = ("auto", "dms", "window", "keep_all")
 CACHES = ("compact", "dense")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("auto", "triton", "reference")
+CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,9 @@ class EngineOptions:
         slab_pages: Pages by which memory is taken and returned.
         dtype: Compute and cache dtype; `auto` is the stored one.
         device: Where to run.
+        kernels: `triton` decodes with fused kernels, `reference` with torch operations; `auto`
+            takes triton on a GPU for policies it knows.
+        cache_dtype: `fp8` stores keys and values as e4m3 (triton only); `auto` in `dtype`.
     """
 
     policy: str = "auto"
@@ -36,9 +41,17 @@ class EngineOptions:
     slab_pages: int = 256
     dtype: str = "auto"
     device: str = "cpu"
+    kernels: str = "auto"
+    cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("policy", POLICIES), ("cache", CACHES), ("dtype", DTYPES)):
+        for name, allowed in (
+            ("policy", POLICIES),
+            ("cache", CACHES),
+            ("dtype", DTYPES),
+            ("kernels", KERNELS),
+            ("cache_dtype", CACHE_DTYPES),
+        ):
             if getattr(self, name) not in allowed:
                 raise InferenceError(
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}"

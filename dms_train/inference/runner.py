@@ -9,12 +9,17 @@ from dms_train.inference.accounting import PassCounts, TotalMeter
 from dms_train.inference.cache.base import KVCache
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
+from dms_train.inference.cache.page_slabs import PageSlabs
+from dms_train.inference.cache.paged import PagedKVCache, decode_rule
 from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.sequence import Sequence
+from dms_train.kernels import decode
+from dms_train.kernels.paged import FP8
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
@@ -24,6 +29,15 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
     if options.cache == "dense":
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         return DenseCache(policy, like=like, **sizes)
+    if _uses_kernels(policy, options):
+        slabs = PageSlabs(
+            head_size=a.kv_channels,
+            dtype=FP8 if options.cache_dtype == "fp8" else model.dtype,
+            device=device,
+            page_slots=options.page_slots,
+            slab_pages=options.slab_pages,
+        )
+        return PagedKVCache(slabs, policy, **sizes)
     pool = PagePool(
         head_size=a.kv_channels,
         state_width=policy.state_width,
@@ -33,6 +47,29 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
         slab_pages=options.slab_pages,
     )
     return CompactCache(pool, policy, **sizes)
+
+
+def _uses_kernels(policy: CachePolicy, options: EngineOptions) -> bool:
+    """Whether the fused decode kernels serve the compact cache.
+
+    Raises:
+        InferenceError: They are asked for but cannot.
+    """
+    obstacle = None
+    if not decode.runs_on(torch.device(options.device)):
+        obstacle = f"triton does not run on {options.device}"
+    elif options.page_slots & (options.page_slots - 1):
+        obstacle = f"page_slots={options.page_slots} is not a power of two"
+    elif decode_rule(policy) is None:
+        obstacle = f"the kernels do not know {type(policy).__name__}"
+    wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
+    if wanted and (obstacle is not None or options.kernels == "reference"):
+        cause = obstacle or "kernels=reference stores no fp8"
+        raise InferenceError(
+            f"kernels={options.kernels} cache_dtype={options.cache_dtype}: {cause}"
+        )
+    on_gpu = options.device.startswith("cuda") and options.kernels == "auto"
+    return obstacle is None and (wanted or on_gpu)
 
 
 class ModelRunner:

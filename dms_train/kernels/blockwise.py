@@ -13,21 +13,50 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from dms_train.kernels.dense import causal_attention
+from dms_train.kernels.documents import document_slices, require_one_sample
 
 # Queries of a block: on a CPU the scores should stay in its cache, a GPU wants few launches.
 _CPU_BLOCK, _GPU_BLOCK = 64, 512
 
 
 def dms_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None, window: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor | None,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The function of `kernels.reference.dms_attention`, which states shapes and formula."""
+    """The function of `kernels.reference.dms_attention`, which states shapes and formula.
+
+    Packed documents are attended one after the other; their bounds are read on the host.
+    """
+    require_one_sample(query, cu_seqlens)
+    if cu_seqlens is not None:
+        parts = [
+            dms_attention(
+                query[:, where],
+                key[:, where],
+                value[:, where],
+                None if log_keep is None else log_keep[..., where],
+                window,
+                scale,
+            )
+            for where in document_slices(cu_seqlens, query.shape[1])
+        ]
+        return torch.cat(parts, 1)
     if log_keep is None:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
+        return causal_attention(query, key, value, scale)
+    return _with_bias(query, key, value, log_keep, window, scale)
+
+
+def _with_bias(
+    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, window: int, scale: float
+) -> Tensor:
     b, s, hq, d = query.shape
     hk = key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -15,7 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from dms_train.kernels import api as kernels
+from dms_train.kernels.api import DMSAttention
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots
 from dms_train.method.noise import logistic_noise
@@ -25,14 +25,15 @@ from dms_train.method.visibility import align_to_keys
 
 
 class MethodState:
-    """What every layer of a model shares: the method's constants and the current step's plan.
+    """What every layer of a model shares: constants, the kernel and the current step's plan.
 
     Holds per-step values only: with 1F1B and recomputation a per-microbatch value would be read
     again in another microbatch.
     """
 
-    def __init__(self, spec: DMSSpec) -> None:
+    def __init__(self, spec: DMSSpec, attend: DMSAttention) -> None:
         self.spec = spec
+        self.attend = attend
         self.plan = StepPlan()
 
 
@@ -43,13 +44,13 @@ class CoreAttention(MegatronModule):
         self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any
     ):
         super().__init__(config=config)
-        self.window = method.spec.window
+        self.method = method
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None) -> Tensor:
         """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d]."""
         q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-        out = kernels.backend("blockwise")(q, k, v, log_keep, self.window, self.scale)
+        out = self.method.attend(q, k, v, log_keep, self.method.spec.window, self.scale)
         return out.transpose(0, 1).reshape(*query.shape[:2], -1)
 
 

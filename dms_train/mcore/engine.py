@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
+from dms_train.kernels import api as kernels
 from dms_train.mcore import checkpoint, compat, families, optim, weights
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.errors import DivergenceError, ModelError
@@ -32,13 +33,15 @@ _START_AGAIN = "Lower optim.lr in another run.dir; run.load starts it from a che
 class EngineOptions:
     """The slices of the configuration this room needs.
 
-    Without `trains` no gradient buffers and no optimizer are built: for converters.
+    Without `trains` no gradient buffers and no optimizer are built: for converters. `kernels` is a
+    configured name of the attention's backend.
     """
 
     parallel: ParallelOptions
     optim: OptimOptions
     seed: int
     trains: bool = True
+    kernels: str = "auto"
 
 
 class McoreEngine:
@@ -56,7 +59,8 @@ class McoreEngine:
         self.spec = spec
         self.view = view
         self._options = options
-        self._method = MethodState(spec)
+        self._attend = kernels.backend(kernels.choose(options.kernels, view.device))
+        self._method = MethodState(spec, self._attend)
         self._config = transformer_config(architecture, options.parallel)
         self._models = self._build_chunks(self._method, source)
         self._chunks = optim.mixed_precision(self._config, self._models)
@@ -81,7 +85,7 @@ class McoreEngine:
 
     def attach_teacher(self, source: weights.WeightSource) -> None:
         """Build the frozen original in the same layout; it costs weights only."""
-        teachers = self._build_chunks(MethodState(self.spec), source)
+        teachers = self._build_chunks(MethodState(self.spec, self._attend), source)
         for student, teacher in zip(self._models, teachers, strict=True):
             student.set_teacher(teacher.to(self._config.params_dtype))
 

@@ -493,6 +493,21 @@ CONFIG = {
         arrange=_train("parallel.params_dtype=fp8"),
         says=r"parallel\.params_dtype=fp8: choose one of fp32, bf16",
     ),
+    "unknown-kernels": Case(
+        done="`kernels=cuda`",
+        arrange=_train("kernels=cuda"),
+        says=r"kernels=cuda: choose one of auto, triton, flex, blockwise, reference",
+    ),
+    "triton-on-cpu": Case(
+        done="`kernels=triton` without a GPU",
+        arrange=_train("kernels=triton"),
+        says=r"kernels=triton: training runs on the CPU and its kernels need a GPU; use",
+    ),
+    "flex-on-cpu": Case(
+        done="`kernels=flex` without a GPU",
+        arrange=_train("kernels=flex"),
+        says=r"kernels=flex: training runs on the CPU and FlexAttention has no backward pass",
+    ),
     "several-problems": Case(
         done="`optim.lr=0 run.log_interval=0`: a line for each problem",
         arrange=_train("optim.lr=0", "run.log_interval=0"),

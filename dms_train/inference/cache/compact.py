@@ -104,7 +104,7 @@ class CompactCache:
         numbers = self._numbers(table, lengths)
         single = arrival.position.shape[1] == 1 and not self.policy.scored
         stored = self._stored(layer, numbers, content=not single or self.policy.needs_content)
-        slots = _join(stored, arrival)
+        slots = join(stored, arrival)
         slots = slots._replace(state=self.policy.admit(slots, arrival))
         if single:
             table, lengths = self._settle(rows, numbers, slots, stored.state, arrival)
@@ -299,7 +299,7 @@ class CompactCache:
             self._tables[layer][rows] = table
 
 
-def _join(stored: Slots, arrival: Arrival) -> Slots:
+def join(stored: Slots, arrival: Arrival) -> Slots:
     """Stored tokens followed by the arriving ones."""
     b, h, _, width = stored.state.shape
     n = arrival.position.shape[1]

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
-from dms_train.inference.cache.base import KVCache
+from dms_train.inference.cache.base import Attended, KVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.policies.base import Arrival
+from dms_train.kernels.paged import SIGNAL, Step
 from dms_train.method.decisions import (
     borrowed_lane,
     eviction_logits,
@@ -157,11 +159,37 @@ class Attention(nn.Module):
             Update [b, n, c] and slots read, int64 [b, g].
         """
         query = self.q_norm(self._heads(self.q_proj(x)))
-        key = _rotate(self.k_norm(self._heads(self.k_proj(x))), inputs)
+        key = self.k_norm(self._heads(self.k_proj(x)))
         value = self._heads(self.v_proj(x))
-        signal = self._decide(query, residual)
-        query = self._rotated_query(query, inputs).flatten(2, 3).transpose(1, 2)
-        key, value = (states.squeeze(3).transpose(1, 2) for states in (key, value))
-        arrival = Arrival(inputs.position, key, value, signal)
-        done = inputs.cache.attend(self.layer, inputs.rows, query, arrival)
+        if isinstance(inputs.cache, PagedKVCache) and x.shape[1] == 1:
+            done = self._step(query, key, value, residual, inputs)
+        else:
+            signal = self._decide(query, residual)
+            query = self._rotated_query(query, inputs).flatten(2, 3).transpose(1, 2)
+            key = _rotate(key, inputs).squeeze(3).transpose(1, 2)
+            arrival = Arrival(inputs.position, key, value.squeeze(3).transpose(1, 2), signal)
+            done = inputs.cache.attend(self.layer, inputs.rows, query, arrival)
         return self.o_proj(done.output.transpose(1, 2).flatten(2)), done.reads
+
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, inputs: AttentionInputs
+    ) -> Attended:
+        """One token [b, 1, g, r, d] per sequence: RoPE and decision are left to the cache."""
+        assert isinstance(inputs.cache, PagedKVCache)
+        rule = inputs.cache.rule(None if self.adapter else self.spec, self.size)
+        signal = None
+        if rule.source == SIGNAL:
+            decisions = self._decide(query, residual)
+            assert decisions is not None
+            signal = decisions[:, :, 0].contiguous()
+        step = Step(
+            query=query.flatten(1, 3),
+            key=key.flatten(1, 3),
+            value=value.flatten(1, 3),
+            cos=inputs.cos.flatten(1),
+            sin=inputs.sin.flatten(1),
+            position=inputs.position[:, 0],
+            rows=inputs.rows,
+            signal=signal,
+        )
+        return inputs.cache.step(self.layer, step, rule)

@@ -27,7 +27,12 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
     """(family, preset, dtype, **spec changes) -> engine with random weights and small lanes."""
 
     def _build(
-        family: str, preset: str, dtype: str = "fp32", trains: bool = True, **changes: object
+        family: str,
+        preset: str,
+        dtype: str = "fp32",
+        trains: bool = True,
+        kernels: str = "auto",
+        **changes: object,
     ) -> McoreEngine:
         spec = PRESETS[preset].override(**{"window": 4, **changes})
         architecture = tiny.architecture(family, num_layers=2)
@@ -36,6 +41,7 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
             optim=OptimOptions(lr=1e-3),
             seed=7,
             trains=trains,
+            kernels=kernels,
         )
         weights = tiny.SmallLanes(architecture, 1, spec.channel)
         return McoreEngine(architecture, spec, view, options, weights)

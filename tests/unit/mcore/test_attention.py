@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dms_train.kernels import reference
 from dms_train.kernels.reference import dms_attention
 from dms_train.mcore.engine import McoreEngine
 from dms_train.method.noise import logistic_noise, sample_keys
@@ -196,3 +197,24 @@ def test_tokens_after_a_position_do_not_change_its_logits(build: Build) -> None:
     assert shorter is not None
     assert 0.1 < (whole.decision_logits > 0).float().mean() < 0.9
     torch.testing.assert_close(whole.logits[:15], shorter.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_engine_attends_with_the_backend_it_was_told(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args[4])
+        return dms_attention(*args)
+
+    monkeypatch.setattr(reference, "dms_attention", counted)
+    tokens = tiny.batch(3, 1).tokens[0]
+    plan = StepPlan(neuron_scale=0.0, eviction="hard")
+    told = build("llama", "dms", trains=False, kernels="reference").record(plan, tokens)
+    assert calls == [4, 4]  # the window, in each of two layers
+    chosen = build("llama", "dms", trains=False).record(plan, tokens)
+    assert len(calls) == 2
+    assert told is not None
+    assert chosen is not None
+    torch.testing.assert_close(told.logits, chosen.logits, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,183 @@
+"""Errors of our backends on random problems, as multiples of what bf16 SDPA errs on the same ones.
+
+The judge is `kernels.reference` in float64 on the very same inputs. The yardstick is SDPA in the
+dtype of the problem with the bias of every query and key in memory; its gradient by the bias,
+summed over queries, is the yardstick of the logits' gradient. An error is the Euclidean norm of
+the difference. Decisions are random, exactly 0 and exactly 1.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.attention_peers import materialised
+from benchmarks.attention_problem import Call, Problem, Shape, make_problem
+from benchmarks.train_cases import ours
+from dms_train.kernels.reference import dms_attention
+
+NAMES = ("o", "dq", "dk", "dv", "dlogits")
+BOUND = 2.0
+_HEADS = (1, 2, 3, 4, 8)
+_RATIOS = (1, 2, 3, 4, 7, 8)
+_SIZES = (16, 33, 64, 72, 80, 96, 128, 200, 256)
+_DTYPES = (torch.bfloat16, torch.float16)
+_LONGEST, _LONGEST_ON_CPU = 700, 80
+# Below both of these an error is that of writing an exact result down, or of cancelling to zero.
+_ROUNDING, _CANCELLING = 1 / 8, 1e-4
+
+
+class Case(NamedTuple):
+    """A random problem; `hard` decisions are 0 and 1 alone."""
+
+    shape: Shape
+    window: int
+    dtype: torch.dtype
+    hard: bool
+    seed: int
+
+
+def draw_case(seed: int, longest: int) -> Case:
+    """The case with this number."""
+    draw = random.Random(seed)
+    hk, d = draw.choice(_HEADS), draw.choice(_SIZES)
+    length = draw.choice((1, draw.randint(2, longest), draw.randint(longest // 2, longest)))
+    shape = Shape(draw.randint(1, 3), hk * draw.choice(_RATIOS), hk, length, d)
+    window = draw.choice((1, draw.randint(1, longest), draw.randint(1, max(1, length // 4))))
+    return Case(shape, window, draw.choice(_DTYPES), draw.random() < 0.25, seed)
+
+
+def case_problem(case: Case, device: torch.device) -> Problem:
+    """Tensors of a case; infinite logits make alpha exactly 0 and 1."""
+    problem = make_problem(case.shape, case.window, device, case.dtype, case.seed)
+    logits = problem.logits.detach().clone()
+    generator = torch.Generator(device).manual_seed(case.seed + 1)
+    kind = torch.rand(logits.shape, generator=generator, device=device)
+    share = 0.5 if case.hard else 0.2
+    logits[kind < share] = float("-inf")
+    logits[kind >= 1 - share] = float("inf")
+    return problem._replace(logits=logits.requires_grad_())
+
+
+def exact(problem: Problem) -> list[Tensor]:
+    """Output and gradients in float64."""
+    leaves = [x.detach().double().requires_grad_() for x in problem[:4]]
+    query, key, value, logits = leaves
+
+    def forward() -> Tensor:
+        log_keep = F.logsigmoid(-logits)
+        return dms_attention(query, key, value, log_keep, problem.window, problem.scale)
+
+    return _results(Call(forward, leaves, problem.d_out.double()))
+
+
+def yardstick(problem: Problem) -> list[Tensor]:
+    """Output and gradients of SDPA with the bias in memory, heads moved back behind positions."""
+    d = problem.query.shape[-1]
+    widened = _widened(problem, -d % 8)  # the fused kernel takes multiples of 8
+    call = materialised(widened)
+    order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        o, dq, dk, dv, dlogits = _results(call)
+    return [*(x.transpose(1, 2)[..., :d] for x in (o, dq, dk, dv)), dlogits]
+
+
+def _widened(problem: Problem, more: int) -> Problem:
+    """With `more` channels of zeros; scores, the wanted channels and gradients stay."""
+
+    def widen(x: Tensor) -> Tensor:
+        return F.pad(x.detach(), (0, more)).requires_grad_(x.requires_grad)
+
+    query, key, value, d_out = (
+        widen(x) for x in (problem.query, problem.key, problem.value, problem.d_out)
+    )
+    return problem._replace(query=query, key=key, value=value, d_out=d_out)
+
+
+def _results(call: Call) -> list[Tensor]:
+    out = call.forward()
+    return [out.detach(), *call.backward(out)]
+
+
+def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
+    """Error of `found` over error of `peer`, by name of the result.
+
+    An error below that of rounding the true result to its dtype counts as that, so that a peer
+    which happens to be exact does not make every other infinitely wrong; nor is a result that
+    cancels to nearly zero compared below 1e-4 of rounding the largest result to 16 bits.
+    """
+    least = _CANCELLING * torch.finfo(found[0].dtype).eps * max(float(x.norm()) for x in truth)
+    ratios = {}
+    for name, a, b, t in zip(NAMES, found, peer, truth, strict=True):
+        floor = max(_ROUNDING * torch.finfo(a.dtype).eps * float(t.norm()), least)
+        ours_error, peer_error = (float((x.double() - t).norm()) for x in (a, b))
+        ratios[name] = max(ours_error, floor) / max(peer_error, floor)
+        if not a.isfinite().all():
+            ratios[name] = float("inf")
+    return ratios
+
+
+def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`count` random cases through our fused backends.
+
+    Returns:
+        `backends`: for each the worst and median ratio by result, the worst case, and each case;
+        `within`: whether no ratio is above 2.
+    """
+    on_gpu = device.type == "cuda"
+    names = backends or (("triton",) if on_gpu else ("blockwise",))
+    longest = _LONGEST if on_gpu else _LONGEST_ON_CPU
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for seed in range(count):
+        case = draw_case(seed, longest)
+        problem = case_problem(case, device)
+        truth, peer = exact(problem), yardstick(problem)
+        for name in names:
+            errors = error_ratios(_results(ours(problem, name)), peer, truth)
+            found[name].append({"case": _described(case), "ratios": errors})
+    worst = {name: {r: _worst(cases, r) for r in NAMES} for name, cases in found.items()}
+    return {
+        "cases": count,
+        "bound": BOUND,
+        "worst": worst,
+        "median": {name: {r: _median(cases, r) for r in NAMES} for name, cases in found.items()},
+        "within": all(w["ratio"] <= BOUND for by in worst.values() for w in by.values()),
+        "backends": found,
+    }
+
+
+def _described(case: Case) -> str:
+    dtype = str(case.dtype).removeprefix("torch.")
+    hard = ", hard" if case.hard else ""
+    return f"{case.shape.label} window {case.window} {dtype}{hard} (seed {case.seed})"
+
+
+def _worst(cases: list[dict[str, Any]], result: str) -> dict[str, Any]:
+    worst = max(cases, key=lambda case: case["ratios"][result])
+    return {"ratio": worst["ratios"][result], "case": worst["case"]}
+
+
+def _median(cases: list[dict[str, Any]], result: str) -> float:
+    return sorted(case["ratios"][result] for case in cases)[len(cases) // 2]
+
+
+def table(record: dict[str, Any]) -> str:
+    """A Markdown table: a row for each backend and result."""
+    lines = [
+        f"{record['cases']} random cases, errors over those of SDPA with the bias in memory; "
+        f"at most {record['bound']:g} is wanted\n",
+        "| backend | result | median | worst | worst case |",
+        "|---|---|---|---|---|",
+    ]
+    for name, by_result in record["worst"].items():
+        for result, worst in by_result.items():
+            middle = record["median"][name][result]
+            lines.append(
+                f"| {name} | {result} | {middle:.2f} | {worst['ratio']:.2f} | {worst['case']} |"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,178 @@
+"""What else attends: torch's kernels without DMS, and DMS the ways torch alone can write it.
+
+Each peer turns a `Problem` into a `Call` in the memory order that suits it. FlexAttention peers
+differ in what the score function reads and in whether blocks in the future are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from benchmarks.attention_problem import Call, Problem
+
+_FUTURE = -1e30  # finite, so that no arithmetic on it yields NaN
+# FlexAttention's own choices were best elsewhere, by head size.
+TUNED = {
+    128: {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
+}
+
+
+def sdpa(problem: Problem, backend: SDPBackend | None) -> Call:
+    """Torch's fused causal attention without DMS; a `backend` of None lets torch choose."""
+    p = problem.heads_first()
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(
+            p.query, p.key, p.value, is_causal=True, scale=p.scale, enable_gqa=True
+        )
+
+    def chosen() -> Tensor:
+        assert backend is not None
+        with sdpa_kernel(backend):
+            return forward()
+
+    return Call(forward if backend is None else chosen, [p.query, p.key, p.value], p.d_out)
+
+
+def materialised(problem: Problem) -> Call:
+    """SDPA with the bias of every query and key in memory, in the dtype of the queries."""
+    p = problem.heads_first()
+    ratio = p.query.shape[1] // p.key.shape[1]
+
+    def forward() -> Tensor:
+        key, value = (x.repeat_interleave(ratio, 1) for x in (p.key, p.value))
+        bias = dense_bias(p, p.query.dtype).repeat_interleave(ratio, 1)
+        return F.scaled_dot_product_attention(p.query, key, value, attn_mask=bias, scale=p.scale)
+
+    return Call(forward, [p.query, p.key, p.value, p.logits], p.d_out)
+
+
+def dense_bias(problem: Problem, dtype: torch.dtype) -> Tensor:
+    """The bias [b, hk, s, s] of queries and keys, -inf in the future."""
+    s = problem.logits.shape[-1]
+    positions = torch.arange(s, device=problem.logits.device)
+    distance = positions[:, None] - positions
+    kept = problem.log_keep().to(dtype)[:, :, None, :]
+    bias = torch.where(distance > problem.window, kept, torch.zeros((), dtype=dtype))
+    return bias.masked_fill(distance < 0, float("-inf"))
+
+
+def flex_causal(problem: Problem, options: dict[str, Any] | None = None) -> Call:
+    """FlexAttention, causal, without DMS."""
+    p = problem.heads_first()
+    return _flex(p, [p.query, p.key, p.value], lambda: None, causal=True, options=options)
+
+
+def flex_logits(problem: Problem, options: dict[str, Any] | None = None) -> Call:
+    """The score function computes logsigmoid(-logit) for every element."""
+    p = problem.heads_first()
+    ratio = p.query.shape[1] // p.key.shape[1]
+
+    def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(i - j > p.window, x + F.logsigmoid(-p.logits[b, h // ratio, j]), x)
+
+    return _flex(p, list(p[:4]), lambda: score, causal=True, options=options)
+
+
+def flex_log_keep(problem: Problem, options: dict[str, Any] | None = None) -> Call:
+    """The score function reads log(1 - alpha), which is computed once for each key."""
+    p = problem.heads_first()
+    ratio = p.query.shape[1] // p.key.shape[1]
+
+    def make_score() -> Callable[..., Tensor]:
+        log_keep = p.log_keep()
+
+        def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return torch.where(i - j > p.window, x + log_keep[b, h // ratio, j], x)
+
+        return score
+
+    return _flex(p, list(p[:4]), make_score, causal=True, options=options)
+
+
+def flex_tuned(problem: Problem) -> Call:
+    """`flex_log_keep` with the tile sizes that were best on an H200 for the head size."""
+    return flex_log_keep(problem, TUNED.get(problem.query.shape[-1]))
+
+
+def flex_no_block_mask(problem: Problem, options: dict[str, Any] | None = None) -> Call:
+    """As NVIDIA's public DMS code arranges it: every block is visited, arithmetic, no branch."""
+    p = problem.heads_first()
+    ratio = p.query.shape[1] // p.key.shape[1]
+
+    def make_score() -> Callable[..., Tensor]:
+        log_keep = p.log_keep()
+
+        def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            old, future = (i - j > p.window).to(x.dtype), (j > i).to(x.dtype)
+            return x + old * log_keep[b, h // ratio, j] + future * _FUTURE
+
+        return score
+
+    return _flex(p, list(p[:4]), make_score, causal=False, options=options)
+
+
+def _flex(
+    p: Problem,
+    leaves: list[Tensor],
+    make_score: Callable[[], Callable[..., Tensor] | None],
+    *,
+    causal: bool,
+    options: dict[str, Any] | None,
+) -> Call:
+    compiled = _compiled_flex()
+    mask = _causal_mask(p.query.shape[2], p.query.device) if causal else None
+
+    def forward() -> Tensor:
+        return compiled(
+            p.query,
+            p.key,
+            p.value,
+            score_mod=make_score(),
+            block_mask=mask,
+            scale=p.scale,
+            enable_gqa=True,
+            kernel_options=options,
+        )
+
+    return Call(forward, leaves, p.d_out)
+
+
+def _compiled_flex() -> Any:
+    # the backward pass is timed many times on one graph, which donated buffers would forbid
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.cache_size_limit = 256
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_mask(length: int, device: torch.device) -> BlockMask:
+    return create_block_mask(_not_later, None, None, length, length, device=str(device))
+
+
+def _not_later(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
+
+
+WITHOUT_DMS: dict[str, Callable[[Problem], Call]] = {
+    "cuDNN causal": functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "flash SDPA causal": functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "flex causal": flex_causal,
+}
+WITH_DMS: dict[str, Callable[[Problem], Call]] = {
+    "flex DMS": flex_log_keep,
+    "flex DMS, tuned": flex_tuned,
+    "flex DMS, logsigmoid within": flex_logits,
+    "flex DMS, no block mask": flex_no_block_mask,
+    "materialised": materialised,
+}

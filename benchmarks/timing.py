@@ -1,0 +1,91 @@
+"""Milliseconds with their spread, the memory a call adds, and what the machine itself can reach."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_QUANTILES = (0.5, 0.2, 0.8)
+_CPU_REPEATS = 5
+# Large enough to be limited by the memory and the tensor cores, not by launches.
+_COPY_BYTES, _GEMM_SIZE = 2**32, 8192
+_CPU_SHRINK = 32  # a CPU gets a copy this much smaller, and a GEMM of an eighth of the edge
+
+
+class Timing(NamedTuple):
+    """Milliseconds: median, and the 20 % and 80 % quantiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def measure(call: Callable[[], Any], device: torch.device) -> Timing:
+    """Time of one call; on a GPU with triton's do_bench, which empties the L2 cache in between."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return Timing(*do_bench(call, quantiles=_QUANTILES))
+    call()
+    times = sorted(_seconds(call) * 1e3 for _ in range(_CPU_REPEATS))
+    return Timing(times[_CPU_REPEATS // 2], times[1], times[-2])
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    since = time.perf_counter()
+    call()
+    return time.perf_counter() - since
+
+
+def extra_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak of the memory that one call takes beside what was there before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Bytes read plus written per second of a copy; FLOP/s of a square bf16 product."""
+    small = device.type != "cuda"
+    size = _COPY_BYTES // (2 * _CPU_SHRINK if small else 2)
+    edge = _GEMM_SIZE // 8 if small else _GEMM_SIZE
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copy = measure(lambda: target.copy_(source), device)
+    a, b = (torch.randn(edge, edge, device=device, dtype=torch.bfloat16) for _ in range(2))
+    gemm = measure(lambda: a @ b, device)
+    return {
+        "copy_bytes_per_s": 2 * size / copy.median * 1e3,
+        "gemm_flops_per_s": 2 * edge**3 / gemm.median * 1e3,
+        "gemm_edge": edge,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name a result is filed under."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()}"
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """Of everything that a time depends on."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    if device.type == "cuda":
+        import triton
+
+        found |= {
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": str(torch.backends.cudnn.version()),
+        }
+    return found

@@ -1,0 +1,27 @@
+"""The decode kernels, imported when they are asked for: triton is not everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the decode kernels run there: on a GPU, or in Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return True
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def kernels() -> tuple[Any, Any]:
+    """The modules `triton_append` and `triton_decode`."""
+    room = "dms_train.kernels"
+    return (
+        importlib.import_module(f"{room}.triton_append"),
+        importlib.import_module(f"{room}.triton_decode"),
+    )

@@ -1,0 +1,375 @@
+"""Fused causal attention with a soft eviction bias for training: two torch operators.
+
+Hopper GPUs run kernels scheduled by hand for head sizes up to 128; everything else, and the
+deterministic mode of torch, runs the portable ones. Memory grows with the length, not its square.
+
+Shape letters: b samples, s positions, hq query heads, hk KV heads, d head size; `padded` is s
+rounded up to whole tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dms_train.kernels import triton_train_backward as gradients
+from dms_train.kernels.dense import causal_attention
+from dms_train.kernels.documents import document_of, require_one_sample
+from dms_train.kernels.launch_plan import TilePlan, plan_tiles
+from dms_train.kernels.triton_train_forward import attend, prepare_bias
+
+# Rows of lse, delta and the sums of dq are kept for whole tiles of this many queries.
+_ROW_TILE = 128
+
+
+class Problem(NamedTuple):
+    """Sizes and settings of one call.
+
+    Attributes:
+        b: Samples.
+        s: Positions.
+        hq: Query heads.
+        hk: KV heads.
+        d: Head size.
+        window: Distance up to which a key is always visible, in tokens.
+        scale: Factor on the scores.
+        starts: int32 [s], first position of each query's document; None for one document.
+        ends: int32 [s], end of each key's document.
+        plan: Tiles and launch settings.
+    """
+
+    b: int
+    s: int
+    hq: int
+    hk: int
+    d: int
+    window: int
+    scale: float
+    starts: Tensor | None
+    ends: Tensor | None
+    plan: TilePlan
+
+    @property
+    def padded(self) -> int:
+        """Positions rounded up to whole tiles of queries."""
+        return triton.cdiv(self.s, _ROW_TILE) * _ROW_TILE
+
+    @property
+    def n_blocks(self) -> int:
+        """Tiles of keys."""
+        return triton.cdiv(self.s, self.plan.forward.block_n)
+
+    @property
+    def width(self) -> int:
+        """Head size of the tiles."""
+        return max(16, triton.next_power_of_2(self.d))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments of all kernels."""
+        packed = self.starts is not None
+        return {"HEADS": self.hq, "GROUP": self.hq // self.hk, "D": self.width, "PACKED": packed}
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves for the backward pass, beside the output.
+
+    Attributes:
+        lse: float32 [b, hq, padded], log2 of the sums of exponentials.
+        bias: float32 [b * hk, n_blocks * block], log2(e) log_keep.
+        blocks: int32 [b * hk, n_blocks], tiles of keys that are not all evicted for good.
+        counts: int32 [b * hk, n_blocks + 1], live tiles before each tile.
+    """
+
+    lse: Tensor
+    bias: Tensor
+    blocks: Tensor
+    counts: Tensor
+
+
+def dms_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor | None,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The function of `kernels.reference.dms_attention`, which states shapes and formula.
+
+    float16, bfloat16 or float32; log_keep is read as float32. Without a bias torch's own fused
+    attention is called unless documents are packed.
+
+    Raises:
+        KernelError: Several packed samples, or a head size above 256.
+    """
+    if log_keep is None and cu_seqlens is None:
+        return causal_attention(query, key, value, scale)
+    if log_keep is None:
+        b, s, hk = key.shape[:3]
+        log_keep = torch.zeros(b, hk, s, device=key.device)
+    return _attention(query, key, value, log_keep.float(), window, scale, cu_seqlens)[0]
+
+
+@torch.library.custom_op("dms_train::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem = _problem(query, key, window, scale, cu_seqlens)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    saved = _empty_saved(query, problem)
+    _prepare(log_keep.contiguous(), saved, problem)
+    if problem.plan.hopper:
+        from dms_train.kernels import triton_train_hopper
+
+        triton_train_hopper.forward(query, key, value, out, saved, problem)
+    else:
+        _forward(query, key, value, out, saved, problem)
+    return out, *saved
+
+
+@_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem = _problem(query, key, window, scale, cu_seqlens, fake=True)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, *_empty_saved(query, problem)
+
+
+@torch.library.custom_op("dms_train::attention_backward", mutates_args=())
+def _attention_backward(
+    inputs: list[Tensor],
+    saved: list[Tensor],
+    d_out: Tensor,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, out = inputs
+    problem = _problem(query, key, window, scale, cu_seqlens)
+    kept = Saved(*saved)
+    delta = torch.empty_like(kept.lse)
+    rows, d_rows = (_descriptor(x, 64, problem.width) for x in (out, d_out))
+    gradients.row_dots[(problem.padded // 64, problem.b * problem.hq)](
+        rows, d_rows, delta, problem.s, problem.padded, problem.hq, problem.width, 64
+    )
+    if problem.plan.hopper and not torch.are_deterministic_algorithms_enabled():
+        from dms_train.kernels import triton_train_hopper
+
+        return triton_train_hopper.backward(query, key, value, d_out, kept, delta, problem)
+    return _backward(query, key, value, d_out, kept, delta, problem)
+
+
+@_attention_backward.register_fake
+def _(
+    inputs: list[Tensor],
+    saved: list[Tensor],
+    d_out: Tensor,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, _ = inputs
+    b, s, hk = key.shape[:3]
+    dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
+    return dense[0], dense[1], dense[2], query.new_empty((b, hk, s), dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, ctx.window, ctx.scale, ctx.cu_seqlens = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    query, key, value, out, *saved = ctx.saved_tensors
+    found = _attention_backward(
+        [query, key, value, out], saved, d_out, ctx.window, ctx.scale, ctx.cu_seqlens
+    )
+    return *found, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    fake: bool = False,
+) -> Problem:
+    b, s, hq, d = query.shape
+    plan = plan_tiles(query.dtype, d, query.device)
+    starts = ends = None
+    if cu_seqlens is not None:
+        require_one_sample(query, cu_seqlens)
+        starts, ends = (None, None) if fake else _document_bounds(cu_seqlens, s)
+    return Problem(b, s, hq, key.shape[2], d, window, scale, starts, ends, plan)
+
+
+def _document_bounds(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """First position and end of every position's document, int32 [length]."""
+    bounds = cu_seqlens.int()
+    document = document_of(cu_seqlens, length)
+    return bounds[document], bounds[document + 1]
+
+
+def _empty_saved(query: Tensor, p: Problem) -> Saved:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return query.new_empty(shape, dtype=dtype)
+
+    return Saved(
+        empty(p.b, p.hq, p.padded),
+        empty(p.b * p.hk, p.n_blocks * p.plan.forward.block_n),
+        empty(p.b * p.hk, p.n_blocks, dtype=torch.int32),
+        empty(p.b * p.hk, p.n_blocks + 1, dtype=torch.int32),
+    )
+
+
+def _prepare(log_keep: Tensor, saved: Saved, p: Problem) -> None:
+    count = triton.next_power_of_2(p.n_blocks)
+    prepare_bias[(p.b * p.hk,)](
+        log_keep, *saved[1:], p.s, p.n_blocks, BLOCK=p.plan.forward.block_n, N=count
+    )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [b, s, h, d] as [b, h, s, d] whose rows can be copied 16 bytes at a time."""
+    step = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    if not fits or any(stride % step for stride in x.stride()[:-1]):
+        x = F.pad(x, (0, -x.shape[-1] % step)).contiguous()
+    return x.transpose(1, 2)
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """x [b, s, h, d] as [b, h, s, d] in tiles of rows x columns."""
+    view = aligned(x)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, columns])
+
+
+def _writable(x: Tensor) -> Tensor:
+    """A buffer like x [b, s, h, d] that a descriptor can write; its first d channels are x."""
+    step = 16 // x.element_size()
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + -x.shape[-1] % step)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Problem) -> None:
+    t = p.plan.forward
+    target = out if aligned(out).data_ptr() == out.data_ptr() else _writable(out)
+    attend[(triton.cdiv(p.s, t.block_m) * p.b * p.hq,)](
+        _descriptor(q, t.block_m, p.width),
+        _descriptor(k, t.block_n, p.width),
+        _descriptor(v, t.block_n, p.width),
+        _descriptor(target, t.block_m, p.width),
+        saved.bias, saved.lse, saved.blocks, saved.counts, p.starts,
+        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        **p.constants, BLOCK_M=t.block_m, BLOCK_N=t.block_n, PRECISION=p.plan.precision,
+        STAGES=t.stages, num_warps=t.warps,
+    )  # fmt: skip
+    if target is not out:
+        out.copy_(target[..., : p.d])
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: Problem
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    t, per_program = p.plan.backward, heads_per_program(p)
+    parts = p.hq // per_program
+    exact = torch.are_deterministic_algorithms_enabled()
+    sums = q.new_zeros(
+        *((1, 1, 1, 4) if exact else (p.b, p.hq, p.d, p.padded)), dtype=torch.float32
+    )
+    dtype = k.dtype if parts == p.hk else torch.float32
+    dk, dv = (_writable(k.new_empty(p.b, p.s, parts, p.d, dtype=dtype)) for _ in range(2))
+    d_log_keep = k.new_empty(p.b, parts, p.s, dtype=torch.float32)
+    block = [1, 1, p.width, t.block_m]
+    gradients.attend_backward[(triton.cdiv(p.s, t.block_n) * p.b * parts,)](
+        _descriptor(q, t.block_m, p.width),
+        _descriptor(k, t.block_n, p.width),
+        _descriptor(v, t.block_n, p.width),
+        _descriptor(d_out, t.block_m, p.width),
+        TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block),
+        _descriptor(dk, t.block_n, p.width),
+        _descriptor(dv, t.block_n, p.width),
+        sums, saved.bias, d_log_keep, saved.lse, delta, saved.counts, p.ends,
+        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        **p.constants, PER_PROGRAM=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        LIST_BLOCK=p.plan.forward.block_n, DQ=not exact, BULK=p.plan.bulk_sums,
+        PRECISION=p.plan.precision, STAGES=t.stages, num_warps=t.warps,
+    )  # fmt: skip
+    if exact:
+        dq = _exact_dq(q, k, v, d_out, saved, delta, p)
+    else:
+        dq = finished_dq(sums.transpose(2, 3), q, p)
+    return dq, *summed(dk[..., : p.d], dv[..., : p.d], d_log_keep, k, p)
+
+
+def _exact_dq(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: Problem
+) -> Tensor:
+    t = p.plan.forward
+    dq = _writable(q)
+    gradients.query_gradient[(triton.cdiv(p.s, t.block_m) * p.b * p.hq,)](
+        _descriptor(q, t.block_m, p.width),
+        _descriptor(k, t.block_n, p.width),
+        _descriptor(v, t.block_n, p.width),
+        _descriptor(d_out, t.block_m, p.width),
+        _descriptor(dq, t.block_m, p.width),
+        saved.bias, saved.lse, delta, saved.blocks, saved.counts, p.starts,
+        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        **p.constants, BLOCK_M=t.block_m, BLOCK_N=t.block_n, PRECISION=p.plan.precision,
+        STAGES=t.stages, num_warps=t.warps,
+    )  # fmt: skip
+    return dq[..., : p.d].contiguous()
+
+
+def heads_per_program(p: Problem) -> int:
+    """Query heads that one program of the backward pass walks through.
+
+    All of a group, so that their sums stay in registers, unless that leaves processors idle.
+    """
+    group = p.hq // p.hk
+    programs = triton.cdiv(p.s, p.plan.backward.block_n) * p.b * p.hk
+    return group if programs >= 2 * p.plan.processors else 1
+
+
+def finished_dq(sums: Tensor, query: Tensor, p: Problem) -> Tensor:
+    """The gradient of the queries from sums, float32 [b, h, padded, d] with any strides."""
+    dq = torch.empty_like(query, memory_format=torch.contiguous_format)
+    gradients.finish_dq[(triton.cdiv(p.s, 64), p.b * p.hq)](
+        sums, dq, p.scale, p.s, *sums.stride()[1:], *dq.stride()[:3],
+        HEADS=p.hq, D=p.width, SIZE=p.d, BLOCK=64,
+    )  # fmt: skip
+    return dq
+
+
+def summed(
+    dk: Tensor, dv: Tensor, d_log_keep: Tensor, key: Tensor, p: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients [b, s, parts, d] and [b, parts, s], summed over the parts of each KV head."""
+    if dk.shape[2] == p.hk:
+        return dk.contiguous(), dv.contiguous(), d_log_keep
+    dk, dv = (x.unflatten(2, (p.hk, -1)).sum(3).to(key.dtype) for x in (dk, dv))
+    return dk, dv, d_log_keep.unflatten(1, (p.hk, -1)).sum(2)

@@ -1,0 +1,155 @@
+"""The paged cache with fused decode kernels: the same tokens as the readable cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from dms_train.inference.cache.page_slabs import PageSlabs
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.engine import LLM
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.options import SamplingParams
+from dms_train.inference.policies.dms import DMSPolicy
+from dms_train.inference.policies.keep_all import KeepAllPolicy
+from dms_train.inference.policies.window import WindowPolicy
+from dms_train.kernels import decode
+from dms_train.kernels.paged import FP8
+from dms_train.method.accounting import live_slots
+from dms_train.method.spec import PRESETS
+from dms_train.method.visibility import visible
+from tests.unit.inference import test_cache as readable
+from tests.unit.inference.conftest import random_ids, small_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WINDOW = readable.WINDOW
+needs_triton = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = needs_triton
+
+
+def paged(policy, *, rows=2, dtype=torch.float32, slab_pages=200):
+    pool = PageSlabs(
+        head_size=readable.SIZE, dtype=dtype, device=DEVICE, page_slots=4, slab_pages=slab_pages
+    )
+    return PagedKVCache(pool, policy, layers=1, rows=rows, heads=readable.HEADS)
+
+
+def text(length, **options):
+    return tuple(
+        x.float() if x.is_floating_point() else x for x in readable.text(length, **options)
+    )
+
+
+def feed(cache, data, chunks):
+    moved = tuple(x.to(DEVICE) for x in data)
+    torch.set_default_device(DEVICE)
+    try:
+        return tuple(x.cpu() for x in readable.feed(cache, moved, chunks))
+    finally:
+        torch.set_default_device(None)
+
+
+LENGTH = 24
+CHUNKS = [(1,) * 24, (24,), (7,) * 3 + (3,), (14,) + (1,) * 10, (1, 9, 1, 1, 1, 4, 7)]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("eviction", ["delayed", "immediate"])
+def test_equals_the_visibility_rule(chunks, shift, eviction):
+    spec = PRESETS["dms"].override(window=WINDOW, decision_shift=shift, eviction=eviction)
+    data = text(LENGTH)
+    output, reads, live = feed(paged(DMSPolicy(WINDOW, spec.governing_shift)), data, chunks)
+    allowed = visible(data[3], spec)
+    torch.testing.assert_close(output, readable.masked(data, allowed), rtol=1e-5, atol=1e-5)
+    ends = torch.tensor(chunks).cumsum(0) - 1
+    assert torch.equal(live, live_slots(data[3], spec)[..., ends].permute(2, 0, 1))
+    assert torch.equal(reads.sum(0), allowed.sum((2, 3)))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
+def test_keep_all_and_window(chunks):
+    data, i = text(LENGTH), torch.arange(LENGTH)
+    causal = (i[None] <= i[:, None]).expand(2, readable.HEADS, LENGTH, LENGTH)
+    near = causal & (i[:, None] - i[None] <= WINDOW)
+    for policy, allowed in ((KeepAllPolicy(), causal), (WindowPolicy(WINDOW), near)):
+        output, _, live = feed(paged(policy), data, chunks)
+        torch.testing.assert_close(output, readable.masked(data, allowed), rtol=1e-5, atol=1e-5)
+        assert torch.equal(live[-1], allowed[..., -1, :].sum(-1))
+
+
+def test_fp8_pages_survive_chunks_and_steps():
+    """Stored at two bits less than bf16, rewritten by every chunk without losing more."""
+    data = text(LENGTH)
+    chunks = (9, 6, 1, 1, 1, 6) if DEVICE.type == "cuda" else (9, 6, 9)
+    output, _, _ = feed(paged(KeepAllPolicy(), dtype=FP8), data, chunks)
+    i = torch.arange(LENGTH)
+    causal = (i[None] <= i[:, None]).expand(2, readable.HEADS, LENGTH, LENGTH)
+    assert (output - readable.masked(data, causal)).abs().max() < 0.2
+
+
+def test_pages_and_slabs_go_back():
+    cache = paged(KeepAllPolicy(), slab_pages=16)
+    feed(cache, text(60), (50, *(1,) * 10))
+    assert len(cache.pool._slabs) > 5
+    held = int(cache.held_slots(torch.arange(2)).sum()) // 4
+    free = int(cache.pool.free.left)
+    assert held + free == 16 * len(cache.pool._slabs) - 1
+    cache.free(torch.arange(2, device=DEVICE))
+    assert len(cache.pool._slabs) == 1
+    assert sorted(cache.pool.free.numbers[:15].tolist()) == list(range(1, 16))
+    assert int(cache.live(torch.arange(2)).sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "preset"),
+    [
+        ("llama", "auto", "dms"),
+        ("llama", "auto", "dms_fastdms"),
+        ("llama", "window", "dms_nvidia"),
+        ("qwen3", "auto", "dms_nvidia"),
+        ("qwen2", "keep_all", "dms"),
+        ("llama", "auto", None),
+    ],
+)
+def test_the_engine_continues_with_the_same_tokens(folder, family, policy, preset):
+    """Prompts in chunks, more of them than rows; tokens, reads and ratios of both caches agree."""
+    directory = folder(family, small_spec(preset) if preset else None)
+    prompts = [random_ids(n, n) for n in (30, 3, 17)]
+    params = SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)
+    how = {"policy": policy, "device": DEVICE.type, "max_num_seqs": 2, "prefill_chunk": 16}
+    ours = LLM(directory, kernels="triton", **how).generate(prompts, params)
+    theirs = LLM(directory, kernels="reference", **how).generate(prompts, params)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        assert a.kv.kv_reads == b.kv.kv_reads
+        assert torch.equal(a.kv.cr_factors, b.kv.cr_factors)
+
+
+def test_a_conversation_goes_on(folder):
+    directory = folder("qwen3", small_spec("dms"))
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    said = []
+    for kernels in ("triton", "reference"):
+        llm = LLM(directory, kernels=kernels, device=DEVICE.type)
+        with llm.conversation() as talk:
+            turns = [talk.say(random_ids(n, n), params) for n in (20, 5, 11)]
+        said.append([turn.outputs[0].token_ids for turn in turns])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"kernels": "reference", "cache_dtype": "fp8"},
+        {"kernels": "triton", "page_slots": 12},
+        {"kernels": "flex"},
+        {"cache_dtype": "int4"},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(folder, how):
+    with pytest.raises(InferenceError):
+        LLM(folder("llama", small_spec("dms")), device=DEVICE.type, **how)
