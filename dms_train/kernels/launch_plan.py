@@ -37,6 +37,7 @@ class TilePlan(NamedTuple):
         bulk_sums: Whether sums of dq are added by bulk copies (Hopper and later).
         precision: Of matrix products of float32.
         processors: Multiprocessors of the GPU.
+        cache_bytes: Its second-level cache.
     """
 
     forward: Tiles
@@ -45,12 +46,13 @@ class TilePlan(NamedTuple):
     bulk_sums: bool
     precision: str
     processors: int
+    cache_bytes: int
 
 
 # Measured on an H200; `benchmarks/attention.py` prints what they reach.
 _HOPPER = {
-    64: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 4)),
-    128: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 2)),
+    64: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 3)),
+    128: (Tiles(128, 128, 4, 2), Tiles(64, 128, 8, 3)),
 }
 # Head size up to: tiles that fit the 99 KiB of shared memory of the smallest GPUs since Ampere.
 _PORTABLE = {
@@ -76,14 +78,16 @@ def plan_tiles(dtype: torch.dtype, head_size: int, device: torch.device) -> Tile
         raise KernelError(
             f"head size {head_size}: the fused kernels take up to 256; use kernels=blockwise"
         )
-    major, processors = 0, 1
+    major, processors, cache_bytes = 0, 1, 1 << 20
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0]
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        properties = torch.cuda.get_device_properties(device)
+        processors = properties.multi_processor_count
+        cache_bytes = properties.L2_cache_size
     half = dtype in (torch.float16, torch.bfloat16)
     if half and major == 9 and 32 < head_size <= 128:
         forward, backward = _HOPPER[64 if head_size <= 64 else 128]
-        return TilePlan(forward, backward, True, True, "ieee", processors)
+        return TilePlan(forward, backward, True, True, "ieee", processors, cache_bytes)
     table = _PORTABLE if half else _FLOAT32
     forward, backward = next(tiles for size, tiles in table.items() if head_size <= size)
-    return TilePlan(forward, backward, False, major >= 9, "ieee", processors)
+    return TilePlan(forward, backward, False, major >= 9, "ieee", processors, cache_bytes)

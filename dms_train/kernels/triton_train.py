@@ -69,11 +69,25 @@ class Problem(NamedTuple):
         """Head size of the tiles."""
         return max(16, triton.next_power_of_2(self.d))
 
+    def section(self, bytes_per_channel: int) -> int:
+        """Pairs of sample and KV head that run side by side.
+
+        Sections are equal, and as few as keep what one works on within two thirds of the
+        second-level cache.
+
+        Args:
+            bytes_per_channel: Read or added to by one pair, per position and channel.
+        """
+        each = self.s * self.width * bytes_per_channel
+        most = max(1, 2 * self.plan.cache_bytes // 3 // each)
+        pairs = self.b * self.hk
+        return triton.cdiv(pairs, triton.cdiv(pairs, most))
+
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time arguments of all kernels."""
+        """Arguments of all kernels that attend."""
         packed = self.starts is not None
-        return {"HEADS": self.hq, "GROUP": self.hq // self.hk, "D": self.width, "PACKED": packed}
+        return {"n_heads": self.hq, "group": self.hq // self.hk, "D": self.width, "PACKED": packed}
 
 
 class Saved(NamedTuple):
@@ -170,7 +184,7 @@ def _attention_backward(
     delta = torch.empty_like(kept.lse)
     rows, d_rows = (_descriptor(x, 64, problem.width) for x in (out, d_out))
     gradients.row_dots[(problem.padded // 64, problem.b * problem.hq)](
-        rows, d_rows, delta, problem.s, problem.padded, problem.hq, problem.width, 64
+        rows, d_rows, delta, problem.s, problem.padded, problem.hq, D=problem.width, BLOCK=64
     )
     if problem.plan.hopper and not torch.are_deterministic_algorithms_enabled():
         from dms_train.kernels import triton_train_hopper
@@ -284,7 +298,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Prob
         _descriptor(v, t.block_n, p.width),
         _descriptor(target, t.block_m, p.width),
         saved.bias, saved.lse, saved.blocks, saved.counts, p.starts,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(4),
         **p.constants, BLOCK_M=t.block_m, BLOCK_N=t.block_n, PRECISION=p.plan.precision,
         STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
@@ -314,8 +328,8 @@ def _backward(
         _descriptor(dk, t.block_n, p.width),
         _descriptor(dv, t.block_n, p.width),
         sums, saved.bias, d_log_keep, saved.lse, delta, saved.counts, p.ends,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
-        **p.constants, PER_PROGRAM=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(8),
+        **p.constants, per_program=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         LIST_BLOCK=p.plan.forward.block_n, DQ=not exact, BULK=p.plan.bulk_sums,
         PRECISION=p.plan.precision, STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
@@ -338,7 +352,7 @@ def _exact_dq(
         _descriptor(d_out, t.block_m, p.width),
         _descriptor(dq, t.block_m, p.width),
         saved.bias, saved.lse, delta, saved.blocks, saved.counts, p.starts,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(4),
         **p.constants, BLOCK_M=t.block_m, BLOCK_N=t.block_n, PRECISION=p.plan.precision,
         STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
@@ -360,7 +374,7 @@ def finished_dq(sums: Tensor, query: Tensor, p: Problem) -> Tensor:
     dq = torch.empty_like(query, memory_format=torch.contiguous_format)
     gradients.finish_dq[(triton.cdiv(p.s, 64), p.b * p.hq)](
         sums, dq, p.scale, p.s, *sums.stride()[1:], *dq.stride()[:3],
-        HEADS=p.hq, D=p.width, SIZE=p.d, BLOCK=64,
+        n_heads=p.hq, D=p.width, SIZE=p.d, BLOCK=64,
     )  # fmt: skip
     return dq
 

@@ -16,27 +16,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dms_train.kernels.triton_train_forward import LOG2E, load_rows
+from dms_train.kernels.triton_train_forward import LOG2E, load_rows, place_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "padded", "n_heads"])
 def row_dots(
     o_desc, d_o_desc, delta, length, padded,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    n_heads, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """delta [b, h, padded] = sum over d of o * d_o, both [b, h, s, d]; zeros behind the end."""
     first = tl.program_id(0) * BLOCK
     lane = tl.program_id(1)
-    o = load_rows(o_desc, lane // HEADS, lane % HEADS, first, BLOCK, D).to(tl.float32)
-    d_o = load_rows(d_o_desc, lane // HEADS, lane % HEADS, first, BLOCK, D).to(tl.float32)
+    o = load_rows(o_desc, lane // n_heads, lane % n_heads, first, BLOCK, D).to(tl.float32)
+    d_o = load_rows(d_o_desc, lane // n_heads, lane % n_heads, first, BLOCK, D).to(tl.float32)
     rows = first + tl.arange(0, BLOCK)
     tl.store(delta + lane.to(tl.int64) * padded + rows, tl.sum(o * d_o, 1), mask=rows < padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "n_heads"])
 def finish_dq(
     sums, dq, scale, length, sums_h, sums_s, sums_d, stride_b, stride_s, stride_h,
-    HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    n_heads, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dq [b, s, h, d] = scale * sums, float32 [b * h, ., .] with the strides sums_*."""
     lane = tl.program_id(1)
@@ -45,7 +45,7 @@ def finish_dq(
     inside = (rows[:, None] < length) & (channels[None, :] < SIZE)
     at = lane.to(tl.int64) * sums_h + rows[:, None] * sums_s + channels[None, :] * sums_d
     values = tl.load(sums + at, mask=inside, other=0.0) * scale
-    out = (lane // HEADS).to(tl.int64) * stride_b + (lane % HEADS) * stride_h
+    out = (lane // n_heads).to(tl.int64) * stride_b + (lane % n_heads) * stride_h
     out += rows[:, None].to(tl.int64) * stride_s + channels[None, :]
     tl.store(dq + out, values.to(dq.dtype.element_ty), mask=inside)
 
@@ -53,10 +53,10 @@ def finish_dq(
 @triton.jit
 def _tile(
     desc, d_o_desc, lse, delta, sample, head, query, padded,
-    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
+    n_heads, BLOCK_M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Queries, output gradients, lse and delta of BLOCK_M rows from `query` on."""
-    rows = (sample * HEADS + head).to(tl.int64) * padded + query + tl.arange(0, BLOCK_M)
+    rows = (sample * n_heads + head).to(tl.int64) * padded + query + tl.arange(0, BLOCK_M)
     q = load_rows(desc, sample, head, query, BLOCK_M, D)
     d_o = load_rows(d_o_desc, sample, head, query, BLOCK_M, D)
     return q, d_o, tl.load(lse + rows), tl.load(delta + rows)
@@ -65,7 +65,7 @@ def _tile(
 @triton.jit
 def _add_columns(
     desc, base, values, sample, head, first, padded,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, BULK: tl.constexpr,
+    n_heads, SIZE: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """Add values [D, columns] to float32 [b, h, SIZE, padded]; BULK copies through `desc`."""
     D: tl.constexpr = values.shape[0]
@@ -75,33 +75,47 @@ def _add_columns(
     else:
         channels = tl.arange(0, D)[:, None]
         columns = first + tl.arange(0, COLUMNS)[None, :]
-        at = ((sample * HEADS + head).to(tl.int64) * SIZE + channels) * padded + columns
+        at = ((sample * n_heads + head).to(tl.int64) * SIZE + channels) * padded + columns
         tl.atomic_add(base + at, values, mask=channels < SIZE, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "length",
+        "padded",
+        "n_blocks",
+        "window",
+        "section",
+        "n_heads",
+        "group",
+        "per_program",
+    ]
+)
 def attend_backward(
     q_desc, k_desc, v_desc, d_o_desc, dq_desc, dk_desc, dv_desc, dq,
-    bias, d_log_keep, lse, delta, counts, ends, scale, length, padded, n_blocks, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PER_PROGRAM: tl.constexpr, D: tl.constexpr,
+    bias, d_log_keep, lse, delta, counts, ends, scale, length, padded, n_blocks, window, section,
+    n_heads, group, per_program, D: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LIST_BLOCK: tl.constexpr,
     PACKED: tl.constexpr, DQ: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, PER_PROGRAM query heads. dk, dv [b, h / PER_PROGRAM, s, d].
+    """One tile of keys, per_program query heads. dk, dv [b, h / per_program, s, d].
 
     With DQ, dq float32 [b, h, SIZE, padded] without the factor `scale` is added to, through dq_desc
-    (BULK) or its address. d_log_keep float32 [b, h / PER_PROGRAM, s]. ends int32 [s]: end of each
+    (BULK) or its address. d_log_keep float32 [b, h / per_program, s]. ends int32 [s]: end of each
     key's document.
     """
-    lanes: tl.constexpr = HEADS // PER_PROGRAM
+    kv_heads = n_heads // group
+    members = group // per_program
     n_tiles = tl.cdiv(length, BLOCK_N)
-    programs = tl.num_programs(0) // n_tiles
-    program = tl.program_id(0)
-    first = program // programs * BLOCK_N  # the first keys are seen by most queries: they go first
-    sample, part = (program % programs) // lanes, (program % programs) % lanes
-    kv_head = part * PER_PROGRAM // GROUP
-    lane = (sample * (HEADS // GROUP) + kv_head).to(tl.int64)
+    # the first keys are seen by most queries: they go first
+    rank, lane, member = place_of(
+        n_tiles, tl.num_programs(0) // (n_tiles * members), members, section
+    )
+    first = rank * BLOCK_N
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    part = kv_head * members + member
+    lane = lane.to(tl.int64)
     keys = first + tl.arange(0, BLOCK_N)
     factor = scale * LOG2E
     k = load_rows(k_desc, sample, kv_head, first, BLOCK_N, D)
@@ -132,14 +146,14 @@ def attend_backward(
         tail = old + n_old * BLOCK_M
         n_masked += tl.cdiv(tl.maximum(end - tail, 0), BLOCK_M)
 
-    for step in tl.range(0, PER_PROGRAM * n_masked, num_stages=STAGES):
-        head = part * PER_PROGRAM + step // n_masked
+    for step in tl.range(0, per_program * n_masked, num_stages=STAGES):
+        head = part * per_program + step // n_masked
         number = step % n_masked
         query = begin + number * BLOCK_M
         if PACKED:
             query = tl.where(number < n_near, query, tail + (number - n_near) * BLOCK_M)
         q, d_o, row_lse, row_delta = _tile(
-            q_desc, d_o_desc, lse, delta, sample, head, query, padded, HEADS, BLOCK_M, D
+            q_desc, d_o_desc, lse, delta, sample, head, query, padded, n_heads, BLOCK_M, D
         )
         rows = query + tl.arange(0, BLOCK_M)
         distance = rows[None, :] - keys[:, None]
@@ -157,13 +171,13 @@ def attend_backward(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         if DQ:
             columns = tl.dot(k.T, ds.to(q.dtype), input_precision=PRECISION)
-            _add_columns(dq_desc, dq, columns, sample, head, query, padded, HEADS, SIZE, BULK)
+            _add_columns(dq_desc, dq, columns, sample, head, query, padded, n_heads, SIZE, BULK)
 
-    for step in tl.range(0, PER_PROGRAM * n_old, num_stages=STAGES):
-        head = part * PER_PROGRAM + step // n_old
+    for step in tl.range(0, per_program * n_old, num_stages=STAGES):
+        head = part * per_program + step // n_old
         query = old + step % n_old * BLOCK_M
         q, d_o, row_lse, row_delta = _tile(
-            q_desc, d_o_desc, lse, delta, sample, head, query, padded, HEADS, BLOCK_M, D
+            q_desc, d_o_desc, lse, delta, sample, head, query, padded, n_heads, BLOCK_M, D
         )
         scores = tl.dot(k, q.T, input_precision=PRECISION) * factor + key_bias[:, None]
         weights = tl.math.exp2(scores - row_lse[None, :])
@@ -174,31 +188,34 @@ def attend_backward(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         if DQ:
             columns = tl.dot(k.T, ds.to(q.dtype), input_precision=PRECISION)
-            _add_columns(dq_desc, dq, columns, sample, head, query, padded, HEADS, SIZE, BULK)
+            _add_columns(dq_desc, dq, columns, sample, head, query, padded, n_heads, SIZE, BULK)
 
     at = [sample, part, first, 0]
     dk_desc.store(at, (dk * scale).to(dk_desc.dtype).reshape([1, 1, BLOCK_N, D]))
     dv_desc.store(at, dv.to(dv_desc.dtype).reshape([1, 1, BLOCK_N, D]))
-    out_row = (sample * lanes + part).to(tl.int64) * length
+    out_row = (sample * kv_heads * members + part).to(tl.int64) * length
     tl.store(d_log_keep + out_row + keys, d_bias, mask=keys < length)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["length", "padded", "n_blocks", "window", "section", "n_heads", "group"]
+)
 def query_gradient(
     q_desc, k_desc, v_desc, d_o_desc, dq_desc, bias, lse, delta, blocks, counts, starts,
-    scale, length, padded, n_blocks, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    scale, length, padded, n_blocks, window, section,
+    n_heads, group, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, summed in the order of the keys; walks like the forward pass."""
     n_tiles = tl.cdiv(length, BLOCK_M)
-    heads = tl.num_programs(0) // n_tiles
-    program = tl.program_id(0)
-    first = (n_tiles - 1 - program // heads) * BLOCK_M
-    sample, head = (program % heads) // HEADS, (program % heads) % HEADS
-    kv_head = head // GROUP
-    lane = (sample * (HEADS // GROUP) + kv_head).to(tl.int64)
+    kv_heads = n_heads // group
+    lanes = tl.num_programs(0) // (n_tiles * group)
+    rank, lane, member = place_of(n_tiles, lanes, group, section)
+    first = (n_tiles - 1 - rank) * BLOCK_M
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    head = kv_head * group + member
+    lane = lane.to(tl.int64)
     bias += lane * n_blocks * BLOCK_N
     blocks += lane * n_blocks
     counts += lane * (n_blocks + 1)
@@ -206,7 +223,7 @@ def query_gradient(
     columns = tl.arange(0, BLOCK_N)
     factor = scale * LOG2E
     q, d_o, row_lse, row_delta = _tile(
-        q_desc, d_o_desc, lse, delta, sample, head, first, padded, HEADS, BLOCK_M, D
+        q_desc, d_o_desc, lse, delta, sample, head, first, padded, n_heads, BLOCK_M, D
     )
     dq = tl.zeros([BLOCK_M, D], tl.float32)
 

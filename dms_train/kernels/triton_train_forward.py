@@ -16,7 +16,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "n_blocks"])
 def prepare_bias(
     log_keep, bias, blocks, counts, length, n_blocks, BLOCK: tl.constexpr, N: tl.constexpr
 ):
@@ -68,10 +68,26 @@ def load_rows(desc, sample, head, first, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def place_of(n_tiles, lanes, members, section):
+    """Which tile (0 is to run first), lane and member this program has.
+
+    Lanes are pairs of sample and KV head. `section` of them run side by side, as many as the
+    second-level cache holds; in a section all members of all lanes have their first tile first.
+    """
+    program = tl.program_id(0)
+    start = program // (section * n_tiles * members) * section
+    width = tl.minimum(section, lanes - start) * members
+    rank = program - start * n_tiles * members
+    return rank // width, start + rank % width // members, rank % width % members
+
+
+@triton.jit(
+    do_not_specialize=["length", "padded", "n_blocks", "window", "section", "n_heads", "group"]
+)
 def attend(
     q_desc, k_desc, v_desc, o_desc, bias, lse, blocks, counts, starts,
-    scale, length, padded, n_blocks, window,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    scale, length, padded, n_blocks, window, section,
+    n_heads, group, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -82,13 +98,14 @@ def attend(
     query's document.
     """
     n_tiles = tl.cdiv(length, BLOCK_M)
-    heads = tl.num_programs(0) // n_tiles
-    program = tl.program_id(0)
+    kv_heads = n_heads // group
+    lanes = tl.num_programs(0) // (n_tiles * group)
     # the longest tiles first; the heads of a group side by side, for they read the same keys
-    first = (n_tiles - 1 - program // heads) * BLOCK_M
-    sample, head = (program % heads) // HEADS, (program % heads) % HEADS
-    kv_head = head // GROUP
-    lane = (sample * (HEADS // GROUP) + kv_head).to(tl.int64)
+    rank, lane, member = place_of(n_tiles, lanes, group, section)
+    first = (n_tiles - 1 - rank) * BLOCK_M
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    head = kv_head * group + member
+    lane = lane.to(tl.int64)
     bias += lane * n_blocks * BLOCK_N
     blocks += lane * n_blocks
     counts += lane * (n_blocks + 1)
@@ -145,5 +162,5 @@ def attend(
     o = acc / total[:, None]
     o_desc.store([sample, head, first, 0], o.to(o_desc.dtype).reshape([1, 1, BLOCK_M, D]))
     value = tl.where(rows < length, peak + tl.math.log2(total), float("inf"))
-    lse_row = (sample * HEADS + head).to(tl.int64) * padded
+    lse_row = (sample * n_heads + head).to(tl.int64) * padded
     tl.store(lse + lse_row + rows, value, mask=rows < padded)

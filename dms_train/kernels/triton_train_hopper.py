@@ -44,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, p: Probl
         _tiles(q, half, p), _tiles(k, t.block_n, p), _tiles(v, t.block_n, p),
         _tiles(target, half, p), _descriptor(saved.bias.view(-1), [t.block_n]),
         saved.lse, saved.blocks, saved.counts, p.starts,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(4),
         **p.constants, HALF=half, BLOCK_N=t.block_n, STAGES=t.stages,
         num_warps=t.warps, maxnreg=_REGISTERS,
     )  # fmt: skip
@@ -67,8 +67,8 @@ def backward(
         _tiles(d_out, t.block_m, p), _descriptor(saved.lse.view(-1), [t.block_m]),
         _descriptor(delta.view(-1), [t.block_m]), sums, dk, dv,
         dk.stride(0), dk.stride(2), dk.stride(1), saved.bias, d_log_keep, saved.counts, p.ends,
-        p.scale, p.s, p.padded, p.n_blocks, p.window,
-        **p.constants, PER_PROGRAM=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(8),
+        **p.constants, per_program=per_program, SIZE=p.d, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
         LIST_BLOCK=p.plan.forward.block_n, STAGES=t.stages, WARPS=t.warps,
         num_warps=t.warps, maxnreg=_REGISTERS,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dms_train.kernels.triton_train_hopper_forward import tile_layout
+from dms_train.kernels.triton_train_hopper_forward import place_of, tile_layout
 
 
 @gluon.jit
@@ -130,7 +130,7 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
     query, stage, before, phase = begin, 0, 0, 0
     # addresses are carried along: sums of a base and an offset would be kept in many registers
     dq_rows = dq_base + (row_start + begin).to(gl.int64) * SIZE
-    last_dq_rows = dq_rows
+    last_dq_rows = dq_rows + 0  # a value of its own: the compiler would not carry an alias
     for step in range(n_steps):
         masked = query < old
         if PACKED:
@@ -195,28 +195,39 @@ def _add_rows(first, values, SIZE: gl.constexpr):
         gl.atomic_add(tile, values, mask=channels[None, :] < SIZE, sem="relaxed")
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        "length",
+        "padded",
+        "n_blocks",
+        "window",
+        "section",
+        "n_heads",
+        "group",
+        "per_program",
+    ]
+)
 def attend_backward(
     q_desc, k_desc, v_desc, d_o_desc, lse_desc, delta_desc, dq, dk, dv,
     stride_b, stride_h, stride_s, bias, d_log_keep, counts, ends,
-    scale, length, padded, n_blocks, window,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_PROGRAM: gl.constexpr, D: gl.constexpr,
+    scale, length, padded, n_blocks, window, section,
+    n_heads, group, per_program, D: gl.constexpr,
     SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, LIST_BLOCK: gl.constexpr,
     PACKED: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, PER_PROGRAM query heads; see `triton_train_backward.attend_backward`.
+    """One tile of keys, per_program query heads; see `triton_train_backward.attend_backward`.
 
     dq float32 [b, h, padded, SIZE] without `scale`; strides are those of dk and dv
-    [b, h / PER_PROGRAM, s, d]; lse and delta [b * h * padded]; bias, counts: of `prepare_bias`.
+    [b, h / per_program, s, d]; lse and delta [b * h * padded]; bias, counts: of `prepare_bias`.
     """
-    lanes: gl.constexpr = HEADS // PER_PROGRAM
-    n_key_tiles = gl.cdiv(length, BLOCK_N)
-    programs = gl.num_programs(0) // n_key_tiles
-    program = gl.program_id(0)
-    first = program // programs * BLOCK_N
-    sample, part = (program % programs) // lanes, (program % programs) % lanes
-    kv_head = part * PER_PROGRAM // GROUP
-    lane = sample * (HEADS // GROUP) + kv_head
+    kv_heads = n_heads // group
+    members = group // per_program
+    n_tiles = gl.cdiv(length, BLOCK_N)
+    lanes = gl.num_programs(0) // (n_tiles * members)
+    rank, lane, member = place_of(n_tiles, lanes, members, section)
+    first = rank * BLOCK_N
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    part = kv_head * members + member
 
     end, open_to = length, length
     if PACKED:
@@ -229,7 +240,7 @@ def attend_backward(
     live_after = gl.load(counts + gl.minimum(gl.cdiv(first + BLOCK_N, LIST_BLOCK), n_blocks))
     if live_before == live_after:  # evicted for good: nothing reads these keys behind the window
         end = gl.minimum(end, old)
-    n_steps = gl.cdiv(end - begin, BLOCK_M) * PER_PROGRAM
+    n_steps = gl.cdiv(end - begin, BLOCK_M) * per_program
 
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, D], tile_layout(q_desc))
     d_o_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_M, D], tile_layout(d_o_desc))
@@ -250,11 +261,11 @@ def attend_backward(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
 
-    first_head = part * PER_PROGRAM
-    place = (sample, kv_head, first_head, first, (sample * HEADS + first_head) * padded, padded)
+    first_head = part * per_program
+    place = (sample, kv_head, first_head, first, (sample * n_heads + first_head) * padded, padded)
     walk = (begin, end, n_steps, old, open_to)
     start = sample.to(gl.int64) * stride_b + part.to(gl.int64) * stride_h
-    out_start = (sample * lanes + part).to(gl.int64) * length
+    out_start = (sample * kv_heads * members + part).to(gl.int64) * length
     outputs = (dq, dk + start, dv + start, d_log_keep, stride_s, out_start)
     vectors = (bias + lane.to(gl.int64) * n_blocks * LIST_BLOCK, ends)
     numbers = (scale, scale * 1.4426950408889634, length, window)

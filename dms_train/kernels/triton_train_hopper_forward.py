@@ -174,10 +174,22 @@ def _attend_half(
 
 
 @gluon.jit
+def place_of(n_tiles, lanes, members, section):
+    """Tile (0 is to run first), lane and member, as in `triton_train_forward.place_of`."""
+    program = gl.program_id(0)
+    start = program // (section * n_tiles * members) * section
+    width = gl.minimum(section, lanes - start) * members
+    rank = program - start * n_tiles * members
+    return rank // width, start + rank % width // members, rank % width % members
+
+
+@gluon.jit(
+    do_not_specialize=["length", "padded", "n_blocks", "window", "section", "n_heads", "group"]
+)
 def attend(
     q_desc, k_desc, v_desc, o_desc, bias_desc, lse, blocks, counts, starts,
-    scale, length, padded, n_blocks, window,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
+    scale, length, padded, n_blocks, window, section,
+    n_heads, group, D: gl.constexpr, HALF: gl.constexpr,
     BLOCK_N: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One tile of 2 * HALF queries. Descriptors [b, h, s, d]; bias [b * hk * n_blocks * BLOCK_N].
@@ -186,12 +198,12 @@ def attend(
     """
     BLOCK_M: gl.constexpr = 2 * HALF
     n_tiles = gl.cdiv(length, BLOCK_M)
-    heads = gl.num_programs(0) // n_tiles
-    program = gl.program_id(0)
-    first = (n_tiles - 1 - program // heads) * BLOCK_M
-    sample, head = (program % heads) // HEADS, (program % heads) % HEADS
-    kv_head = head // GROUP
-    lane = sample * (HEADS // GROUP) + kv_head
+    kv_heads = n_heads // group
+    lanes = gl.num_programs(0) // (n_tiles * group)
+    rank, lane, member = place_of(n_tiles, lanes, group, section)
+    first = (n_tiles - 1 - rank) * BLOCK_M
+    sample, kv_head = lane // kv_heads, lane % kv_heads
+    head = kv_head * group + member
     blocks += lane.to(gl.int64) * n_blocks
     counts += lane.to(gl.int64) * (n_blocks + 1)
 
@@ -230,7 +242,7 @@ def attend(
     bars = (q_full, k_full, v_full, k_empty, v_empty)
     place = (sample, head, kv_head, lane * n_blocks * BLOCK_N, first)
     walk = (n_steps, n_old, n_head, live_from, begin, near)
-    lse_start = (sample * HEADS + head).to(gl.int64) * padded
+    lse_start = (sample * n_heads + head).to(gl.int64) * padded
     numbers = (scale * 1.4426950408889634, length, padded, window, lse_start)
     rows = (lse, starts)
     descs = (q_desc, k_desc, v_desc, bias_desc)

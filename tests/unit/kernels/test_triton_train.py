@@ -33,7 +33,15 @@ SHAPES = [
 @pytest.fixture
 def tiles(request, monkeypatch) -> None:
     forward, backward = (Tiles(*sizes, warps=4, stages=1) for sizes in request.param)
-    plan = TilePlan(forward, backward, False, False, "ieee", processors=1)
+    plan = TilePlan(
+        forward,
+        backward,
+        False,
+        False,
+        "ieee",
+        processors=1,
+        cache_bytes=1 << 13 + forward.block_m // 16,
+    )
     monkeypatch.setattr(triton_train, "plan_tiles", lambda *_: plan)
 
 
