@@ -21,11 +21,10 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dms_train.kernels import blockwise
+from dms_train.kernels import blockwise, dense
+from dms_train.kernels.errors import KernelError
 
 # Tokens between two places of a stretch at which the number of survivors before it is known.
 EDGE = 64
@@ -118,9 +117,10 @@ def attend(
     tokens, pages = Tokens(query, key, value), fresh_pages(key, key.shape[2])
     _pack(tokens, stretch, pages)
     counted.synchronize()
-    if int(lengths.sum()) == evicted.numel():
+    mean = float(lengths.float().mean())
+    if mean == key.shape[2]:
         return _dense(query, key, value, scale)
-    return _attend(tokens, stretch, pages, window, scale)
+    return _attend(tokens, stretch, pages, window, scale, mean)
 
 
 def count(
@@ -168,7 +168,7 @@ def extend(tokens: Tokens, stretch: Stretch, pages: Pages, *, window: int, scale
         [b, h * r, n, d]; 0 for queries of tokens that do not exist or have nothing to read.
 
     Raises:
-        ValueError: Head counts or dtypes do not fit together.
+        KernelError: Head counts or dtypes do not fit together.
     """
     _pack(tokens, stretch, pages)
     return _attend(tokens, stretch, pages, window, scale)
@@ -308,13 +308,13 @@ def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages
 def _check(tokens: Tokens, pages: Pages) -> None:
     query, key, _ = tokens
     if query.shape[1] % key.shape[1]:
-        raise ValueError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
+        raise KernelError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
     dtypes = {x.dtype for x in (*tokens, pages.pages)}
     if len(dtypes) > 1:
-        raise ValueError(f"query, key, value and pages differ in dtype: {dtypes}")
+        raise KernelError(f"query, key, value and pages differ in dtype: {dtypes}")
     slots = pages.pages.shape[2]
     if slots & (slots - 1):
-        raise ValueError(f"page_slots={slots}: a power of two")
+        raise KernelError(f"page_slots={slots}: a power of two")
 
 
 def _pack(tokens: Tokens, stretch: Stretch, pages: Pages) -> None:
@@ -324,10 +324,17 @@ def _pack(tokens: Tokens, stretch: Stretch, pages: Pages) -> None:
     triton_pack.pack_survivors(tokens.key, tokens.value, stretch, pages)
 
 
-def _attend(tokens: Tokens, stretch: Stretch, pages: Pages, window: int, scale: float) -> Tensor:
+def _attend(
+    tokens: Tokens,
+    stretch: Stretch,
+    pages: Pages,
+    window: int,
+    scale: float,
+    mean_length: float | None = None,
+) -> Tensor:
     from dms_train.kernels import triton_prefill
 
-    call = triton_prefill.Call(tokens, stretch, pages, window, scale)
+    call = triton_prefill.Call(tokens, stretch, pages, window, scale, mean_length)
     if triton_prefill.suits_hopper(call):
         from dms_train.kernels import triton_prefill_hopper
 
@@ -336,11 +343,8 @@ def _attend(tokens: Tokens, stretch: Stretch, pages: Pages, window: int, scale: 
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return dense.causal_attention(q, k, v, scale).transpose(1, 2)
 
 
 def _in_blocks(
