@@ -21,11 +21,10 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dms_train.kernels import blockwise
+from dms_train.kernels import blockwise, dense
+from dms_train.kernels.errors import KernelError
 
 # Tokens between two places of a stretch at which the number of survivors before it is known.
 EDGE = 64
@@ -91,8 +90,9 @@ def attend(
 ) -> Tensor:
     """Causal attention in which a marked key is read up to the distance `window`.
 
-    The host waits once to learn whether any key is ever unread: without one this is dense causal
-    attention, and cuDNN's is taken. Workspace: keys and values once more, at most.
+    While the GPU compacts, the host waits to learn whether anything is evicted at all: without
+    evictions this is dense causal attention, and cuDNN's is taken. Workspace: room for keys and
+    values once more.
 
     Args:
         query: [b, h * r, s, d].
@@ -107,16 +107,20 @@ def attend(
     """
     if not key.is_cuda or find_spec("triton") is None:
         return _in_blocks(query, key, value, evicted, window, scale)
-    s = key.shape[2]
-    last = s - 1 - window  # keys before it are old for some query
-    if last <= 0 or not bool(evicted[..., :last].any()):
+    if key.shape[2] <= window + 1:
         return _dense(query, key, value, scale)
     none = torch.zeros(evicted.shape[:2], dtype=torch.int32, device=key.device)
     stretch = count(evicted, none)
-    longest = int(stretch.lengths.max())
-    pages = fresh_pages(key, longest)
-    tokens = Tokens(query, key, value)
-    return extend(tokens, stretch, pages, window=window, scale=scale)
+    lengths = stretch.lengths.to("cpu", non_blocking=True)
+    counted = torch.cuda.Event()
+    counted.record()
+    tokens, pages = Tokens(query, key, value), fresh_pages(key, key.shape[2])
+    _pack(tokens, stretch, pages)
+    counted.synchronize()
+    mean = float(lengths.float().mean())
+    if mean == key.shape[2]:
+        return _dense(query, key, value, scale)
+    return _attend(tokens, stretch, pages, window, scale, mean)
 
 
 def count(
@@ -164,18 +168,10 @@ def extend(tokens: Tokens, stretch: Stretch, pages: Pages, *, window: int, scale
         [b, h * r, n, d]; 0 for queries of tokens that do not exist or have nothing to read.
 
     Raises:
-        ValueError: Head counts or dtypes do not fit together.
+        KernelError: Head counts or dtypes do not fit together.
     """
-    from dms_train.kernels import triton_pack, triton_prefill
-
-    _check(tokens, pages)
-    triton_pack.pack_survivors(tokens.key, tokens.value, stretch, pages)
-    call = triton_prefill.Call(tokens, stretch, pages, window, scale)
-    if triton_prefill.suits_hopper(call):
-        from dms_train.kernels import triton_prefill_hopper
-
-        return triton_prefill_hopper.attend(call)
-    return triton_prefill.attend(call)
+    _pack(tokens, stretch, pages)
+    return _attend(tokens, stretch, pages, window, scale)
 
 
 class Carried(NamedTuple):
@@ -312,21 +308,43 @@ def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages
 def _check(tokens: Tokens, pages: Pages) -> None:
     query, key, _ = tokens
     if query.shape[1] % key.shape[1]:
-        raise ValueError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
+        raise KernelError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
     dtypes = {x.dtype for x in (*tokens, pages.pages)}
     if len(dtypes) > 1:
-        raise ValueError(f"query, key, value and pages differ in dtype: {dtypes}")
+        raise KernelError(f"query, key, value and pages differ in dtype: {dtypes}")
     slots = pages.pages.shape[2]
     if slots & (slots - 1):
-        raise ValueError(f"page_slots={slots}: a power of two")
+        raise KernelError(f"page_slots={slots}: a power of two")
+
+
+def _pack(tokens: Tokens, stretch: Stretch, pages: Pages) -> None:
+    from dms_train.kernels import triton_pack
+
+    _check(tokens, pages)
+    triton_pack.pack_survivors(tokens.key, tokens.value, stretch, pages)
+
+
+def _attend(
+    tokens: Tokens,
+    stretch: Stretch,
+    pages: Pages,
+    window: int,
+    scale: float,
+    mean_length: float | None = None,
+) -> Tensor:
+    from dms_train.kernels import triton_prefill
+
+    call = triton_prefill.Call(tokens, stretch, pages, window, scale, mean_length)
+    if triton_prefill.suits_hopper(call):
+        from dms_train.kernels import triton_prefill_hopper
+
+        return triton_prefill_hopper.attend(call)
+    return triton_prefill.attend(call)
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return dense.causal_attention(q, k, v, scale).transpose(1, 2)
 
 
 def _in_blocks(

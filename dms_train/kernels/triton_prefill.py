@@ -127,6 +127,7 @@ class Call(NamedTuple):
     pages: Pages
     window: int
     scale: float
+    mean_length: float | None = None  # of the lists in the end, if the host knows
 
     @property
     def page_slots(self) -> int:
@@ -176,7 +177,7 @@ def suits_hopper(call: Call) -> bool:
 
 def attend(call: Call, tile: Tiles | None = None) -> Tensor:
     """The second half of `prefill.extend`, on any GPU."""
-    (query, key, value), stretch, pages, window, scale = call
+    (query, key, value), stretch, pages, window, scale = call[:5]
     b, hq, n, d = query.shape
     h, s = key.shape[1:3]
     out = call.empty()

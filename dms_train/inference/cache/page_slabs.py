@@ -63,6 +63,12 @@ class PageSlabs:
         """The first slab, [slab_pages, 2, page_slots, head_size], from which pages are numbered."""
         return self._slabs[0]
 
+    @property
+    def lowest(self) -> tuple[Tensor, int]:
+        """The slab that comes first in memory, and the number of its first page."""
+        first = min(self._slabs)
+        return self._slabs[first], first
+
     def reserve(self, count: int) -> None:
         """Have `count` free pages ready, which kernels may pop from now on.
 

@@ -1,8 +1,9 @@
 """The compact cache on a GPU: a decode step is two kernels per layer and never asks the host.
 
 It holds what `CompactCache` holds, for policies under which a token's fate is known when it leaves
-the window: then only the tokens of the window need a position. Prompts are attended with torch
-operations; their survivors are written back page by page.
+the window: then only the tokens of the window need a position. Prompts go through the kernels of
+`kernels.prefill`, for which the host waits once per layer and chunk to learn how many pages they
+take. FP8 pages are read and written with torch operations instead.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, w window, d head size.
 """
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.compact import join
 from dms_train.inference.cache.page_slabs import PageSlabs
@@ -22,7 +24,7 @@ from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
-from dms_train.kernels import decode
+from dms_train.kernels import decode, prefill
 from dms_train.kernels.paged import (
     ALWAYS,
     FP8,
@@ -127,13 +129,15 @@ class PagedKVCache:
             layer: Layer number.
             rows: int64 [b], all different.
             query: [b, heads, n, d] with RoPE applied; a token is its own query.
-            arrival: The new tokens.
+            arrival: The new tokens; padding lies behind them.
 
         Returns:
             Output and reads. Queries of padding tokens get finite nonsense and read nothing.
         """
         if arrival.position.shape[1] == 1:
             return self._decode(layer, rows, query, arrival)
+        if arrival.key.dtype == self.pool.pages.dtype:
+            return self._prefill(layer, rows, query, arrival)
         slots = join(self._stored(layer, rows, arrival), arrival)
         slots = slots._replace(state=self.policy.admit(slots, arrival))
         assert slots.key is not None
@@ -195,6 +199,30 @@ class PagedKVCache:
             signal=signal,
         )
         return self.step(layer, step, self._rule)
+
+    def _prefill(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+        """A chunk of prompts through the kernels."""
+        ring = self._rings[layer, rows]
+        window, d = ring.shape[-1] - 1, query.shape[-1]
+        real = (arrival.position >= 0).int()
+        seen = arrival.position[:, 0].int()
+        before = prompt.carried(self._lengths[layer, rows], ring, seen, self._rule.source)
+        evicted = prompt.evictions(before, arrival.signal, real, self._rule)
+        stretch = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
+        table = self._grow(layer, rows, stretch.lengths)
+        slab, first = self.pool.lowest
+        output, after = prefill.extend_prompt(
+            prefill.Tokens(query, arrival.key, arrival.value),
+            stretch,
+            before,
+            prefill.Pages(slab, table - first),
+            window=window,
+            scale=d**-0.5,
+        )
+        self._shrink(layer, rows, stretch.lengths)
+        if self._rule.source != NEVER:
+            self._rings[layer, rows] = prompt.ring_after(after, window + 1)
+        return Attended(output, prompt.reads(stretch, before, window))
 
     def prepare(self, sequences: int) -> None:
         """Have room for one more token of so many sequences in every layer and KV head."""
@@ -267,19 +295,10 @@ class PagedKVCache:
         layer, size = slots.layer, self.pool.page_slots
         keep = (slots.position >= 0) & ~self.policy.expired(slots, newest)[:, :, 0]
         lengths = keep.sum(-1)
-        self._longest = max(self._longest, int(lengths.max()))
-        if self._longest > self._tables.shape[-1] * size:
-            self._resize(self._longest + self._longest // 4)
-        need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
-        table, place = self._tables[layer, rows], self._place()
-        fresh = (place >= have[..., None]) & (place < need[..., None])
-        table[fresh] = self.pool.take(int(fresh.sum()))
-        spare = (place < have[..., None]) & (place >= need[..., None])
-        if bool(spare.any()):
-            self.pool.release(table[spare])
-        self._tables[layer, rows] = table
-        self._lengths[layer, rows] = lengths.int()
+        table = self._grow(layer, rows, lengths)
+        self._shrink(layer, rows, lengths)
         self._remember(rows, slots, keep, newest)
+        need = self._pages(lengths)
         places = int(need.max())
         order = keep.int().argsort(stable=True, descending=True)[..., : places * size]
         assert slots.key is not None
@@ -292,8 +311,29 @@ class PagedKVCache:
         content = pair.view(*pair.shape[:3], places, size, -1).movedim(
             3, 2
         )  # [b, h, places, 2, size, d]
-        used = (place < need[..., None])[..., :places]
+        used = (self._place() < need[..., None])[..., :places]
         self.pool.write(table[..., :places][used], self._packed(layer, rows, content)[used])
+
+    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Page table of the rows, [b, h, p], with pages for `lengths` [b, h]; nothing moves."""
+        self._longest = max(self._longest, int(lengths.max()))
+        if self._longest > self._tables.shape[-1] * self.pool.page_slots:
+            self._resize(self._longest + self._longest // 4)
+        need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
+        table, place = self._tables[layer, rows], self._place()
+        fresh = (place >= have[..., None]) & (place < need[..., None])
+        table[fresh] = self.pool.take(int(fresh.sum()))
+        self._tables[layer, rows] = table
+        return table
+
+    def _shrink(self, layer: int, rows: Tensor, lengths: Tensor) -> None:
+        """Set the lengths [b, h] and give back the pages behind them."""
+        need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
+        self._lengths[layer, rows] = lengths.int()
+        place = self._place()
+        spare = (place < have[..., None]) & (place >= need[..., None])
+        if bool(spare.any()):
+            self.pool.release(self._tables[layer, rows][spare])
 
     def _packed(self, layer: int, rows: Tensor, content: Tensor) -> Tensor:
         """Pages [b, h, p, 2, size, d] as they are stored."""

@@ -11,6 +11,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of tri
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from dms_train.kernels import prefill
+from dms_train.kernels.errors import KernelError
 from tests.support.prefill_problems import (
     InChunks,
     Prompt,
@@ -110,5 +111,5 @@ def test_tensors_that_do_not_fit_are_refused(change: dict, said: str) -> None:
     stretch = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
     given = {"query": query, "key": key, "value": value} | change
     pages = prefill.fresh_pages(key, p.s)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(KernelError, match=said):
         prefill.extend(prefill.Tokens(**given), stretch, pages, **p.how)

@@ -1,0 +1,84 @@
+"""What a chunk of a prompt means for the lanes of a paged cache: tensors in, tensors out.
+
+Between the ring of a cache, which says by token number where the last tokens lie and which of them
+are marked, and `kernels.prefill`, which takes them in the order of their positions.
+
+Shape letters: b sequences, h KV heads, n tokens of a chunk, w window, k recent tokens that a chunk
+brings along.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.kernels.paged import ALWAYS, NEVER, Decisions
+from dms_train.kernels.prefill import Carried, Stretch, recent_tokens
+
+
+def carried(lengths: Tensor, ring: Tensor, seen: Tensor, source: int) -> Carried:
+    """The lanes of some rows as a chunk finds them.
+
+    Args:
+        lengths: int32 [b, h].
+        ring: int32 [b, h, w + 1], as in `kernels.paged`.
+        seen: int32 [b], tokens before the chunk.
+        source: Where decisions come from.
+    """
+    size = ring.shape[-1]
+    k = recent_tokens(size - 1)
+    back = torch.arange(k, 0, -1, dtype=torch.int32, device=ring.device)
+    token = seen[:, None] - back
+    held = ((token >= 0) & (back <= size))[:, None]
+    if source == NEVER:  # there is no ring; nothing ever moves
+        return Carried(lengths, seen, torch.zeros_like(held).expand(*lengths.shape, k))
+    entry = ring.gather(2, (token % size).long()[:, None].expand(*lengths.shape, k))
+    slots = torch.where(held, entry // 2, -1)
+    return Carried(lengths, seen, held & (entry % 2 > 0), slots)
+
+
+def evictions(before: Carried, signal: Tensor | None, real: Tensor, rule: Decisions) -> Tensor:
+    """Who of the recent and of the arriving tokens is evicted, as far as decided: [b, h, k + n].
+
+    Args:
+        before: What the chunk finds.
+        signal: bool [b, h, n] by deciding token; None if the policy decides alone.
+        real: int32 [b, n], 1 for a token that exists.
+        rule: How decisions are made.
+    """
+    n, k = real.shape[1], before.evicted.shape[-1]
+    whole = F.pad(before.evicted, (0, n))
+    if rule.source == NEVER:
+        return whole
+    if rule.source == ALWAYS:
+        return torch.ones_like(whole)
+    assert signal is not None
+    governed = whole[..., k - rule.shift : k - rule.shift + n]
+    decided = torch.where(real[:, None] > 0, signal, governed)
+    return torch.cat([whole[..., : k - rule.shift], decided, whole[..., k - rule.shift + n :]], 2)
+
+
+def ring_after(after: Carried, size: int) -> Tensor:
+    """The ring that a chunk leaves behind, int32 [b, h, size]; lists end with the last tokens."""
+    k = after.evicted.shape[-1]
+    newest = (after.seen - 1)[:, None]
+    index = torch.arange(size, dtype=torch.int32, device=newest.device)
+    back = ((newest - index) % size + 1)[:, None]  # 1 for the newest token
+    marks = after.evicted.gather(2, (k - back).long().expand(*after.lengths.shape, size))
+    entry = 2 * (after.lengths[..., None] - back) + marks
+    return torch.where(back <= after.seen[:, None, None], entry, 0).int()
+
+
+def reads(stretch: Stretch, before: Carried, window: int) -> Tensor:
+    """Slots that the queries of a chunk attend, summed over them: int64 [b, h]."""
+    k = before.evicted.shape[-1]
+    token = torch.arange(stretch.evicted.shape[-1], device=stretch.edges.device)
+    stop = stretch.stop[:, None]
+    first = token.clamp(min=k)  # of the queries that may read a token
+    last = stop.expand(-1, len(token))[:, None]
+    reach = torch.where(stretch.evicted, torch.minimum(last, token + window + 1), last)
+    there = (token >= stretch.start[:, None]) & (token < stop)
+    near = ((reach - first).clamp(min=0) * there[:, None]).sum(-1)
+    older = before.lengths - before.seen.clamp(max=window + 1)[:, None]
+    return near + older * (stop - k)
