@@ -282,6 +282,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['tb_s']:.2f} TB/s, {row['share_of_copy']:.1%} of copy; append alone "
             f"{row['append_us']:.1f} us, in a step {row['append_share']:.1%}; {peers}"
         )
+    if not any(name.startswith("flashinfer") for row in rows for name in row):
+        lines.append("FlashInfer is not installed or did not build: not measured.")
     return "\n".join(lines)
 
 

@@ -1,0 +1,90 @@
+"""The engine on a GPU: fused kernels, captured steps and FP8 pages beside torch operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dms_train.inference.accounting import Meter
+from dms_train.inference.models.decoder import Decoder
+from dms_train.inference.models.loader import LoadedModel
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.runner import ModelRunner
+from dms_train.inference.sequence import Sequence
+from dms_train.method.spec import PRESETS
+from tests.support import tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DEVICE = "cuda"
+STEPS, PROMPTS = 30, (40, 3, 21)
+
+
+def model(preset: str | None) -> LoadedModel:
+    """Two layers whose random weights evict about half of all tokens."""
+    architecture = tiny.architecture(
+        "llama", num_layers=2, kv_channels=16, max_position_embeddings=512
+    )
+    spec = None if preset is None else PRESETS[preset].override(window=8)
+    torch.manual_seed(3)
+    decoder = Decoder(architecture, spec).to(DEVICE).eval()
+    return LoadedModel(
+        decoder=decoder, architecture=architecture, spec=spec, dtype=torch.float32, config={}
+    )
+
+
+def sequences() -> list[Sequence]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        Sequence(
+            request_id=str(row),
+            prompt=None,
+            tokens=torch.randint(0, tiny.VOCAB, (n,), generator=draw).tolist(),
+            prompt_start=0,
+            prompt_end=n,
+            params=SamplingParams(),
+            generator=draw,
+            meter=Meter(),
+            row=row,
+        )
+        for row, n in enumerate(PROMPTS)
+    ]
+
+
+def run(preset: str | None, feed: list[list[int]] | None, **how: str):
+    """Greedy tokens (or those of `feed`), logits of every step and live tokens at the end."""
+    options = EngineOptions(device=DEVICE, max_num_seqs=4, prefill_chunk=16, **how)
+    runner, running, logits = ModelRunner(model(preset), options), sequences(), []
+    for step in range(STEPS):
+        while waiting := [s for s in running if s.prefilling]:
+            found = runner.step(waiting)
+            for s, row in zip(waiting, found, strict=True):
+                if not s.prefilling:
+                    s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][0])
+        logits.append(runner.step(running).cpu())
+        for s, row in zip(running, logits[-1], strict=True):
+            s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][step + 1])
+    rows = torch.arange(len(PROMPTS), device=DEVICE)
+    live = runner.cache.live(rows).cpu()
+    runner.free(1)
+    return [s.output for s in running], torch.stack(logits), live
+
+
+@pytest.mark.parametrize("preset", ["dms", "dms_fastdms", "dms_nvidia", None])
+@pytest.mark.parametrize("policy", ["auto", "window", "keep_all"])
+def test_the_fused_engine_writes_the_same_tokens(preset: str | None, policy: str) -> None:
+    if preset is None and policy == "window":
+        pytest.skip("a dense model has no window")
+    tokens, logits, live = run(preset, None, policy=policy, kernels="auto")
+    expected, judged, held = run(preset, None, policy=policy, kernels="reference")
+    assert tokens == expected
+    assert torch.equal(live, held)
+    torch.testing.assert_close(logits, judged, rtol=1e-3, atol=1e-3)
+
+
+def test_fp8_pages_change_the_logits_a_little() -> None:
+    tokens, judged, _ = run("dms", None, kernels="reference")
+    _, logits, _ = run("dms", tokens, cache_dtype="fp8")
+    assert 1e-5 < (logits - judged).norm() / judged.norm() < 0.1
