@@ -187,7 +187,7 @@ class PagedKVCache:
 
     def _decode(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
         """`step` for a token whose query and key have been rotated."""
-        still = query.new_ones(1, query.shape[-1]).expand(len(rows), -1)
+        still = query.new_ones(len(rows), query.shape[-1])
         signal = None if arrival.signal is None else arrival.signal[:, :, 0].contiguous()
         step = Step(
             query=query[:, :, 0].contiguous(),
@@ -195,7 +195,7 @@ class PagedKVCache:
             value=arrival.value[:, :, 0].contiguous(),
             cos=still,
             sin=torch.zeros_like(still),
-            position=arrival.position[:, 0],
+            position=arrival.position[:, 0].contiguous(),
             rows=rows,
             signal=signal,
         )
