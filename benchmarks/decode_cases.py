@@ -137,11 +137,12 @@ def graph_times(calls: Callable[[], object], count: int) -> tuple[float, float]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a device-to-device copy of 1 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    """Bytes read and written per second by a device-to-device copy of 2 GiB."""
+    from triton.testing import do_bench
+
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    micros, _ = graph_times(lambda: [target.copy_(source) for _ in range(4)], 4)
-    return 2 * source.numel() / micros * 1e6
+    return 2 * source.numel() / do_bench(lambda: target.copy_(source), return_mode="median") * 1e3
 
 
 def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from dms_train.inference.cache.page_slabs import PageSlabs
 from dms_train.inference.cache.paged import PagedKVCache, decode_rule
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.graphs import DecodeGraphs
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy
@@ -86,6 +87,9 @@ class ModelRunner:
         policy = build_policy(options.policy, model.spec, options.window)
         self.cache = build_cache(model, policy, options)
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
+        self._graphs: DecodeGraphs | None = None
+        if isinstance(self.cache, PagedKVCache) and self._device.type == "cuda":
+            self._graphs = DecodeGraphs(model.decoder, self.cache)
         self._chunk = min(options.prefill_chunk, policy.max_chunk or options.prefill_chunk)
 
     @torch.no_grad()
@@ -103,7 +107,10 @@ class ModelRunner:
         lengths = torch.tensor([len(part) for part in parts], device=self._device)
         tokens, position = self._padded(sequences, parts)
         rows = torch.tensor([s.row for s in sequences], device=self._device)
-        hidden, reads = self.model.decoder(tokens, position, rows, self.cache)
+        if self._graphs is not None and tokens.shape[1] == 1:
+            hidden, reads = self._graphs.step(tokens, position, rows)
+        else:
+            hidden, reads = self.model.decoder(tokens, position, rows, self.cache)
         self._count(sequences, parts, rows, reads)
         if not every:
             hidden = hidden[torch.arange(len(parts), device=self._device), lengths - 1]

@@ -18,6 +18,11 @@ def runs_on(device: torch.device) -> bool:
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
 
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel there may be launched while the one before it still runs (Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def kernels() -> tuple[Any, Any]:
     """The modules `triton_append` and `triton_decode`."""
     room = "dms_train.kernels"

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dms_train.kernels.decode import overlaps
 from dms_train.kernels.paged import (
     ALWAYS,
     FP8,
@@ -210,7 +211,10 @@ def _append_kernel(
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     QUANTISED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:  # the attention's launch; it waits for our end before it reads
+        tl.extra.cuda.gdc_launch_dependents()
     batch, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows_ptr + batch)
     if row < 0:
@@ -328,6 +332,7 @@ def append(
         D_PAD=triton.next_power_of_2(d),
         PAGE=cache.page_slots,
         QUANTISED=cache.pages.dtype == FP8,
+        OVERLAP=overlaps(step.query.device),
         num_warps=warps,
     )
     return rotated

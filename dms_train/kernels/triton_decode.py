@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.paged import FP8, PagedCache
+from dms_train.kernels.decode import overlaps
+from dms_train.kernels.paged import PagedCache
 
 _LOG2E = 1.4426950408889634
 _LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite, so that differences are numbers
@@ -31,12 +32,14 @@ class Tuning(NamedTuple):
         warps: Warps of a program.
         stages: Tiles on their way at the same time.
         per_sm: Programs of a multiprocessor.
+        registers: Most registers of a thread; None for no limit.
     """
 
     tile: int = 64
     warps: int = 4
     stages: int = 3
     per_sm: int = 2
+    registers: int | None = None
 
 
 class Workspace(NamedTuple):
@@ -152,8 +155,108 @@ def _merge(
 
 
 @triton.jit
+def _first_of(pairs, ASM: tl.constexpr):
+    """float16 of the first of two neighbouring e4m3 channels that lie in an int16."""
+    if ASM:  # two pairs at a time, which the compiler would take apart
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 picked;
+            .reg .b16 low, high;
+            prmt.b32 picked, $1, 0, 0x4420;
+            mov.b32 {low, high}, picked;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            }""",
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    return (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _second_of(pairs, ASM: tl.constexpr):
+    """float16 of the second one."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 picked;
+            .reg .b16 low, high;
+            prmt.b32 picked, $1, 0, 0x4431;
+            mov.b32 {low, high}, picked;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            }""",
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    return ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _power(exponent):
+    """2**exponent of int32 in -126 .. 127, from its bits."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _attend_tiles(
     query,
+    pages_ptr,
+    list_ptr,
+    factor,
+    begin,
+    end,
+    size,
+    R_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of query [R_PAD, D_PAD] to tiles begin .. end - 1 of a lane with `size` slots.
+
+    Scores are in powers of two; `factor` [R_PAD] multiplies q k.
+
+    Returns:
+        Sum of weighted values [R_PAD, D_PAD], peak score [R_PAD], sum of weights [R_PAD].
+    """
+    inner = tl.arange(0, TILE)
+    channel = tl.arange(0, D_PAD)[None, :]
+    sums = tl.zeros([R_PAD, D_PAD], tl.float32)
+    peak = tl.full([R_PAD], _LOWEST, tl.float32)
+    weight = tl.zeros([R_PAD], tl.float32)
+    # page numbers are read one tile ahead, so that no load waits for another
+    slot = begin * TILE + inner
+    page = tl.load(list_ptr + slot // PAGE, mask=slot < size, other=0)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        slot = tile * TILE + inner
+        inside = (slot < size)[:, None]
+        if D < D_PAD:
+            inside = inside & (channel < D)
+        key_ptr = pages_ptr + (page.to(tl.int64) * (2 * PAGE * D) + (slot % PAGE) * D)[:, None]
+        page = tl.load(list_ptr + (slot + TILE) // PAGE, mask=slot + TILE < size, other=0)
+        key = tl.load(key_ptr + channel, mask=inside, other=0.0)
+        value = tl.load(key_ptr + PAGE * D + channel, mask=inside, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * factor[:, None]
+        scores = tl.where((slot < size)[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        peak = higher
+        weight = weight * fade + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision="ieee")
+    return sums, peak, weight
+
+
+@triton.jit
+def _attend_fp8_tiles(
+    first_query,
+    second_query,
     pages_ptr,
     list_ptr,
     exponent_ptr,
@@ -166,54 +269,66 @@ def _attend_tiles(
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    QUANTISED: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Attention of query [R_PAD, D_PAD] to tiles begin .. end - 1 of a lane with `size` slots.
+    """`_attend_tiles` over FP8 pages, read as pairs of neighbouring channels.
 
-    Scores are in powers of two; `factor` [R_PAD] multiplies q k. A stored value is
-    `value * 2**-e`, so with scores raised by e the weights multiply what is stored, and the sum of
-    weights takes e back.
-
-    Returns:
-        Sum of weighted values [R_PAD, D_PAD], peak score [R_PAD], sum of weights [R_PAD].
+    Products of pairs are taken apart into those of first and of second channels, because bytes
+    cannot be transposed on their way to tensor cores and 16-bit words can. A stored value is
+    `value * 2**-e`: with scores raised by e the weights multiply what is stored and stay below 1,
+    and the sum of weights takes e back.
     """
     inner = tl.arange(0, TILE)
-    channel = tl.arange(0, D_PAD)[None, :]
-    sums = tl.zeros([R_PAD, D_PAD], tl.float32)
+    pair = tl.arange(0, D_PAD // 2)[None, :]
+    first_sums = tl.zeros([R_PAD, D_PAD // 2], tl.float32)
+    second_sums = tl.zeros([R_PAD, D_PAD // 2], tl.float32)
     peak = tl.full([R_PAD], _LOWEST, tl.float32)
     weight = tl.zeros([R_PAD], tl.float32)
-    place = (begin * TILE + inner) // PAGE
-    page = tl.load(list_ptr + place, mask=begin * TILE + inner < size, other=0)
+    slot = begin * TILE + inner
+    page = tl.load(list_ptr + slot // PAGE, mask=slot < size, other=0)
+    exponents = tl.load(exponent_ptr + slot // PAGE, mask=slot < size, other=0)
     for tile in tl.range(begin, end, num_stages=STAGES):
         slot = tile * TILE + inner
         inside = (slot < size)[:, None]
         if D < D_PAD:
-            inside = inside & (channel < D)
-        key_at = page.to(tl.int64) * (2 * PAGE * D) + (slot % PAGE) * D
-        key_ptr = pages_ptr + key_at[:, None] + channel
-        page = tl.load(list_ptr + (slot + TILE) // PAGE, mask=slot + TILE < size, other=0)
-        key = tl.load(key_ptr, mask=inside, other=0.0)
-        value = tl.load(key_ptr + PAGE * D, mask=inside, other=0.0)
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
-        scores = scores * factor[:, None]
-        if QUANTISED:
-            pair_ptr = exponent_ptr + slot // PAGE * 2
-            key_e = tl.load(pair_ptr, mask=slot < size, other=0).to(tl.float32)
-            value_e = tl.load(pair_ptr + 1, mask=slot < size, other=0).to(tl.float32)
-            scores = scores * tl.exp2(key_e)[None, :] + value_e[None, :]
+            inside = inside & (pair < D // 2)
+        key_ptr = pages_ptr + (page.to(tl.int64) * (PAGE * D) + (slot % PAGE) * (D // 2))[:, None]
+        shift = exponents.to(tl.int32)
+        place, more = (slot + TILE) // PAGE, slot + TILE < size
+        page = tl.load(list_ptr + place, mask=more, other=0)
+        exponents = tl.load(exponent_ptr + place, mask=more, other=0)
+        key = tl.load(key_ptr + pair, mask=inside, other=0)
+        value = tl.load(key_ptr + PAGE * D // 2 + pair, mask=inside, other=0)
+        scores = tl.dot(first_query, tl.trans(_first_of(key, ASM)))
+        scores = tl.dot(second_query, tl.trans(_second_of(key, ASM)), scores)
+        key_e, value_e = (shift << 24) >> 24, shift >> 8
+        scores = scores * factor[:, None] * _power(key_e)[None, :]
+        scores += value_e.to(tl.float32)[None, :]
         scores = tl.where((slot < size)[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        fade = tl.exp2(peak - new_peak)
-        peak = new_peak
-        if QUANTISED:
-            weight = weight * fade + tl.sum(weights * tl.exp2(-value_e)[None, :], 1)
-        else:
-            weight = weight * fade + tl.sum(weights, 1)
-        weights = weights.to(query.dtype)
-        sums = tl.dot(weights, value.to(query.dtype), sums * fade[:, None], input_precision="ieee")
-    return sums, peak, weight
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        peak = higher
+        weight = weight * fade + tl.sum(weights * _power(-value_e)[None, :], 1)
+        weights = weights.to(tl.float16)
+        first_sums = tl.dot(weights, _first_of(value, ASM), first_sums * fade[:, None])
+        second_sums = tl.dot(weights, _second_of(value, ASM), second_sums * fade[:, None])
+    return tl.reshape(tl.join(first_sums, second_sums), [R_PAD, D_PAD]), peak, weight
+
+
+@triton.jit
+def _halved_query(query_at, real, R_PAD: tl.constexpr, D_PAD: tl.constexpr):
+    """First and second channels of a query's pairs in float16, and the power taken out of it.
+
+    bf16 fits float16 once it is brought below 1; its smallest channels may lose digits.
+    """
+    query = tl.load(query_at, mask=real, other=0.0).to(tl.float32)
+    power = (tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) >> 23) - 126
+    power = tl.maximum(power, -100)
+    query = (query * _power(-power)[:, None]).to(tl.float16)
+    first, second = tl.split(tl.reshape(query, [R_PAD, D_PAD // 2, 2]))
+    return first, second, _power(power)
 
 
 @triton.jit
@@ -242,8 +357,12 @@ def _decode_kernel(
     FLAT: tl.constexpr,
     CHUNK: tl.constexpr,
     QUANTISED: tl.constexpr,
+    ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    if OVERLAP:  # launched while the append kernel runs
+        tl.extra.cuda.gdc_wait()
     at, end, lane, first, total, busy = _share(rows_ptr, length_ptr, lanes, heads, TILE, LANES)
     member, channel = tl.arange(0, R_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
     real = (member < R) & (channel < D)
@@ -254,31 +373,21 @@ def _decode_kernel(
         last = first + tl.maximum(tl.cdiv(size, TILE), 1)
         stop = tl.minimum(last, end)
         query_at = query_ptr + lane * (R * D) + member * D + channel
-        query = tl.load(query_at, mask=real, other=0.0)
-        factor = tl.full([R_PAD], scale, tl.float32)
-        if QUANTISED:  # e4m3 fits float16 exactly, and so does bf16 brought below 1
-            wide = query.to(tl.float32)
-            power = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23) - 126
-            power = tl.maximum(power, -100).to(tl.float32)
-            query = (wide * tl.exp2(-power)[:, None]).to(tl.float16)
-            factor = factor * tl.exp2(power)
-        sums, peak, weight = _attend_tiles(
-            query,
-            pages_ptr,
-            table_ptr + home * places,
-            exponent_ptr + home * places * 2 if QUANTISED else exponent_ptr,
-            factor,
-            at - first,
-            stop - first,
-            size,
-            R_PAD,
-            D,
-            D_PAD,
-            PAGE,
-            TILE,
-            QUANTISED,
-            STAGES,
-        )
+        list_ptr = table_ptr + home * places
+        if QUANTISED:
+            first_query, second_query, power = _halved_query(query_at, real, R_PAD, D_PAD)
+            sums, peak, weight = _attend_fp8_tiles(
+                first_query, second_query, pages_ptr, list_ptr, exponent_ptr + home * places,
+                scale * power, at - first, stop - first, size,
+                R_PAD, D, D_PAD, PAGE, TILE, STAGES, ASM,
+            )  # fmt: skip
+        else:
+            query = tl.load(query_at, mask=real, other=0.0)
+            factor = tl.full([R_PAD], scale, tl.float32)
+            sums, peak, weight = _attend_tiles(
+                query, pages_ptr, list_ptr, factor, at - first, stop - first, size,
+                R_PAD, D, D_PAD, PAGE, TILE, STAGES,
+            )  # fmt: skip
         out_at = out_ptr + lane * (R * D)
         within = member * D + channel
         if (at == first) & (stop == last):
@@ -338,12 +447,13 @@ def attend(
     h = cache.lengths.shape[1]
     group, tuning = all_heads // h, memory.tuning
     output = torch.empty_like(query) if output is None else output
+    quantised = cache.exponents is not None
     flat = triton.next_power_of_2(group * d)
     _decode_kernel[(memory.programs,)](
         query,
-        cache.pages,
+        cache.pages.view(torch.int16) if quantised else cache.pages,
         cache.table,
-        cache.exponents,
+        None if cache.exponents is None else cache.exponents.view(torch.int16),
         cache.lengths,
         rows,
         output,
@@ -358,14 +468,18 @@ def attend(
         R=group,
         R_PAD=max(16, triton.next_power_of_2(group)),
         D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)),
+        D_PAD=max(32 if quantised else 16, triton.next_power_of_2(d)),
         PAGE=cache.page_slots,
         TILE=tuning.tile,
         FLAT=flat,
         CHUNK=max(1, 4096 // flat),
-        QUANTISED=cache.pages.dtype == FP8,
+        QUANTISED=quantised,
+        ASM=query.device.type == "cuda",
+        OVERLAP=overlaps(query.device),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        maxnreg=tuning.registers,
+        launch_pdl=overlaps(query.device),
     )
     return output

@@ -163,7 +163,7 @@ class PagedKVCache:
         return lane._replace(source=source, shift=self._rule.shift)
 
     def step(self, layer: int, step: Step, rule: Decisions) -> Attended:
-        """One token per sequence, before RoPE; the host only bounds what the kernels could take.
+        """One token per sequence, before RoPE. A replay of it must be announced with `prepare`.
 
         Args:
             layer: Layer number; layers are visited in order.
@@ -174,9 +174,8 @@ class PagedKVCache:
             Output [b, heads, 1, d] and reads.
         """
         b, _, d = step.query.shape
-        if layer == 0:
-            self._make_room()
-        self.pool.reserve(b * step.key.shape[1])
+        if layer == 0 and not _capturing():
+            self.prepare(b)
         cache = self.view(layer)
         append, attend = decode.kernels()
         rotated = append.append(step, cache, rule)
@@ -225,14 +224,22 @@ class PagedKVCache:
             self._rings[layer, rows] = prompt.ring_after(after, window + 1)
         return Attended(output, prompt.reads(stretch, before, window))
 
-    def _make_room(self) -> None:
-        """Have a place in the tables for one more token of every lane."""
-        room = self._tables.shape[-1] * self.pool.page_slots
+    def prepare(self, sequences: int) -> None:
+        """Have room for one more token of so many sequences in every layer and KV head."""
+        layers, _, heads, places = self._tables.shape
+        room = places * self.pool.page_slots
         if self._longest == room:
             self._longest = int(self._lengths.max())
         self._longest += 1
         if self._longest > room:
             self._resize(self._longest + self._longest // 4)
+        self.pool.reserve(layers * sequences * heads)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Changes when a captured step would look for the cache in the wrong place."""
+        tensors = (self._tables, self._exponents, self.pool.free.numbers)
+        return (self._tables.shape[-1], *(x.data_ptr() for x in tensors))
 
     def _resize(self, slots: int) -> None:
         """Give the tables places for so many slots."""
@@ -262,26 +269,13 @@ class PagedKVCache:
             wide = wide * exponents.to(wide.dtype).exp2()
         held = torch.arange(places * self.pool.page_slots, device=table.device) < lengths[..., None]
         pair = wide.movedim(3, 0).flatten(3, 4).masked_fill(~held[..., None], 0)  # [2, b, h, s, d]
-        position, marks = self._window(layer, rows, arrival, held)
+        position, marks = held.long() - 1, torch.zeros_like(held, dtype=torch.int64)
+        if self._rule.source != NEVER:
+            far = torch.iinfo(torch.int64).max
+            first = arrival.position.masked_fill(arrival.position < 0, far).amin(1, keepdim=True)
+            position, marks = prompt.stored_window(self._rings[layer, rows], held, first - 1)
         state = marks[..., None].expand(*marks.shape, self.policy.state_width)
         return Slots(layer, position, state.to(torch.float32), pair[0], pair[1])
-
-    def _window(
-        self, layer: int, rows: Tensor, arrival: Arrival, held: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Positions and marks of the stored tokens, int64 [b, h, s], from the ring."""
-        position, marks = held.long() - 1, torch.zeros_like(held, dtype=torch.int64)
-        if self._rule.source == NEVER:
-            return position, marks
-        ring = self._rings[layer, rows].long()
-        size, far = ring.shape[-1], torch.iinfo(torch.int64).max
-        newest = arrival.position.masked_fill(arrival.position < 0, far).amin(1, keepdim=True) - 1
-        index = torch.arange(size, device=ring.device)
-        at = (newest - (newest - index) % size)[:, None].expand_as(ring)
-        slot = torch.where(at >= 0, ring // 2, held.shape[-1])  # the rest into one more column
-        position = F.pad(position, (0, 1)).scatter(2, slot, at)[..., :-1]
-        marks = F.pad(marks, (0, 1)).scatter(2, slot, ring % 2)[..., :-1]
-        return position, marks
 
     def _settle(self, rows: Tensor, slots: Slots, newest: Tensor) -> None:
         """Store what survives the newest position, int64 [b, 1], in its order, and nothing else."""
@@ -290,7 +284,12 @@ class PagedKVCache:
         lengths = keep.sum(-1)
         table = self._grow(layer, rows, lengths)
         self._shrink(layer, rows, lengths)
-        self._remember(rows, slots, keep, newest)
+        if self._rule.source != NEVER:
+            marks = keep if self._rule.source == ALWAYS else slots.state[..., 0] > 0
+            ring = self._rings[layer, rows]
+            self._rings[layer, rows] = prompt.survivors_ring(
+                ring, slots.position, keep, marks, newest
+            )
         need = self._pages(lengths)
         places = int(need.max())
         order = keep.int().argsort(stable=True, descending=True)[..., : places * size]
@@ -337,15 +336,6 @@ class PagedKVCache:
         self._exponents[layer, rows, :, : content.shape[2]] = exponents.to(torch.int8)
         return (content.float() * (-exponents.float()).exp2()[..., None, None]).to(FP8)
 
-    def _remember(self, rows: Tensor, slots: Slots, keep: Tensor, newest: Tensor) -> None:
-        """Write the survivors of the window into the ring."""
-        if self._rule.source == NEVER:
-            return
-        ring = self._rings[slots.layer, rows]
-        size = ring.shape[-1]
-        recent = keep & (newest[:, None] - slots.position < size)
-        index = torch.where(recent, slots.position % size, size)  # the rest into one more column
-        entry = 2 * (keep.cumsum(-1) - 1)
-        entry += 1 if self._rule.source == ALWAYS else (slots.state[..., 0] > 0).long()
-        ring = F.pad(ring, (0, 1)).scatter(2, index, entry.int())[..., :-1]
-        self._rings[slots.layer, rows] = ring
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,8 @@ carries; both are tested in tests/gpu only.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -163,3 +165,18 @@ def test_exponents_rise_with_the_content(first):
         _, values = reference.live_slots(cache, 0, 0)
         true = step.value[0, 0].double()
         assert float((values[t] - true).abs().max() / true.abs().max()) < 2**-4
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.5])
+def test_loud_tokens_do_not_spoil_an_fp8_cache(spread):
+    """Attention stays within e4m3's digits of the exact cache however unequal the tokens are."""
+    fp8 = Shape(rows=1, group=4, d=32, window=12, dtype=torch.bfloat16, cache_dtype=FP8)
+    exact = dataclasses.replace(fp8, cache_dtype=torch.float64)
+    caches, errors = [problems.empty_cache(s) for s in (fp8, exact)], []
+    for t in range(60):
+        step = problems.random_step(fp8, torch.tensor([t]), t, spread)
+        query, _ = (reference.append(step, cache, Decisions(SIGNAL, shift=1)) for cache in caches)
+        if t % 10 == 9:
+            near, true = (reference.attend(query, c, step.rows, 32**-0.5) for c in caches)
+            errors.append(float((near - true).norm() / true.norm()))
+    assert 0.005 < sum(errors) / len(errors) < 0.1
