@@ -209,7 +209,7 @@ class PagedKVCache:
         before = prompt.carried(self._lengths[layer, rows], ring, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, real, self._rule)
         stretch = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
-        table = self._grow(layer, rows, stretch.lengths)
+        table, spare = self._grow(layer, rows, stretch.lengths)
         slab, first = self.pool.lowest
         output, after = prefill.extend_prompt(
             prefill.Tokens(query, arrival.key, arrival.value),
@@ -219,7 +219,7 @@ class PagedKVCache:
             window=window,
             scale=d**-0.5,
         )
-        self._shrink(layer, rows, stretch.lengths)
+        self._settled(layer, rows, stretch.lengths, spare=spare)
         if self._rule.source != NEVER:
             self._rings[layer, rows] = prompt.ring_after(after, window + 1)
         return Attended(output, prompt.reads(stretch, before, window))
@@ -282,8 +282,8 @@ class PagedKVCache:
         layer, size = slots.layer, self.pool.page_slots
         keep = (slots.position >= 0) & ~self.policy.expired(slots, newest)[:, :, 0]
         lengths = keep.sum(-1)
-        table = self._grow(layer, rows, lengths)
-        self._shrink(layer, rows, lengths)
+        table, spare = self._grow(layer, rows, lengths)
+        self._settled(layer, rows, lengths, spare=spare)
         if self._rule.source != NEVER:
             marks = keep if self._rule.source == ALWAYS else slots.state[..., 0] > 0
             ring = self._rings[layer, rows]
@@ -300,32 +300,41 @@ class PagedKVCache:
         pair = F.pad(pair, (0, 0, 0, places * size - pair.shape[3]))
         dead = torch.arange(places * size, device=keep.device) >= lengths[..., None]
         pair = pair.masked_fill(dead[:, :, None, :, None], 0)
-        content = pair.view(*pair.shape[:3], places, size, -1).movedim(
-            3, 2
-        )  # [b, h, places, 2, size, d]
+        # [b, h, places, 2, size, d]
+        content = pair.view(*pair.shape[:3], places, size, -1).movedim(3, 2)
         used = (self._place() < need[..., None])[..., :places]
         self.pool.write(table[..., :places][used], self._packed(layer, rows, content)[used])
 
-    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Page table of the rows, [b, h, p], with pages for `lengths` [b, h]; nothing moves."""
-        self._longest = max(self._longest, int(lengths.max()))
+    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> tuple[Tensor, bool]:
+        """Have pages for `lengths` [b, h]; nothing moves. The host waits for what that takes.
+
+        Returns:
+            Page table of the rows, [b, h, p], and whether pages at its end will be left over.
+        """
+        change = self._pages(lengths) - self._pages(self._lengths[layer, rows])
+        missing = change.clamp(min=0)
+        asked = torch.stack([lengths.max(), missing.sum(), (change < 0).any()])
+        longest, count, spare = asked.tolist()
+        self._longest = max(self._longest, longest)
         if self._longest > self._tables.shape[-1] * self.pool.page_slots:
             self._resize(self._longest + self._longest // 4)
-        need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
-        table, place = self._tables[layer, rows], self._place()
-        fresh = (place >= have[..., None]) & (place < need[..., None])
-        table[fresh] = self.pool.take(int(fresh.sum()))
-        self._tables[layer, rows] = table
-        return table
+        table = self._tables[layer, rows]
+        if count:
+            have = self._pages(self._lengths[layer, rows])[..., None]
+            fresh = (self._place() >= have) & (self._place() < have + missing[..., None])
+            place = fresh.flatten().cumsum(0).view(fresh.shape) - 1
+            table = torch.where(fresh, self.pool.take(count)[place.clamp(min=0)], table)
+            self._tables[layer, rows] = table
+        return table, bool(spare)
 
-    def _shrink(self, layer: int, rows: Tensor, lengths: Tensor) -> None:
-        """Set the lengths [b, h] and give back the pages behind them."""
+    def _settled(self, layer: int, rows: Tensor, lengths: Tensor, *, spare: bool) -> None:
+        """Set the lengths [b, h] and give back the pages behind them, if there are any."""
         need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
         self._lengths[layer, rows] = lengths.int()
-        place = self._place()
-        spare = (place < have[..., None]) & (place >= need[..., None])
-        if bool(spare.any()):
-            self.pool.release(self._tables[layer, rows][spare])
+        if spare:
+            place = self._place()
+            unused = (place < have[..., None]) & (place >= need[..., None])
+            self.pool.release(self._tables[layer, rows][unused])
 
     def _packed(self, layer: int, rows: Tensor, content: Tensor) -> Tensor:
         """Pages [b, h, p, 2, size, d] as they are stored."""
