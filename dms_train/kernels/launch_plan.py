@@ -1,8 +1,16 @@
-"""Tiles and launch settings of the training kernels, by head size, precision and GPU."""
+"""Tiles and launch settings of the training kernels, by head size, precision and GPU.
+
+The tables hold sane defaults. `kernels.tuning` measures others and keeps the fastest in a file,
+which is read here.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -67,9 +75,62 @@ _FLOAT32 = {
 }
 
 
-@cache
+# Written by `kernels.tuning`: {family: [forward tiles, backward tiles]}.
+TUNED_FILE = Path.home() / ".cache" / "dms-train" / "attention_tiles.json"
+
+
+_forced: list[TilePlan] = []
+
+
 def plan_tiles(dtype: torch.dtype, head_size: int, device: torch.device) -> TilePlan:
-    """The plan for a problem on a device; without a GPU that of the interpreter.
+    """The plan for a problem on a device: what was tuned there, or the default.
+
+    Raises:
+        KernelError: For head sizes above 256.
+    """
+    return _forced[-1] if _forced else _stored_or_default(dtype, head_size, device)
+
+
+@contextmanager
+def forced(plan: TilePlan) -> Iterator[None]:
+    """Every problem inside the block is run with this plan."""
+    _forced.append(plan)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def forget() -> None:
+    """Read the file of tuned tiles again at the next call."""
+    _stored_or_default.cache_clear()
+
+
+@cache
+def _stored_or_default(dtype: torch.dtype, head_size: int, device: torch.device) -> TilePlan:
+    plan = default_plan(dtype, head_size, device)
+    tuned = read_tuned(TUNED_FILE).get(family(dtype, head_size, device))
+    return plan if tuned is None else plan._replace(forward=tuned[0], backward=tuned[1])
+
+
+def family(dtype: torch.dtype, head_size: int, device: torch.device) -> str:
+    """Problems that share tiles: one GPU model, precision and head size rounded up."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    width = max(16, 1 << (head_size - 1).bit_length())
+    return f"{name}, {str(dtype).removeprefix('torch.')}, {width}"
+
+
+def read_tuned(path: Path) -> dict[str, tuple[Tiles, Tiles]]:
+    """Forward and backward tiles by family; nothing where the file is absent or unreadable."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {name: (Tiles(*tiles[0]), Tiles(*tiles[1])) for name, tiles in stored.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return {}
+
+
+def default_plan(dtype: torch.dtype, head_size: int, device: torch.device) -> TilePlan:
+    """The plan of the tables; without a GPU that of the interpreter.
 
     Raises:
         KernelError: For head sizes above 256.

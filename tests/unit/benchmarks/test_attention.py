@@ -149,7 +149,8 @@ def test_cases_cover_what_they_should() -> None:
     cases = [attention_accuracy.draw_case(seed, 700) for seed in range(200)]
     shapes = [case.shape for case in cases]
     assert {s.d for s in shapes} >= {33, 64, 128, 256}
-    assert {s.hq // s.hk for s in shapes} >= {1, 3, 7, 8}
+    assert {s.hq // s.hk for s in shapes} == {1, 3, 4, 7, 8}
+    assert len({(s.d, case.dtype) for s, case in zip(shapes, cases, strict=True)}) == 18
     assert {case.dtype for case in cases} == {torch.bfloat16, torch.float16}
     assert any(s.s == 1 for s in shapes)
     assert any(case.window >= case.shape.s for case in cases)

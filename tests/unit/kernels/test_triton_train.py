@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ SHAPES = [
 
 
 @pytest.fixture
-def tiles(request, monkeypatch) -> None:
+def tiles(request) -> Iterator[None]:
     forward, backward = (Tiles(*sizes, warps=4, stages=1) for sizes in request.param)
     plan = TilePlan(
         forward,
@@ -42,7 +43,8 @@ def tiles(request, monkeypatch) -> None:
         processors=1,
         cache_bytes=1 << 13 + forward.block_m // 16,
     )
-    monkeypatch.setattr(triton_train, "plan_tiles", lambda *_: plan)
+    with launch_plan.forced(plan):
+        yield
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])

@@ -1,0 +1,42 @@
+"""`dms-tune`: find the fastest tiles of the training attention on this GPU, once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from dms_train.cli.errors import run_main
+from dms_train.kernels import api
+from dms_train.kernels.launch_plan import TUNED_FILE
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def main() -> None:
+    """Entry point; exit code 0, or 2 without a GPU."""
+    sys.exit(run_main(lambda: _main(sys.argv[1:])))
+
+
+def _main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="dms-tune",
+        description="Times tiles of the training attention and stores the fastest of each head "
+        f"size in {TUNED_FILE}; delete the file to return to the defaults.",
+    )
+    parser.add_argument("head_sizes", nargs="+", type=int, metavar="HEAD_SIZE", help="such as 128")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--seconds", type=float, default=60.0, help="budget of a head size")
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    api.choose("triton", device)
+    from dms_train.kernels import tuning
+
+    def show(trial: tuning.Trial) -> None:
+        print(f"  {trial.seconds * 1e3:8.3f} ms  {trial.plan.forward}  {trial.plan.backward}")
+
+    for size in args.head_sizes:
+        print(f"head size {size}, {args.dtype}:", flush=True)
+        best = tuning.tune(DTYPES[args.dtype], size, device, seconds=args.seconds, note=show)
+        print(f"fastest: {best.seconds * 1e3:.3f} ms, stored in {TUNED_FILE}", flush=True)
