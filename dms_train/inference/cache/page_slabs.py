@@ -84,11 +84,11 @@ class PageSlabs:
         self._floor -= count
 
     def take(self, count: int) -> Tensor:
-        """Pop pages from the host: int32 [count]."""
+        """Pop pages: int32 [count]."""
         self.reserve(count)
-        left = int(self.free.left) - count
-        self.free.left.fill_(left)
-        return self.free.numbers[left : left + count].clone()
+        self.free.left.sub_(count)
+        at = self.free.left + torch.arange(count, device=self.device)
+        return self.free.numbers[at]
 
     def release(self, pages: Tensor) -> None:
         """Give pages back, int32 [count]; slabs that become free are returned to the system."""

@@ -186,7 +186,7 @@ class PagedKVCache:
 
     def _decode(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
         """`step` for a token whose query and key have been rotated."""
-        still = query.new_ones(1, query.shape[-1]).expand(len(rows), -1)
+        still = query.new_ones(len(rows), query.shape[-1])
         signal = None if arrival.signal is None else arrival.signal[:, :, 0].contiguous()
         step = Step(
             query=query[:, :, 0].contiguous(),
@@ -194,7 +194,7 @@ class PagedKVCache:
             value=arrival.value[:, :, 0].contiguous(),
             cos=still,
             sin=torch.zeros_like(still),
-            position=arrival.position[:, 0],
+            position=arrival.position[:, 0].contiguous(),
             rows=rows,
             signal=signal,
         )
@@ -209,7 +209,7 @@ class PagedKVCache:
         before = prompt.carried(self._lengths[layer, rows], ring, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, real, self._rule)
         stretch = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
-        table = self._grow(layer, rows, stretch.lengths)
+        table, spare = self._grow(layer, rows, stretch.lengths)
         slab, first = self.pool.lowest
         output, after = prefill.extend_prompt(
             prefill.Tokens(query, arrival.key, arrival.value),
@@ -219,7 +219,7 @@ class PagedKVCache:
             window=window,
             scale=d**-0.5,
         )
-        self._shrink(layer, rows, stretch.lengths)
+        self._settled(layer, rows, stretch.lengths, spare=spare)
         if self._rule.source != NEVER:
             self._rings[layer, rows] = prompt.ring_after(after, window + 1)
         return Attended(output, prompt.reads(stretch, before, window))
@@ -269,35 +269,27 @@ class PagedKVCache:
             wide = wide * exponents.to(wide.dtype).exp2()
         held = torch.arange(places * self.pool.page_slots, device=table.device) < lengths[..., None]
         pair = wide.movedim(3, 0).flatten(3, 4).masked_fill(~held[..., None], 0)  # [2, b, h, s, d]
-        position, marks = self._window(layer, rows, arrival, held)
+        position, marks = held.long() - 1, torch.zeros_like(held, dtype=torch.int64)
+        if self._rule.source != NEVER:
+            far = torch.iinfo(torch.int64).max
+            first = arrival.position.masked_fill(arrival.position < 0, far).amin(1, keepdim=True)
+            position, marks = prompt.stored_window(self._rings[layer, rows], held, first - 1)
         state = marks[..., None].expand(*marks.shape, self.policy.state_width)
         return Slots(layer, position, state.to(torch.float32), pair[0], pair[1])
-
-    def _window(
-        self, layer: int, rows: Tensor, arrival: Arrival, held: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Positions and marks of the stored tokens, int64 [b, h, s], from the ring."""
-        position, marks = held.long() - 1, torch.zeros_like(held, dtype=torch.int64)
-        if self._rule.source == NEVER:
-            return position, marks
-        ring = self._rings[layer, rows].long()
-        size, far = ring.shape[-1], torch.iinfo(torch.int64).max
-        newest = arrival.position.masked_fill(arrival.position < 0, far).amin(1, keepdim=True) - 1
-        index = torch.arange(size, device=ring.device)
-        at = (newest - (newest - index) % size)[:, None].expand_as(ring)
-        slot = torch.where(at >= 0, ring // 2, held.shape[-1])  # the rest into one more column
-        position = F.pad(position, (0, 1)).scatter(2, slot, at)[..., :-1]
-        marks = F.pad(marks, (0, 1)).scatter(2, slot, ring % 2)[..., :-1]
-        return position, marks
 
     def _settle(self, rows: Tensor, slots: Slots, newest: Tensor) -> None:
         """Store what survives the newest position, int64 [b, 1], in its order, and nothing else."""
         layer, size = slots.layer, self.pool.page_slots
         keep = (slots.position >= 0) & ~self.policy.expired(slots, newest)[:, :, 0]
         lengths = keep.sum(-1)
-        table = self._grow(layer, rows, lengths)
-        self._shrink(layer, rows, lengths)
-        self._remember(rows, slots, keep, newest)
+        table, spare = self._grow(layer, rows, lengths)
+        self._settled(layer, rows, lengths, spare=spare)
+        if self._rule.source != NEVER:
+            marks = keep if self._rule.source == ALWAYS else slots.state[..., 0] > 0
+            ring = self._rings[layer, rows]
+            self._rings[layer, rows] = prompt.survivors_ring(
+                ring, slots.position, keep, marks, newest
+            )
         need = self._pages(lengths)
         places = int(need.max())
         order = keep.int().argsort(stable=True, descending=True)[..., : places * size]
@@ -308,32 +300,41 @@ class PagedKVCache:
         pair = F.pad(pair, (0, 0, 0, places * size - pair.shape[3]))
         dead = torch.arange(places * size, device=keep.device) >= lengths[..., None]
         pair = pair.masked_fill(dead[:, :, None, :, None], 0)
-        content = pair.view(*pair.shape[:3], places, size, -1).movedim(
-            3, 2
-        )  # [b, h, places, 2, size, d]
+        # [b, h, places, 2, size, d]
+        content = pair.view(*pair.shape[:3], places, size, -1).movedim(3, 2)
         used = (self._place() < need[..., None])[..., :places]
         self.pool.write(table[..., :places][used], self._packed(layer, rows, content)[used])
 
-    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Page table of the rows, [b, h, p], with pages for `lengths` [b, h]; nothing moves."""
-        self._longest = max(self._longest, int(lengths.max()))
+    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> tuple[Tensor, bool]:
+        """Have pages for `lengths` [b, h]; nothing moves. The host waits for what that takes.
+
+        Returns:
+            Page table of the rows, [b, h, p], and whether pages at its end will be left over.
+        """
+        change = self._pages(lengths) - self._pages(self._lengths[layer, rows])
+        missing = change.clamp(min=0)
+        asked = torch.stack([lengths.max(), missing.sum(), (change < 0).any()])
+        longest, count, spare = asked.tolist()
+        self._longest = max(self._longest, longest)
         if self._longest > self._tables.shape[-1] * self.pool.page_slots:
             self._resize(self._longest + self._longest // 4)
-        need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
-        table, place = self._tables[layer, rows], self._place()
-        fresh = (place >= have[..., None]) & (place < need[..., None])
-        table[fresh] = self.pool.take(int(fresh.sum()))
-        self._tables[layer, rows] = table
-        return table
+        table = self._tables[layer, rows]
+        if count:
+            have = self._pages(self._lengths[layer, rows])[..., None]
+            fresh = (self._place() >= have) & (self._place() < have + missing[..., None])
+            place = fresh.flatten().cumsum(0).view(fresh.shape) - 1
+            table = torch.where(fresh, self.pool.take(count)[place.clamp(min=0)], table)
+            self._tables[layer, rows] = table
+        return table, bool(spare)
 
-    def _shrink(self, layer: int, rows: Tensor, lengths: Tensor) -> None:
-        """Set the lengths [b, h] and give back the pages behind them."""
+    def _settled(self, layer: int, rows: Tensor, lengths: Tensor, *, spare: bool) -> None:
+        """Set the lengths [b, h] and give back the pages behind them, if there are any."""
         need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
         self._lengths[layer, rows] = lengths.int()
-        place = self._place()
-        spare = (place < have[..., None]) & (place >= need[..., None])
-        if bool(spare.any()):
-            self.pool.release(self._tables[layer, rows][spare])
+        if spare:
+            place = self._place()
+            unused = (place < have[..., None]) & (place >= need[..., None])
+            self.pool.release(self._tables[layer, rows][unused])
 
     def _packed(self, layer: int, rows: Tensor, content: Tensor) -> Tensor:
         """Pages [b, h, p, 2, size, d] as they are stored."""
@@ -343,19 +344,6 @@ class PagedKVCache:
         exponents = (torch.frexp(content.float().abs().amax((4, 5)))[1] - 7).clamp(-99, 101)
         self._exponents[layer, rows, :, : content.shape[2]] = exponents.to(torch.int8)
         return (content.float() * (-exponents.float()).exp2()[..., None, None]).to(FP8)
-
-    def _remember(self, rows: Tensor, slots: Slots, keep: Tensor, newest: Tensor) -> None:
-        """Write the survivors of the window into the ring."""
-        if self._rule.source == NEVER:
-            return
-        ring = self._rings[slots.layer, rows]
-        size = ring.shape[-1]
-        recent = keep & (newest[:, None] - slots.position < size)
-        index = torch.where(recent, slots.position % size, size)  # the rest into one more column
-        entry = 2 * (keep.cumsum(-1) - 1)
-        entry += 1 if self._rule.source == ALWAYS else (slots.state[..., 0] > 0).long()
-        ring = F.pad(ring, (0, 1)).scatter(2, index, entry.int())[..., :-1]
-        self._rings[slots.layer, rows] = ring
 
 
 def _capturing() -> bool:
