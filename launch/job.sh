@@ -98,7 +98,10 @@ else
   reason="failure $count of at most $MAX_FAILURES without progress, exit code $rc"
 fi
 say "requeued: $reason"
-# SLURM ends this shell; it must not end by itself before
-scontrol requeue "$SLURM_JOB_ID" && sleep 60
-say "could not be requeued"
+trap - TERM
+if scontrol requeue "$SLURM_JOB_ID"; then
+  sleep 60 # SLURM ends this shell; it must not end by itself before
+else
+  say "could not be requeued"
+fi
 exit "$rc"
