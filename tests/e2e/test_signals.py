@@ -1,10 +1,14 @@
-"""A run that is told to stop saves on all ranks after the same step, and continues from there."""
+"""A run that is told to stop saves on all ranks after the same step, and continues from there.
+
+And the launch scripts without a scheduler, which start the same runs.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -125,3 +129,53 @@ def test_a_stage_that_is_not_in_the_configuration_is_refused(room: Path) -> None
     assert result.returncode == 2
     assert "--until retrofit: not in stage.run; choose one of pretrain, export" in result.stderr
     assert not (room / "wrong").exists()
+
+
+def script(root: Path, file: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+    """Start a launch script in a folder that holds no code."""
+    return subprocess.Popen(
+        ["bash", str(launch.ROOT / "launch" / file), *arguments],
+        env=launch.environment(PYTHON=sys.executable, **extra),
+        cwd=root,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        stderr = process.communicate(timeout=200)[1]
+    finally:
+        process.kill()
+    return process.returncode, stderr
+
+
+def test_one_node_without_a_scheduler(room: Path) -> None:
+    code, stderr = ended(script(room, "local.sh", "2", *command(room, "local")[2:]))
+    assert code == 0, stderr
+    assert losses(room / "local") == losses(room / "whole")
+    assert ended(script(room, "local.sh", "experiment=demo"))[0] == 2
+
+
+def test_two_nodes_without_a_scheduler(room: Path) -> None:
+    run = room / "nodes"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    words = ("node.sh", *command(room, "nodes")[1:])
+    nodes = [script(room, *words, **shared, NODE_NAME="localhost", RUN=str(run)) for _ in "ab"]
+    for node in nodes:
+        code, stderr = ended(node)
+        assert code == 0, stderr
+    assert losses(run) == losses(room / "whole")
+
+
+def test_every_rank_says_why_it_ended(room: Path) -> None:
+    run = room / "refused"
+    words = ("node.sh", *command(room, "refused")[1:], f"data.paths=[{room}/absent]")
+    code, _ = ended(script(room, *words, NPROC="2", RUN=str(run), DMS_ATTEMPT="7.1"))
+    assert code != 0
+    described = json.loads((run / "errors" / "7.1-rank0.json").read_text())
+    assert described["message"].startswith(f"error: {room}/absent.manifest.json: missing")
+    assert not (run / "checkpoints").exists()
