@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,38 @@ def test_a_container_is_given_to_srun_with_the_run_mounted() -> None:
 def test_shell_syntax(file: Path) -> None:
     done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def environment(**given: str) -> dict[str, str]:
+    """What a process started after env.sh sees."""
+    shown = subprocess.run(
+        ["bash", "-c", f"source {ROOT}/launch/env.sh; env -0"],
+        env={"PATH": "/usr/bin:/bin", **given},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(line.split("=", 1) for line in shown.stdout.split("\0") if line)
+
+
+def test_every_setting_has_a_reason_and_reaches_the_processes() -> None:
+    lines = (ROOT / "launch" / "env.sh").read_text().splitlines()
+    names = re.findall(r'^ *: "\$\{(\w+):=', "\n".join(lines), re.MULTILINE)
+    assert len(names) > 8
+    assert set(names) <= set(environment(RUN="/runs/a"))
+    for above, line in pairwise(lines):
+        if line.startswith(": "):
+            assert above.startswith(("#", ": ")), line
+
+
+def test_what_the_site_has_set_wins() -> None:
+    assert environment(NCCL_DEBUG="INFO", SAVE_S="7")["NCCL_DEBUG"] == "INFO"
+    assert environment(SAVE_S="7")["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "7"
+
+
+def test_no_other_script_touches_those_settings() -> None:
+    others = [file for file in SCRIPTS if file.name != "env.sh"]
+    assert [f.name for f in others if re.search(r"NCCL_|CUDA_|ALLOC_CONF", f.read_text())] == []
 
 
 def test_templates_hold_no_site_and_no_logic() -> None:
