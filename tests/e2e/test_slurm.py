@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -117,6 +118,18 @@ def reach(run: Path, step: int) -> None:
     wait(lambda: (losses(run) or [(0, 0.0)])[-1][0] >= step, 240, lambda: logs(run))
 
 
+def ranks(run: Path) -> list[psutil.Process]:
+    """The two training processes of a run, in order."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            values = process.environ()
+            if values.get("RUN") == str(run) and "RANK" in values:
+                found[values["RANK"]] = process
+    assert sorted(found) == ["0", "1"]
+    return [found["0"], found["1"]]
+
+
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     reason = missing()
@@ -168,10 +181,16 @@ def test_sbatch_accepts_every_script(site: Site) -> None:
 def test_a_time_limit_in_mid_stage_changes_no_loss(site: Site, whole: Path) -> None:
     run = site.start("limited")
     reach(run, ZEROING + 3)
-    job = site.job(run, "retrofit")
-    # the limit is now nearer than cluster.signal_seconds
+    job, both = site.job(run, "retrofit"), ranks(run)
+    # the limit is now nearer than cluster.signal_seconds; SLURM looks twice a minute, and the ranks
+    # stand still until it has, so that they are in mid-stage however fast this machine is
+    for rank in both:
+        rank.suspend()
     site.slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=1")
-    wait(lambda: site.field(job, "Restarts") == "1", 200, lambda: logs(run))
+    wait(lambda: "time is nearly up (USR1)" in logs(run), 120, lambda: logs(run))
+    for rank in both:
+        rank.resume()
+    wait(lambda: site.field(job, "Restarts") == "1", 100, lambda: logs(run))
     site.slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     site.finish(run)
     assert "finished" in site.submit("status", str(run)).splitlines()[-2], logs(run)
@@ -183,22 +202,12 @@ def test_a_time_limit_in_mid_stage_changes_no_loss(site: Site, whole: Path) -> N
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_only(site: Site, whole: Path) -> None:
     run = site.start("killed", "run.save_interval=5")
     reach(run, ZEROING + 7)
-    ranks = [p for p in psutil.process_iter() if is_rank(p, run, "1")]
-    assert len(ranks) == 1
-    ranks[0].kill()
+    ranks(run)[1].kill()
     site.finish(run)
     assert site.submit("status", str(run)).count("finished") == len(STAGES), logs(run)
     assert site.field(site.job(run, "retrofit"), "Restarts") == "1"
     assert "requeued: failed after step_" in logs(run)
     assert losses(run) == losses(whole)
-
-
-def is_rank(process: psutil.Process, run: Path, rank: str) -> bool:
-    try:
-        found = process.environ()
-    except psutil.Error:
-        return False
-    return found.get("RUN") == str(run) and found.get("RANK") == rank
 
 
 def test_a_failing_stage_stops_the_chain_and_says_why(site: Site, whole: Path) -> None:
