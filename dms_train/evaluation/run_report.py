@@ -27,11 +27,8 @@ _VALIDATION = "validate/"
 _EVALUATION = "valid/"
 # Picture, unit of its axis, metrics in it.
 _PANELS = (
-    (
-        "Losses",
-        "nats/token",
-        ("train/loss", "train/kl", "train/lm", "train/aux_loss", "valid/kl", "valid/lm"),
-    ),
+    ("Loss and compression loss", "nats/token", ("train/loss", "train/aux_loss")),
+    ("Token loss", "nats/token", ("train/kl", "train/lm", "valid/kl", "valid/lm")),
     (
         "Compression ratio, target and achieved",
         "ratio",

@@ -129,7 +129,8 @@ def test_a_picture_for_each_subject_there_are_rows_of(run):
     found = page(run)
     titles = [value for tag, name, value in found.attributes if (tag, name) == ("img", "alt")]
     assert titles == [
-        "Losses",
+        "Loss and compression loss",
+        "Token loss",
         "Compression ratio, target and achieved",
         "Gradient norm",
         "Throughput",
