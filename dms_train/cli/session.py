@@ -18,6 +18,7 @@ from dms_train.cli.start_point import StartPoint, find_start, load_start, with_s
 from dms_train.cli.validator import ModelValidator, check_validation
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
+from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import file_sha256, read_manifest
@@ -32,7 +33,7 @@ from dms_train.mcore.model import rope_arguments
 from dms_train.mcore.weights import RandomWeights
 from dms_train.method.spec import DMSSpec
 from dms_train.observe import log
-from dms_train.observe.metrics import Means, Throughput
+from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
 from dms_train.training import loop
@@ -200,7 +201,7 @@ def _run(prepared: _Prepared, view: ParallelView) -> None:
         options=config.stage.validate,
         since=prepared.since,
     )
-    reporter = _reporter(config, state, leads=leads)
+    reporter = _reporter(prepared, state, view)
     try:
         loop.run(
             prepared.stages,
@@ -313,7 +314,8 @@ def _selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.T
     return samples[0].tokens[: min(config.data.seq_length, -(-wanted // shards) * shards)]
 
 
-def _reporter(config: RunConfig, state: TrainState, *, leads: bool) -> Reporter:
+def _reporter(prepared: _Prepared, state: TrainState, view: ParallelView) -> Reporter:
+    config, leads = prepared.config, view.rank == 0
     sinks: list[Sink] = []
     if leads:
         sinks = open_sinks(
@@ -330,4 +332,9 @@ def _reporter(config: RunConfig, state: TrainState, *, leads: bool) -> Reporter:
         log_interval=config.run.log_interval,
         throughput=Throughput(),
         means=Means(),
+        compute=Compute(
+            forward_flops=forward_flops_per_token(prepared.architecture, config.data.seq_length),
+            devices=view.world_size,
+            peak_tflops=config.observe.peak_tflops,
+        ),
     )

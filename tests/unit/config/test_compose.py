@@ -29,6 +29,8 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 def natural_world_size(experiment: str) -> int:
     text = (CONF_DIR / "experiment" / f"{experiment}.yaml").read_text()
+    if "# layouts: " in text:
+        return configs.layouts(experiment)[0][0]
     return int(text.partition("# world_size: ")[2].splitlines()[0])
 
 

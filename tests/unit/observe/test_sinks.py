@@ -8,7 +8,9 @@ import socket
 import time
 from pathlib import Path
 
+import numpy
 import pytest
+from PIL import Image
 
 from dms_train.observe import sinks
 from dms_train.observe.options import ObserveOptions
@@ -102,7 +104,7 @@ class BrokenRun:
 
 def broken_sink(run: object, warnings: list[str]) -> WandbSink:
     sink = WandbSink.__new__(WandbSink)
-    sink._warn, sink._run = warnings.append, run
+    sink._warn, sink._run, sink._wandb = warnings.append, run, None
     return sink
 
 
@@ -176,8 +178,38 @@ def test_offline_run_read_back(wandb, tmp_path):
     assert [(r["step"], r["train/loss"]) for r in run.rows] == [(s, 1 / s) for s in range(1, 5)]
     assert run.config["optim"] == {"lr": 1e-4}
     assert run.summary["final/cr"] == 2.0
-    assert run.step_metrics == {"step": "", "*": "step"}
+    axes = {"train/*": "step", "validate/*": "step", "valid/*": "tokens"}
+    assert run.step_metrics == {"step": "", "tokens": "", **axes}
     assert all(KEY.encode() not in f.read_bytes() for f in run_dir.rglob("*") if f.is_file())
+
+
+KEPT = ((1.0, 0.25), (0.5, 0.75), (0.125, 0.3))
+
+
+def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
+    sink = WandbSink(ObserveOptions(), tmp_path, {}, run_id="a", warn=pytest.fail)
+    sink.log(1, {"tokens": 64, "valid/kl": 0.5, "valid/kept": KEPT})
+    judged = {"validate/cr_factor": 2.5, "validate/dms.accuracy": 0.96}
+    sink.log(2, {"tokens": 128, **judged})
+    sink.close()
+    (path,) = wandb_file.find(tmp_path)
+    first, second = wandb_file.read(path).rows
+    assert (first["step"], first["tokens"], first["valid/kl"]) == (1, 64, 0.5)
+    assert sum(first["valid/kept_histogram.values"]) == 6
+    bins = first["valid/kept_histogram.bins"]
+    assert (bins[0], bins[-1]) == (0.125, 1.0)
+    picture = Image.open(path.parent / "files" / first["valid/kept.path"]).convert("L")
+    levels = numpy.asarray(picture)[6::12, 6::12] / 255
+    numpy.testing.assert_allclose(levels, KEPT, atol=1 / 255)
+    assert second["validate/cr_factor"] == 2.5
+    table = json.loads((path.parent / "files" / second["validate/table.path"]).read_text())
+    assert table["columns"] == ["metric", "value"]
+    assert table["data"] == [["cr_factor", 2.5], ["dms.accuracy", 0.96]]
+
+
+def test_addresses_lose_their_password():
+    text = sinks._public("https://me:secret@host:8/x http://host/y@z")
+    assert text == "https://host:8/x http://host/y@z"
 
 
 def test_resumed_offline_run_keeps_its_id_and_steps(wandb, tmp_path):
