@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Asked for on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-full demo
+.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-slurm test-full demo
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ test: $(STAMP)
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)
 	$(BIN)/pytest -m gpu tests/gpu
+
+# Starts a SLURM of its own: apt-get install slurmctld slurmd slurm-client munge
+test-slurm: $(STAMP)
+	$(BIN)/pytest -m slurm tests/e2e/test_slurm.py
 
 test-full: $(STAMP)
 	DMS_FULL_MATRIX=1 $(BIN)/pytest

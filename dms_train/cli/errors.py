@@ -12,7 +12,7 @@ from dms_train.config.build import ConfigError
 REFUSED = 2
 INTERRUPTED = 130
 _PATIENCE_SECONDS = 5.0
-_OWN_PACKAGES = ("dms_train", "checkpoints_tools", "data_prep")
+_OWN_PACKAGES = ("dms_train", "checkpoints_tools", "data_prep", "launch")
 # torch.distributed raises these by class with NCCL, and a plain RuntimeError with gloo.
 _PEER_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting")

@@ -16,3 +16,8 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes that were started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def attempt() -> str | None:
+    """Which start of a run this is, as the launch scripts count them; None without them."""
+    return os.environ.get("DMS_ATTEMPT")

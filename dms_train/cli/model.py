@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from dms_train.config.build import ConfigError
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.options import ModelOptions
@@ -17,9 +20,12 @@ def read_architecture(model: ModelOptions) -> Architecture:
         return model.architecture
     if model.path is None:
         raise ConfigError("model.path, model.architecture: set exactly one")
-    from dms_train.hf.directory import read_config, resolve  # imports torch
-
     try:
+        file = Path(model.path).expanduser() / "config.json"
+        if file.is_file():  # readable without torch, as on a login node
+            return from_hf_config(json.loads(file.read_text(encoding="utf-8")))
+        from dms_train.hf.directory import read_config, resolve  # imports torch
+
         directory = resolve(
             model.path, revision=model.revision, local_files_only=model.local_files_only
         )

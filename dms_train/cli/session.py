@@ -3,120 +3,117 @@
 from __future__ import annotations
 
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dms_train.cli import launcher, run_folder
-from dms_train.cli.errors import PeerLost, lost_peer
-from dms_train.cli.exporter import ModelExporter, check_folder, check_format, run_provenance
+from dms_train.cli import errors, launcher, run_folder
+from dms_train.cli.exporter import ModelExporter, run_provenance
 from dms_train.cli.plan import describe
-from dms_train.cli.start_point import StartPoint, find_start, load_start, with_student
-from dms_train.cli.validator import ModelValidator, check_validation
+from dms_train.cli.preparation import Prepared, prepare
+from dms_train.cli.start_point import load_start
+from dms_train.cli.validator import ModelValidator
+from dms_train.cli.watch import RunWatch
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
-from dms_train.data.manifest import file_sha256, read_manifest
-from dms_train.data.tokens import TokenSamples, build_datasets, check_files
-from dms_train.hf.architecture import Architecture
+from dms_train.data.manifest import read_manifest
+from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.hf.directory import WeightReader
 from dms_train.kernels import api as kernels
 from dms_train.mcore import groups
 from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.model import rope_arguments
 from dms_train.mcore.weights import RandomWeights
-from dms_train.method.spec import DMSSpec
 from dms_train.observe import log
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
+from dms_train.observe.state_files import StateFiles
 from dms_train.training import loop
 from dms_train.training.loop import LoopParts
 from dms_train.training.reporting import Reporter
-from dms_train.training.stages import Action, Stage, build_stages
+from dms_train.training.stages import Stage
 from dms_train.training.state import TrainState
 
 _SELFTEST_TOKENS = 128  # behind the window, so that evictions show
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """What is known before any process group exists."""
-
-    config: RunConfig
-    architecture: Architecture
-    spec: DMSSpec
-    start: StartPoint
-    stages: list[Stage | Action]
-    folder: Path
-    since: float
-
-
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, until: str | None = None) -> None:
     """Validate, then run the stages of a configuration.
+
+    Args:
+        config: What to do.
+        until: Leave after this stage of `stage.run`; None runs all.
 
     Raises:
         ConfigError: Before anything is allocated, one line for each problem.
         ValueError: Of the room that refused its input.
     """
     log.configure(launcher.rank())
-    prepared = _prepare(config)
+    files = StateFiles(Path(config.run.dir))
+    try:
+        _start(config, _stage_count(config, until), files)
+    except Exception as error:
+        attempt = launcher.attempt()
+        if attempt is not None:
+            files.failed(launcher.rank(), attempt, error, errors.describe(error))
+        raise
+
+
+def _stage_count(config: RunConfig, until: str | None) -> int:
+    """How many entries of `stage.run` to run."""
+    names = list(config.stage.run)
+    if until is None:
+        return len(names)
+    if until not in names:
+        raise ConfigError(f"--until {until}: not in stage.run; choose one of {', '.join(names)}")
+    return len(names) - names[::-1].index(until)
+
+
+def _start(config: RunConfig, count: int, files: StateFiles) -> None:
+    prepared = prepare(config)
     if config.run.dry_run:
         if launcher.rank() == 0:
             ratio = prepared.start.state.loaded_cr
             text = describe(config, prepared.architecture, launcher.world_size(), ratio)
             sys.stdout.write(f"{text}\ndry run: nothing was started\n")
         return
-    if prepared.start.state.stage >= len(prepared.stages):
+    if prepared.start.state.stage >= count:
         log.logger().info("nothing left to do: %s is finished", config.run.dir)
+        _say_done(prepared, prepared.start.state, files)
         return
     _announce_kernels(config)
     run_folder.write(config, leads=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
+    watch = RunWatch(files, view)
+    watch.listen()
+    if view.rank == 0:
+        files.begin()
     try:
-        _run(prepared, view)
+        state = _run(prepared, view, watch, count)
     except RuntimeError as error:
-        if lost_peer(error):
-            raise PeerLost(
+        if errors.lost_peer(error):
+            raise errors.PeerLost(
                 f"rank {view.rank}: another rank ended or did not answer; its own message above "
                 "says why. Start the same command again to resume from the newest checkpoint"
             ) from error
         raise
+    _say_done(prepared, state, files)
     groups.stop()
 
 
-def _prepare(config: RunConfig) -> _Prepared:
-    since = time.monotonic()
-    original = find_start(config)
-    check(config, world_size=launcher.world_size(), architecture=original.architecture)
-    rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
-    spec = config.method.spec()
-    start = run_folder.resume_point(config, original)
-    if start is None:
-        load = config.run.load
-        start = original if load is None else with_student(original, Path(load))
-        start.require(spec)
-        _check_lane(config, start)
-    stages = build_stages(
-        config.stage, config.optim.lr, config.optim.lr_warmup_steps, start.state.loaded_cr
-    )
-    _check_data(config, start)
-    _check_export(config, start, stages)
-    return _Prepared(
-        config=config,
-        architecture=start.architecture,
-        spec=spec,
-        start=start,
-        stages=stages,
-        folder=Path(config.run.dir),
-        since=since,
-    )
+def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
+    """Leave marks for what is finished; of use when an earlier process was killed before it did."""
+    if launcher.rank() != 0:
+        return
+    names = prepared.config.stage.run
+    for name in names[: state.stage]:
+        files.done(name, state.step)
+    if state.stage >= len(names):
+        files.all_done()
 
 
 def _announce_kernels(config: RunConfig) -> None:
@@ -126,57 +123,8 @@ def _announce_kernels(config: RunConfig) -> None:
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 
 
-def _check_lane(config: RunConfig, start: StartPoint) -> None:
-    """Refuse stages that do not fit the lane the student starts with."""
-    run, borrowed = config.stage.run, start.state.lane_borrowed
-    if borrowed and {"zero_neuron", "pretrain"} & set(run):
-        raise ConfigError(
-            f"run.load={start.student}: its lane is already borrowed for decisions; leave "
-            "zero_neuron and pretrain out of stage.run"
-        )
-    loaded, retrofit = start.state.loaded_cr, config.stage.retrofit
-    if "retrofit" in run and retrofit.start_cr is None and retrofit.target_cr < loaded:
-        raise ConfigError(
-            f"run.load={start.student}: its compression ratio {loaded:g} is above "
-            f"stage.retrofit.target_cr={retrofit.target_cr:g}; anneal upwards"
-        )
-    if not borrowed and "hold" in run and "retrofit" not in run:
-        raise ConfigError("stage.run: hold needs a retrofitted student; give one as run.load")
-    if not borrowed and "retrofit" in run and "zero_neuron" not in run and launcher.rank() == 0:
-        log.logger().warning("retrofit without zero_neuron: the borrowed neuron is cleared at once")
-
-
-def _check_data(config: RunConfig, start: StartPoint) -> None:
-    """Refuse data of another tokenizer or vocabulary before anything is allocated."""
-    directory = start.tokenizer_dir
-    tokenizer = None if directory is None else directory / "tokenizer.json"
-    sha256 = file_sha256(tokenizer) if tokenizer is not None and tokenizer.is_file() else None
-    vocab_size = start.architecture.vocab_size
-    check_files(
-        config.data,
-        vocab_size=vocab_size,
-        tokenizer_sha256=sha256,
-        validates=config.run.eval_samples > 0,
-    )
-
-
-def _check_export(config: RunConfig, start: StartPoint, stages: list[Stage | Action]) -> None:
-    """Refuse an export that would be misread or replace something else, before the training."""
-    if "export" not in config.stage.run:
-        return
-    options, spec = config.stage.export, config.method.spec()
-    target_cr = max(start.state.target_cr, config.stage.retrofit.target_cr)
-    check_folder(Path(config.run.dir) / "exports", options, target_cr)
-    trained = [stage for stage in stages if isinstance(stage, Stage)]
-    borrows = any(stage.borrows_lane or stage.hands_over for stage in trained)
-    compresses = borrows or start.state.lane_borrowed
-    check_validation(config, start, compresses=compresses)
-    if compresses:
-        params_dtype = config.parallel.params_dtype
-        check_format(options, spec, start.architecture, params_dtype, target_cr)
-
-
-def _run(prepared: _Prepared, view: ParallelView) -> None:
+def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) -> TrainState:
+    """Run the first `count` stages; where the run then stands."""
     config = prepared.config
     leads = view.rank == 0
     _agree(prepared, view)
@@ -203,8 +151,8 @@ def _run(prepared: _Prepared, view: ParallelView) -> None:
     )
     reporter = _reporter(prepared, state, view)
     try:
-        loop.run(
-            prepared.stages,
+        return loop.run(
+            prepared.stages[:count],
             state,
             LoopParts(
                 engine=engine,
@@ -212,6 +160,7 @@ def _run(prepared: _Prepared, view: ParallelView) -> None:
                 exporter=exporter,
                 validator=validator,
                 reporter=reporter,
+                watch=watch,
                 options=config.run,
                 checkpoints=prepared.folder / "checkpoints",
                 leads=leads,
@@ -229,7 +178,7 @@ def _exports_integers(config: RunConfig) -> bool:
     return "export" in config.stage.run and config.stage.export.every_integer_cr
 
 
-def _agree(prepared: _Prepared, view: ParallelView) -> None:
+def _agree(prepared: Prepared, view: ParallelView) -> None:
     """All ranks must have found the same place to start from; they looked for themselves."""
     start = prepared.start
     mine = (str(start.student), start.state.to_dict())
@@ -240,7 +189,7 @@ def _agree(prepared: _Prepared, view: ParallelView) -> None:
         )
 
 
-def _build_engine(prepared: _Prepared, view: ParallelView) -> McoreEngine:
+def _build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     config, start = prepared.config, prepared.start
     options = EngineOptions(
         parallel=config.parallel,
@@ -263,7 +212,7 @@ def _build_engine(prepared: _Prepared, view: ParallelView) -> McoreEngine:
 
 
 def _datasets(
-    prepared: _Prepared, view: ParallelView
+    prepared: Prepared, view: ParallelView
 ) -> tuple[TokenSamples | None, TokenSamples | None]:
     config = prepared.config
     steps = sum(stage.steps for stage in prepared.stages if isinstance(stage, Stage))
@@ -314,7 +263,7 @@ def _selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.T
     return samples[0].tokens[: min(config.data.seq_length, -(-wanted // shards) * shards)]
 
 
-def _reporter(prepared: _Prepared, state: TrainState, view: ParallelView) -> Reporter:
+def _reporter(prepared: Prepared, state: TrainState, view: ParallelView) -> Reporter:
     config, leads = prepared.config, view.rank == 0
     sinks: list[Sink] = []
     if leads:

@@ -3,6 +3,9 @@
 `dms-train experiment=NAME key=value` is one run and needs nothing from Hydra but the composed
 values. Hydra's flags work too: `--help`, `--cfg job` shows the composed configuration, and
 `-m optim.lr=1e-4,3e-4 'run.dir=outputs/lr-${optim.lr}'` makes one run after the other.
+
+`--until STAGE` leaves after one of the stages; the same command without it continues. With
+`--frozen RUN/config.yaml` that file is the configuration and nothing is composed.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import hydra
 from dms_train.cli.config_source import CONF_DIR, CONFIG_NAME, compose, explain, from_hydra
 from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
+from dms_train.config.frozen import read_frozen
 from dms_train.config.schema import RunConfig
 
 
@@ -29,27 +33,36 @@ def _main(arguments: list[str]) -> int:
     flags, words = _parse(arguments)
     if flags.config_dir is not None and not flags.config_dir.is_dir():
         raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
-    if not flags.hydra:
-        _run(compose(words, flags.config_dir))
+    if flags.frozen is not None:
+        if words:
+            raise ConfigError(f"--frozen: takes no overrides; leave {' '.join(words)} out")
+        _run(read_frozen(flags.frozen), flags.until)
         return 0
+    if not flags.hydra:
+        _run(compose(words, flags.config_dir), flags.until)
+        return 0
+    if flags.until is not None:
+        raise ConfigError("--until: cannot be combined with flags of Hydra")
     explain([word for word in words if "=" in word], flags.config_dir)
     _hydra_application()
     return 0
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split off `--config-dir`; any other flag (`hydra` is then true) is for Hydra to handle."""
+    """Split off our own flags; any other flag (`hydra` is then true) is for Hydra to handle."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--until")
+    parser.add_argument("--frozen", type=Path)
     flags, words = parser.parse_known_args(arguments)
     flags.hydra = any(word.startswith("-") for word in words)
     return flags, words
 
 
-def _run(config: RunConfig) -> None:
+def _run(config: RunConfig, until: str | None = None) -> None:
     from dms_train.cli.session import run  # after the configuration is known to be good
 
-    run(config)
+    run(config, until)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=CONFIG_NAME)

@@ -54,6 +54,14 @@ _AT_LEAST = {
     "run.eval_interval": 0,
     "run.eval_samples": 0,
     "run.log_interval": 1,
+    "cluster.nodes": 1,
+    "cluster.processes_per_node": 1,
+    "cluster.gpus_per_node": 0,
+    "cluster.cpus_per_node": 1,
+    "cluster.signal_seconds": 1,
+    "cluster.save_seconds": 1,
+    "cluster.hang_seconds": 0,
+    "cluster.max_failures": 0,
 }
 _ABOVE_ZERO = (
     "stage.pretrain.lr",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dms_train.config.cluster import ONE_PROCESS, ClusterOptions
 from dms_train.data.options import DataOptions
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.hf.options import ModelOptions
@@ -36,4 +37,5 @@ class RunConfig:
     optim: OptimOptions
     observe: ObserveOptions
     run: RunOptions
+    cluster: ClusterOptions = ONE_PROCESS
     kernels: str = "auto"

@@ -102,6 +102,15 @@ def value_of_rank_0(value: Any) -> Any:
     return values[0]
 
 
+def any_rank(flag: bool, view: ParallelView) -> bool:
+    """Whether `flag` is true on any rank: the same answer everywhere; waits for all ranks."""
+    if view.world_size == 1:
+        return flag
+    found = torch.tensor(float(flag), device=view.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
 def of_rank_0(action: Callable[[], T]) -> T:
     """What rank 0 returns from `action`, on every rank; the others wait however long it takes.
 

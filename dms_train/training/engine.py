@@ -56,6 +56,26 @@ class Validator(Protocol):
         ...
 
 
+class Watch(Protocol):
+    """Connects the loop with whoever started it: is it alive, may it go on, what is finished."""
+
+    def beat(self) -> None:
+        """A step was taken."""
+        ...
+
+    def must_stop(self) -> bool:
+        """Whether any rank was told to stop; a collective that gives every rank one answer."""
+        ...
+
+    def stopped(self, step: int) -> None:
+        """The loop saved step `step` and leaves before its stages are finished."""
+        ...
+
+    def done(self, stage: str, step: int) -> None:
+        """A stage is finished and what it made is stored."""
+        ...
+
+
 class Exporter(Protocol):
     """Writes the current model for others to use."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.method.plan import StepPlan, StepResult
-from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Validator
+from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Validator, Watch
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.stages import Action, Stage
@@ -33,6 +33,7 @@ class LoopParts:
     exporter: Exporter
     validator: Validator
     reporter: Reporter
+    watch: Watch
     options: RunOptions
     checkpoints: Path
     leads: bool
@@ -43,15 +44,31 @@ class LoopParts:
 
 
 def run(stages: list[Stage | Action], state: TrainState, parts: LoopParts) -> TrainState:
-    """Run what is left of the stages; `state` says where to begin."""
+    """Run what is left of the stages; `state` says where to begin.
+
+    Returns early, with everything saved, when the watch says that the run must stop.
+    """
+    for stage in stages[: state.stage]:
+        # a run that was killed between saving and saying so
+        parts.watch.done(_name(stage), state.step)
     _export_due(state, parts)
     while state.stage < len(stages):
-        stage = stages[state.stage]
+        stage, before = stages[state.stage], state.stage
         if isinstance(stage, Stage):
-            _run_stage(stage, state, parts)
+            stops = _run_stage(stage, state, parts)
         else:
             _act(stage, state, parts)
+            stops = parts.watch.must_stop()
+        if state.stage > before:
+            parts.watch.done(_name(stage), state.step)
+        if stops and state.stage < len(stages):
+            parts.watch.stopped(state.step)
+            break
     return state
+
+
+def _name(stage: Stage | Action) -> str:
+    return stage.name if isinstance(stage, Stage) else stage
 
 
 def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
@@ -63,12 +80,17 @@ def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
     parts.engine.annotate(_checkpoint(state, parts), state.to_dict())
 
 
-def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> None:
-    """Run the rest of a stage and leave `state` at the start of the next one."""
+def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
+    """Run the rest of a stage and leave `state` at the start of the next one.
+
+    Returns:
+        Whether the run must stop; `state` then is where the newest checkpoint is.
+    """
     if stage.borrows_lane and not state.lane_borrowed:
         _hand_over(stage, state, parts)
     parts.engine.begin_stage(stage.rate)
     parts.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
+    stops = False
     for done in range(state.stage_step + 1, stage.steps + 1):
         _step(stage, state, parts)
         ends = done == stage.steps
@@ -76,14 +98,19 @@ def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> None:
             evaluate(stage.eval_plan(state.step, done), state, parts)
         ratio = stage.integer_passed(done) if parts.every_integer_cr else None
         state.due_export = None if ratio is None else f"cr{ratio}"
+        stops = parts.watch.must_stop()
         if ends:
             _finish(stage, state, parts)
-        elif ratio is not None or _due(state.step, parts.options.save_interval):
+        elif stops or ratio is not None or _due(state.step, parts.options.save_interval):
             _save(state, parts, permanent=ratio is not None)
+        if stops and not ends:
+            parts.reporter.end_stage(state.step)
+            return True  # an export that is due is written when the run continues
         # after saving, so that a failed export costs no step
         _export_due(state, parts)
     if stage.steps == 0:
         _finish(stage, state, parts)
+    return stops
 
 
 def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
@@ -95,6 +122,7 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     if stage.borrows_lane:
         state.target_cr = plan.target_cr
     parts.reporter.step(state.step, state.stage_step, plan, result)
+    parts.watch.beat()
 
 
 def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("dms_train", "checkpoints_tools", "data_prep")
+PACKAGES = ("dms_train", "checkpoints_tools", "data_prep", "launch")
 OPTIONAL = ("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers")
 
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
     file
-    for package in ("dms_train", "checkpoints_tools", "data_prep", "benchmarks")
+    for package in ("dms_train", "checkpoints_tools", "data_prep", "launch", "benchmarks")
     for file in (ROOT / package).rglob("*.py")
 )
 FILE_CAP, FUNCTION_CAP, FUNCTION_P95, FUNCTION_MEDIAN = 350, 60, 45, 12

@@ -39,6 +39,8 @@ _BEGUN = (
     "run/summary.json",
     "run/data_cache",
     "run/data_cache/*",
+    "run/state",
+    "run/state/*",
 )
 
 

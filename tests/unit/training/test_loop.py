@@ -58,8 +58,9 @@ class Interrupted(Exception):
 class World:
     """A fake engine, data source, exporter and sink that write down what they are asked for."""
 
-    def __init__(self, dies_at: int | str | None = None) -> None:
+    def __init__(self, dies_at: int | str | None = None, stops_at: int | None = None) -> None:
         self.events: list[tuple[Any, ...]] = []
+        self.stops_at = stops_at  # the step after which a signal is known
         self.dies_at = dies_at  # a step, the name of an export or "validate"
 
     def begin_stage(self, rate: LearningRate) -> None:
@@ -104,6 +105,18 @@ class World:
         self.events.append(("validate",))
         return {"cr_factor": 2.5}
 
+    def beat(self) -> None:
+        self.events.append(("beat",))
+
+    def must_stop(self) -> bool:
+        return self.stops_at is not None and len(self.of("train")) >= self.stops_at
+
+    def stopped(self, step: int) -> None:
+        self.events.append(("stopped", step))
+
+    def done(self, stage: str, step: int) -> None:
+        self.events.append(("done", stage, step))
+
     def _may_die(self, where: int | str) -> None:
         if where == self.dies_at:
             raise Interrupted
@@ -145,6 +158,7 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
         exporter=world,
         validator=world,
         reporter=reporter,
+        watch=world,
         options=RunOptions(**{**defaults, **options}),
         checkpoints=folder / "checkpoints",
         leads=leads,
@@ -160,9 +174,10 @@ def run(
     stages: StageOptions = OPTIONS,
     state: TrainState | None = None,
     dies_at: int | str | None = None,
+    stops_at: int | None = None,
     **options: Any,
 ) -> World:
-    world = World(dies_at)
+    world = World(dies_at, stops_at)
     built = build_stages(stages, 1e-4, 0)
     try:
         loop.run(built, state or TrainState(), parts(world, folder, **options))
@@ -451,7 +466,38 @@ def test_a_failed_export_costs_no_step(tmp_path: Path, name: str, step: int) -> 
 def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
     run(tmp_path)
     again = run(tmp_path, state=restored(tmp_path, STEPS))
-    assert again.events == []
+    assert again.events == [("done", name, STEPS) for name in ALL]
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_a_run_told_to_stop_saves_that_step_and_continues_from_it(
+    tmp_path: Path, step: int
+) -> None:
+    """Nothing is done twice and nothing is left out, wherever the signal comes."""
+    whole = timeline(run(tmp_path / "whole"))
+    cut = tmp_path / "cut"
+    first = run(cut, stops_at=step)
+    assert first.of("stopped") == [(step,)]
+    assert len(first.plans) == step
+    again = run(cut, state=restored(cut, step))
+    assert again.of("stopped") == []
+    assert timeline(first) + timeline(again) == whole
+
+
+def test_a_signal_in_the_last_action_does_not_undo_it(tmp_path: Path) -> None:
+    world = run(tmp_path, only("zero_neuron", "export"), stops_at=3)
+    assert world.of("stopped") == [(3,)]
+    again = run(tmp_path, only("zero_neuron", "export"), restored(tmp_path, 3), stops_at=0)
+    assert again.of("stopped") == []
+    assert again.of("done") == [("zero_neuron", 3), ("export", 3)]
+
+
+def test_every_finished_stage_is_announced_after_it_is_saved(tmp_path: Path) -> None:
+    world = run(tmp_path)
+    assert [name for name, _ in world.of("done")] == list(ALL)
+    marks = [e for e in world.events if e[0] in ("done", "save")]
+    assert marks.index(("done", "zero_neuron", 5)) > marks.index(("save", "step_00000005", True))
+    assert len(world.of("beat")) == STEPS
 
 
 JUDGED = only("zero_neuron", "export", "validate")
@@ -469,7 +515,7 @@ def test_a_run_that_died_in_validation_starts_it_again_and_trains_nothing(tmp_pa
     assert first.of("validate") == []
     again = run(tmp_path, JUDGED, restored(tmp_path, 3))
     assert timeline(again) == [("validate",)]
-    assert run(tmp_path, JUDGED, restored(tmp_path, 3)).events == []
+    assert timeline(run(tmp_path, JUDGED, restored(tmp_path, 3))) == []
 
 
 def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""The resolved configuration that a run folder keeps, and what a continued run may change in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dms_train.config.build import ConfigError, build, to_mapping
+from dms_train.config.schema import RunConfig
+
+CONFIG_FILE = "config.yaml"
+# What may change between the parts of one run: it moves no sample, weight or decision.
+_FREE = (
+    "observe",
+    "cluster",
+    "kernels",
+    "stage.validate",
+    "data.micro_batch_size",
+    "data.cache_dir",
+)
+
+
+def read_frozen(file: Path) -> RunConfig:
+    """The configuration that a run folder holds.
+
+    Raises:
+        ConfigError: There is none, or it is not one of this version.
+    """
+    try:
+        values = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: holds no configuration")
+    return build(values)
+
+
+def require_same(config: RunConfig, file: Path) -> None:
+    """Refuse a configuration other than the one in `file`, which need not exist.
+
+    Raises:
+        ConfigError: One line with the first values that differ.
+    """
+    if not file.is_file():
+        return
+    before, now = _fixed(yaml.safe_load(file.read_text())), _fixed(to_mapping(config))
+    differing = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    if differing:
+        shown = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in differing[:5])
+        raise ConfigError(
+            f"run.dir={file.parent}: its run was started with other values ({shown}); "
+            "restore them or choose another folder"
+        )
+
+
+def _fixed(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Flat view of the keys that a resumed run must not change."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        here = f"{path}.{key}" if path else key
+        if here in _FREE:
+            continue
+        if here == "run":
+            flat["run.seed"] = value["seed"]
+        elif here == "parallel":
+            flat["parallel.params_dtype"] = value["params_dtype"]
+        elif isinstance(value, dict):
+            flat |= _fixed(value, here)
+        else:
+            flat[here] = value
+    return flat

@@ -1,0 +1,100 @@
+"""Small files in the run folder that tell other programs how a run is doing.
+
+A launcher sees exit codes that torchrun and srun have rewritten, so these files decide what happens
+next. Standard library only: the command that submits and watches runs reads them too.
+
+    state/heartbeat       touched by rank 0 after every step
+    state/STOPPED         the run saved and left because it was told to; removed by the next start
+    state/STAGE.done      a stage is finished and what it made is stored
+    state/DONE            all stages are
+    errors/ATTEMPT-rankN.json   why a rank ended; written under the launch scripts only
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The state files of one run folder."""
+
+    folder: Path
+
+    @property
+    def state(self) -> Path:
+        """Folder of everything but the errors."""
+        return self.folder / "state"
+
+    @property
+    def errors(self) -> Path:
+        """Folder of one file for every rank that failed."""
+        return self.folder / "errors"
+
+    def begin(self) -> None:
+        """A run starts or continues."""
+        self.state.mkdir(parents=True, exist_ok=True)
+        (self.state / "STOPPED").unlink(missing_ok=True)
+        self.beat()
+
+    def beat(self) -> None:
+        """The run is alive now."""
+        (self.state / "heartbeat").touch()
+
+    def stopped(self, step: int) -> None:
+        """The run was told to stop, and saved after `step` steps."""
+        self._write(self.state / "STOPPED", f"step {step}\n")
+
+    def done(self, stage: str, step: int) -> None:
+        """A stage is finished, after `step` steps of the run; said once."""
+        if not self.is_done(stage):
+            self.state.mkdir(parents=True, exist_ok=True)
+            self._write(self.state / f"{stage}.done", f"step {step}\n")
+
+    def all_done(self) -> None:
+        """Every stage of the configuration is finished."""
+        self._write(self.state / "DONE", "all stages\n")
+
+    def is_done(self, stage: str) -> bool:
+        """Whether a stage is finished."""
+        return (self.state / f"{stage}.done").is_file()
+
+    def failed(self, rank: int, attempt: str, error: BaseException, lines: list[str]) -> None:
+        """Keep why a rank ends.
+
+        Args:
+            rank: The rank that ends.
+            attempt: Which start of the run this is, part of the file's name.
+            error: What ended it.
+            lines: What the user is told.
+        """
+        self.errors.mkdir(parents=True, exist_ok=True)
+        described = {
+            "rank": rank,
+            "time": time.time(),
+            "error": type(error).__name__,
+            "message": " ".join(lines),
+            "traceback": traceback.format_exception(error),
+        }
+        self._write(self.errors / f"{attempt}-rank{rank}.json", json.dumps(described, indent=1))
+
+    def root_cause(self) -> dict[str, Any] | None:
+        """The first error of the newest attempt; ranks that only lost a peer are asked last."""
+        newest: dict[str, list[dict[str, Any]]] = {}
+        for file in self.errors.glob("*-rank*.json"):
+            described = json.loads(file.read_text())
+            newest.setdefault(file.name.rpartition("-rank")[0], []).append(described)
+        if not newest:
+            return None
+        last = max(newest.values(), key=lambda errors: max(e["time"] for e in errors))
+        return min(last, key=lambda e: (e["error"] == "PeerLost", e["time"]))
+
+    def _write(self, path: Path, text: str) -> None:
+        scratch = path.with_name(f"{path.name}.partial")
+        scratch.write_text(text)
+        scratch.replace(path)

@@ -1,0 +1,140 @@
+"""The stages of a run as a chain of jobs: what each is, and how it is written for sbatch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from dms_train.config.build import ConfigError
+from dms_train.config.cluster import ClusterOptions
+from dms_train.config.schema import RunConfig
+
+Kind = Literal["convert", "train", "validate"]
+TEMPLATES = Path(__file__).resolve().parents[1] / "slurm"
+PREPARE, IMPORT, VALIDATE = "prepare", "hf_to_megatron", "validate"
+START_FOLDER = "start"  # in the run folder: what IMPORT writes and training begins with
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One stage of the chain; its name is that of its mark in the run folder."""
+
+    stage: str
+    kind: Kind
+
+
+def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
+    """The jobs of a run in order.
+
+    `prepare` checks the token files and makes them if it was told how, `hf_to_megatron` makes the
+    checkpoint that training starts from, then follow the stages of `stage.run`. An export is
+    validated on one node, whether or not `stage.run` ends with `validate`.
+
+    Raises:
+        ConfigError: A stage to skip does not exist, or the stages do not make a chain.
+    """
+    trained = [stage for stage in config.stage.run if stage != VALIDATE]
+    if len(set(trained)) != len(trained):
+        raise ConfigError("stage.run: a chain has one job for each stage; name each once")
+    jobs = [Job(PREPARE, "convert")]
+    if imports(config):
+        jobs.append(Job(IMPORT, "convert"))
+    jobs += [Job(stage, "train") for stage in trained]
+    if "export" in trained and config.model.path is not None and compresses(config):
+        jobs.append(Job(VALIDATE, "validate"))
+    names = [job.stage for job in jobs]
+    for name in skipped:
+        if name not in names:
+            raise ConfigError(f"--skip {name}: no such stage; this run has {', '.join(names)}")
+    return [job for job in jobs if job.stage not in skipped]
+
+
+def imports(config: RunConfig) -> bool:
+    """Whether training starts from a checkpoint that the chain makes."""
+    own = str(Path(config.run.dir) / START_FOLDER)
+    return config.model.path is not None and config.run.load in (None, own)
+
+
+def compresses(config: RunConfig) -> bool:
+    """Whether the export has decisions that can be judged."""
+    return bool({"zero_neuron", "retrofit", "hold"} & set(config.stage.run))
+
+
+def frozen(config: RunConfig, skipped: Collection[str] = ()) -> RunConfig:
+    """The configuration that the jobs read: an absolute run folder and the chain's own start."""
+    run = replace(config.run, dir=str(Path(config.run.dir).expanduser().resolve()))
+    config = replace(config, run=run)
+    if imports(config) and IMPORT not in skipped:
+        config = replace(config, run=replace(run, load=str(Path(run.dir) / START_FOLDER)))
+    return config
+
+
+def script(job: Job, config: RunConfig, workdir: Path) -> str:
+    """The batch script of a job: its template with every `@PLACEHOLDER@` filled."""
+    text = (TEMPLATES / f"{job.kind}.sbatch").read_text(encoding="utf-8")
+    for name, value in _values(job, config, workdir).items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
+    run, cluster = Path(config.run.dir), config.cluster
+    python = cluster.python or sys.executable
+    quoted = {
+        "RUN": str(run),
+        "STAGE": job.stage,
+        "CODE": str(run / "code"),
+        "WORKDIR": str(workdir),
+        "PYTHON": python,
+        "SRUN_OPTIONS": "\n".join(container_options(cluster, run, workdir)),
+    }
+    plain = {
+        "NAME": f"{run.name}-{job.stage}",
+        "LOG": str(run / "logs" / f"{job.stage}-%j.log"),
+        "NODES": str(cluster.nodes),
+        "CPUS": str(cluster.cpus_per_node),
+        "TIME": cluster.time if job.kind == "train" else cluster.convert_time,
+        "SITE": "\n".join(_site_lines(cluster, job.kind)),
+        "NPROC": str(cluster.processes_per_node),
+        "SIGNAL_S": str(cluster.signal_seconds),
+        "SAVE_S": str(cluster.save_seconds),
+        "HANG_S": str(cluster.hang_seconds),
+        "MAX_FAILURES": str(cluster.max_failures),
+    }
+    return {**plain, **{name: shlex.quote(value) for name, value in quoted.items()}}
+
+
+def _site_lines(cluster: ClusterOptions, kind: Kind) -> list[str]:
+    options = [
+        f"--{name}={value}"
+        for name, value in (
+            ("partition", cluster.partition),
+            ("account", cluster.account),
+            ("qos", cluster.qos),
+        )
+        if value is not None
+    ]
+    # a conversion runs on CPUs, a validation on one GPU
+    gpus = {"train": cluster.gpus_per_node, "validate": min(1, cluster.gpus_per_node)}.get(kind, 0)
+    if gpus:
+        options.append(f"--gpus-per-node={gpus}")
+    if kind == "train":
+        options += cluster.options
+    return [f"#SBATCH {option}" for option in options]
+
+
+def container_options(cluster: ClusterOptions, run: Path, workdir: Path) -> list[str]:
+    """What srun, not sbatch, is told: the batch shell stays outside, where scontrol exists."""
+    if cluster.container_image is None:
+        return []
+    own = [f"{folder}:{folder}" for folder in dict.fromkeys((run, workdir))]
+    return [
+        f"--container-image={cluster.container_image}",
+        f"--container-mounts={','.join([*own, *cluster.container_mounts])}",
+        f"--container-workdir={workdir}",
+        "--no-container-mount-home",
+    ]

@@ -1,0 +1,30 @@
+# Settings of NCCL, CUDA, the allocator and caches: this file is the only place that exports them.
+# Sourced by launch/node.sh. What the caller or the site has set already wins.
+
+# Order of kernels and communication: tensor parallelism overlaps as megatron-core expects.
+: "${CUDA_DEVICE_MAX_CONNECTIONS:=1}"
+# NVLink SHARP reserves memory on every GPU; set 1 where it was measured to be faster.
+: "${NCCL_NVLS_ENABLE:=0}"
+# Says what is wrong, and nothing else; INFO for one short run when processes cannot meet.
+: "${NCCL_DEBUG:=WARN}"
+# A collective that hangs leaves a record of what each rank was doing (about 2,000 entries).
+: "${TORCH_FR_BUFFER_SIZE:=2000}"
+: "${TORCH_NCCL_DUMP_ON_TIMEOUT:=1}"
+# NCCL's own watchdog must not take the pause of a long save for a dead process; seconds.
+: "${TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC:=1800}"
+# Fewer holes in GPU memory when activations of different sizes come and go.
+: "${PYTORCH_ALLOC_CONF:=expandable_segments:True}"
+# torchrun would set 1 and warn; the trainer's work is on the GPU.
+: "${OMP_NUM_THREADS:=1}"
+# Tokenizers are used in processes that fork.
+: "${TOKENIZERS_PARALLELISM:=false}"
+# Compiled kernels belong on the node's own disk: a shared file system is slow and locks badly.
+: "${TRITON_CACHE_DIR:=${TMPDIR:-/tmp}/dms-triton.$(id -u)}"
+
+export CUDA_DEVICE_MAX_CONNECTIONS NCCL_NVLS_ENABLE NCCL_DEBUG TORCH_FR_BUFFER_SIZE
+export TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC PYTORCH_ALLOC_CONF
+export OMP_NUM_THREADS TOKENIZERS_PARALLELISM TRITON_CACHE_DIR
+if [[ -n ${RUN:-} ]]; then
+  : "${TORCH_FR_DUMP_TEMP_FILE:=$RUN/errors/nccl_trace_}"
+  export TORCH_FR_DUMP_TEMP_FILE
+fi

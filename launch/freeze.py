@@ -1,0 +1,69 @@
+"""Everything a run needs to be the same tomorrow: configuration, code, package versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from dms_train.config.build import to_mapping
+from dms_train.config.frozen import CONFIG_FILE
+from dms_train.config.schema import RunConfig
+
+_CODE = Path(__file__).resolve().parents[1]
+_PACKAGES = ("dms_train", "checkpoints_tools", "data_prep", "launch", "slurm")
+
+
+def freeze(config: RunConfig, command: str) -> None:
+    """Fill a run folder that holds no configuration yet; one that does stays as it is.
+
+    A job that is requeued hours later runs the copied code, whatever happened to the original.
+    """
+    run = Path(config.run.dir)
+    if (run / CONFIG_FILE).is_file():
+        return
+    for name in ("launch", "logs", "state"):
+        (run / name).mkdir(parents=True, exist_ok=True)
+    _copy_code(run / "code")
+    (run / "launch" / "command.txt").write_text(command + "\n")
+    (run / "launch" / "packages.txt").write_text(_packages())
+    (run / "launch" / "git.txt").write_text(_git())
+    # last: a folder with a configuration is complete
+    (run / CONFIG_FILE).write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
+
+
+def _copy_code(target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    for package in _PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(_CODE / package, target / package, ignore=ignored)
+
+
+def _packages() -> str:
+    found = {
+        f"{package.metadata['Name']}=={package.version}\n"
+        for package in importlib.metadata.distributions()
+    }
+    return "".join(sorted(found, key=str.lower))
+
+
+def _git() -> str:
+    """Commit and uncommitted changes of the code, where it is a git checkout."""
+    words = (("rev-parse", "HEAD"), ("status", "--short"), ("diff", "HEAD"))
+    parts = []
+    for arguments in words:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(_CODE), *arguments],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return "not a git checkout\n"
+        parts.append(done.stdout)
+    return "\n".join(parts)

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# What the batch shell of a job does: `job.sh MODULE ARGUMENT...` runs the module on the job's nodes,
+# passes signals on, watches the heartbeat and decides by the state files what happens next.
+# Environment, set by slurm/*.sbatch: RUN, STAGE, CODE, WORKDIR, PYTHON, NPROC (ranks per node, 0 for
+# one plain process), MAX_FAILURES, HANG_S (0: no watchdog), SAVE_S, SRUN_OPTIONS (one per line).
+set -uo pipefail # no -e: exit codes are read here, not fatal
+state=$RUN/state
+failures=$state/$STAGE.failures
+mkdir -p "$state" "$RUN/errors"
+say() { echo "== $(date -u +%FT%TZ) $STAGE: $*"; }
+newest() { find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1; }
+cancelled() {
+  [[ -e $state/CANCELLED ]] || scontrol show job -o "$SLURM_JOB_ID" | grep -q 'JobState=CANCELLED'
+}
+
+if [[ -e $state/$STAGE.done ]]; then
+  say "finished before; nothing to do"
+  exit 0
+fi
+cd "$WORKDIR" || exit 1
+rm -f "$state/STOPPED" "$state/$STAGE.FAILED"
+touch "$state/heartbeat"
+before=$(newest)
+attempt=${SLURM_RESTART_COUNT:-0}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+NNODES=$SLURM_NNODES
+RENDEZVOUS=$SLURM_JOB_ID.$attempt
+DMS_ATTEMPT=$SLURM_JOB_ID.$attempt
+export RUN CODE PYTHON NPROC NNODES MASTER_ADDR MASTER_PORT RENDEZVOUS DMS_ATTEMPT
+say "job $SLURM_JOB_ID, attempt $attempt, nodes $SLURM_JOB_NODELIST"
+
+# srun can wait for ever for a node that died and came back, so asking is followed by SIGKILL.
+end_step() {
+  say "$1: ending the step"
+  scancel "$SLURM_JOB_ID.0"
+  sleep 10
+  kill -9 "$step" 2>/dev/null
+}
+# The signal before the time limit reaches this shell only; every process of the step gets it from
+# here. A step that has not saved and ended after SAVE_S seconds is ended.
+stopping=
+on_signal() {
+  [[ -n $stopping ]] && return
+  say "time is nearly up ($1): asking the step to save and stop"
+  scancel --signal=USR1 "$SLURM_JOB_ID.0"
+  { sleep "$SAVE_S" && kill -0 "$step" 2>/dev/null && end_step "no clean stop in $SAVE_S s"; } &
+  stopping=$!
+}
+trap 'on_signal USR1' USR1
+trap 'on_signal TERM' TERM
+
+mapfile -t options < <(printf '%s' "${SRUN_OPTIONS:-}")
+# shellcheck disable=SC2016 # the node's own variables
+srun --kill-on-bad-exit=1 --export=ALL "${options[@]}" \
+  bash -c 'export NODE_NAME=$SLURMD_NODENAME; exec bash "$CODE/launch/node.sh" "$@"' node "$@" &
+step=$!
+watchdog=
+if ((HANG_S > 0)); then
+  while sleep 5 && kill -0 "$step" 2>/dev/null; do
+    age=$(($(date +%s) - $(stat -c %Y "$state/heartbeat")))
+    ((age > HANG_S)) && { end_step "no heartbeat for $age s"; break; }
+  done &
+  watchdog=$!
+fi
+# `wait` also returns for a trapped signal
+while :; do
+  wait "$step"
+  rc=$?
+  kill -0 "$step" 2>/dev/null || break
+done
+kill $watchdog $stopping 2>/dev/null
+
+if [[ -e $state/$STAGE.done ]]; then
+  rm -f "$failures"
+  say "finished"
+  exit 0
+fi
+((rc)) || rc=1
+if cancelled; then
+  say "cancelled"
+  exit "$rc"
+fi
+if [[ -e $state/STOPPED ]]; then
+  reason="stopped and saved, $(cat "$state/STOPPED")"
+elif [[ $(newest) != "$before" ]]; then
+  echo 0 >"$failures"
+  reason="failed after $(basename "$(newest)")"
+else
+  count=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
+  echo "$count" >"$failures"
+  if ((count > MAX_FAILURES)); then
+    reason="gave up after $count failure(s) without progress, exit code $rc"
+    echo "$reason" >"$state/$STAGE.FAILED"
+    say "$reason"
+    exit "$rc"
+  fi
+  reason="failure $count of at most $MAX_FAILURES without progress, exit code $rc"
+fi
+say "requeued: $reason"
+trap - TERM
+if scontrol requeue "$SLURM_JOB_ID"; then
+  sleep 60 # SLURM ends this shell; it must not end by itself before
+else
+  say "could not be requeued"
+fi
+exit "$rc"

@@ -1,0 +1,69 @@
+"""The few things asked of SLURM, by its own commands."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+
+
+class SchedulerError(ValueError):
+    """SLURM is absent or refused."""
+
+
+def available() -> bool:
+    """Whether this machine can submit jobs."""
+    return shutil.which("sbatch") is not None
+
+
+def submit(script: str, after: str | None) -> str:
+    """Submit a batch script, to start when job `after` has succeeded; the job's id.
+
+    Raises:
+        SchedulerError: SLURM refused it.
+    """
+    words = ["sbatch", "--parsable"]
+    if after is not None:
+        # without the second option a stage whose predecessor failed would wait for ever
+        words += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    return _run(words, script).strip().partition(";")[0]
+
+
+def test(script: str) -> str:
+    """SLURM's answer to a script that it does not run: when it would start, or why not."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        return f"sbatch: {error.strerror}"
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1] if lines else f"sbatch --test-only: exit code {done.returncode}"
+
+
+def states(jobs: Iterable[str]) -> dict[str, str]:
+    """State of those jobs that SLURM still has in its queue."""
+    wanted = set(jobs)
+    if not wanted or not available():
+        return {}
+    lines = _run(["squeue", "--noheader", "--me", "--format=%A %T %r"], "").splitlines()
+    known = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
+    return {job: state for job, state in known.items() if job in wanted}
+
+
+def cancel(jobs: Iterable[str]) -> None:
+    """Cancel jobs; those that have ended are ignored."""
+    ids = list(jobs)
+    if ids:
+        _run(["scancel", *ids], "")
+
+
+def _run(words: Sequence[str], text: str) -> str:
+    try:
+        done = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
+    except FileNotFoundError as error:
+        raise SchedulerError(f"{words[0]}: not found; submit where SLURM is installed") from error
+    except subprocess.CalledProcessError as error:
+        reason = " ".join(error.stderr.split()) or f"exit code {error.returncode}"
+        raise SchedulerError(f"{words[0]}: {reason}") from error
+    return done.stdout

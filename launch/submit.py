@@ -1,0 +1,186 @@
+"""`dms-submit`: a run as a chain of SLURM jobs, from a login node without torch or a GPU.
+
+    dms-submit [--dry-run] [--skip STAGE,...] [--prepare 'WORDS'] OVERRIDE...   start or go on
+    dms-submit status|resume|cancel RUN
+
+The overrides are those of dms-train, and `cluster=...` says what to ask SLURM for. Submitting again
+is safe: finished stages are left out, a run in the queue is left alone, and a changed configuration
+is refused. `--prepare 'tokenize --tokenizer MODEL --output PREFIX FILE'` are words for dms-data,
+used when the token files are not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dms_train.cli.config_source import compose
+from dms_train.cli.errors import run_main
+from dms_train.cli.model import read_architecture
+from dms_train.config.build import ConfigError
+from dms_train.config.check import check
+from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
+from dms_train.config.schema import RunConfig
+from dms_train.observe.state_files import StateFiles
+from launch import scheduler
+from launch.chain import Job, chain, frozen, script
+from launch.freeze import freeze
+from launch.stage import PREPARE_FILE
+
+_JOBS_FILE = Path("launch") / "jobs.json"
+_VERBS = ("status", "resume", "cancel")
+
+
+def main() -> None:
+    """Entry point; exit code 0, or 2 with one line for each problem."""
+    sys.exit(run_main(lambda: _main(sys.argv[1:])))
+
+
+def _main(arguments: list[str]) -> int:
+    if arguments and arguments[0] in _VERBS:
+        return _act_on(arguments[0], arguments[1:])
+    options = _parse(arguments)
+    config = compose(options.overrides, options.config_dir)
+    skipped = [name for name in options.skip.split(",") if name]
+    check(
+        config,
+        world_size=config.cluster.world_size,
+        architecture=read_architecture(config.model),
+    )
+    config = frozen(config, skipped)
+    jobs = chain(config, skipped)
+    require_same(config, Path(config.run.dir) / CONFIG_FILE)
+    if options.dry_run:
+        _show(jobs, config)
+        return 0
+    freeze(config, shlex.join(["dms-submit", *arguments]))
+    if options.prepare is not None:
+        recipe = Path(config.run.dir) / PREPARE_FILE
+        recipe.write_text(json.dumps(shlex.split(options.prepare)) + "\n")
+    _submit(jobs, config)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dms-submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="the words that dms-train would be given")
+    parser.add_argument("--dry-run", action="store_true", help="print the jobs, submit nothing")
+    parser.add_argument("--skip", default="", help="stages to leave out, with commas between")
+    parser.add_argument("--prepare", help="words for dms-data that make the token files")
+    parser.add_argument("--config-dir", type=Path, help="folder with group files of your own")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _left(jobs: list[Job], config: RunConfig) -> list[Job]:
+    files = StateFiles(Path(config.run.dir))
+    return [job for job in jobs if not files.is_done(job.stage)]
+
+
+def _show(jobs: list[Job], config: RunConfig) -> None:
+    """What would be submitted, and what SLURM would say to it."""
+    left = _left(jobs, config)
+    print(f"run folder {config.run.dir}: {' -> '.join(job.stage for job in jobs)}")
+    for job in jobs:
+        if job not in left:
+            print(f"\n== {job.stage}: finished, left out")
+            continue
+        text = script(job, config, Path.cwd())
+        print(f"\n== {job.stage} (slurm/{job.kind}.sbatch)\n{text.rstrip()}")
+        if scheduler.available():
+            print(f"== {scheduler.test(text)}")
+    print("\ndry run: nothing was written or submitted")
+
+
+def _submit(jobs: list[Job], config: RunConfig) -> None:
+    run = Path(config.run.dir)
+    queued = scheduler.states(_submitted(run).values())
+    if queued:
+        print(f"{run}: already in the queue as {', '.join(sorted(queued))}; nothing submitted")
+        return
+    left = _left(jobs, config)
+    if not left:
+        print(f"{run}: every stage is finished; nothing submitted")
+        return
+    for old in (
+        *run.glob("state/*.FAILED"),
+        *run.glob("state/*.failures"),
+        run / "state/CANCELLED",
+    ):
+        old.unlink(missing_ok=True)
+    submitted: dict[str, str] = {}
+    after = None
+    for job in left:
+        text = script(job, config, Path.cwd())
+        (run / "launch" / f"{job.stage}.sbatch").write_text(text)
+        after = submitted[job.stage] = scheduler.submit(text, after)
+        # at once: a chain that is cut short can still be cancelled
+        (run / _JOBS_FILE).write_text(json.dumps(submitted, indent=1) + "\n")
+        print(f"{job.stage}: job {after}")
+    print(f"dms-submit status {run}\ndms-submit cancel {run}")
+
+
+def _submitted(run: Path) -> dict[str, str]:
+    """Job ids of the newest submission by stage."""
+    file = run / _JOBS_FILE
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def _act_on(verb: str, words: list[str]) -> int:
+    if len(words) != 1:
+        raise ConfigError(f"dms-submit {verb}: give one run folder")
+    run = Path(words[0]).expanduser().resolve()
+    config = read_frozen(run / CONFIG_FILE)
+    if not (run / _JOBS_FILE).is_file():
+        raise ConfigError(f"{run}: was not submitted by dms-submit")
+    if verb == "status":
+        return _status(run)
+    if verb == "cancel":
+        return _cancel(run)
+    _submit([job for job in chain(config) if job.stage in _submitted(run)], config)
+    return 0
+
+
+def _cancel(run: Path) -> int:
+    # first, so that a job that is asked to stop is not put into the queue again
+    (run / "state" / "CANCELLED").touch()
+    jobs = _submitted(run)
+    scheduler.cancel(reversed(jobs.values()))
+    print(f"{run}: cancelled {', '.join(jobs.values())}")
+    return 0
+
+
+def _status(run: Path) -> int:
+    """One line for each stage, why the run failed if it did, and how far it is."""
+    files, jobs = StateFiles(run), _submitted(run)
+    queue = scheduler.states(jobs.values())
+    failed = False
+    for stage, job in jobs.items():
+        note = run / "state" / f"{stage}.FAILED"
+        if files.is_done(stage):
+            text = "finished"
+        elif note.is_file():
+            failed, text = True, f"FAILED: {note.read_text().strip()}"
+        else:
+            text = queue.get(job, "not in the queue")
+        print(f"{stage:<16} job {job:<10} {text}")
+    cause = files.root_cause()
+    if failed and cause is not None:
+        print(f"first error, of rank {cause['rank']}: {cause['message']}")
+    checkpoints = sorted((run / "checkpoints").glob("step_????????"))
+    if checkpoints:
+        print(f"newest checkpoint: {checkpoints[-1].name}")
+    beat = run / "state" / "heartbeat"
+    if queue and beat.is_file():
+        print(f"last heartbeat {time.time() - beat.stat().st_mtime:.0f} s ago")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A run that is told to stop saves on all ranks after the same step, and continues from there.
+
+And the launch scripts without a scheduler, which start the same runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support import launch
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exam sheets, and a run over them that nobody disturbed."""
+    root = tmp_path_factory.mktemp("signals")
+    sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
+    launch.checked(launch.python("-m", "data_prep.tokenize", *sheets))
+    launch.checked(launch.torchrun(2, *command(root, "whole")))
+    return root
+
+
+def command(root: Path, name: str) -> list[str]:
+    """`python -m dms_train` for a tiny run from scratch with TP 2."""
+    return [
+        *("-m", "dms_train", "experiment=tiny_pretrain", "observe.wandb=disabled"),
+        "model.architecture.num_layers=2",
+        "model.architecture.hidden_size=32",
+        "model.architecture.ffn_hidden_size=48",
+        "model.architecture.kv_channels=8",
+        f"model.tokenizer={root}/sheets/tokenizer",
+        f"data.paths=[{root}/sheets/train]",
+        "data.seq_length=96",
+        "run.eval_samples=8",
+        "run.save_interval=0",
+        "run.log_interval=1",
+        f"stage.pretrain.steps={STEPS}",
+        f"run.dir={root}/{name}",
+    ]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+
+
+def steps_saved(run: Path) -> list[int]:
+    return [int(path.name[5:]) for path in sorted((run / "checkpoints").glob("step_*"))]
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be signalled"
+        time.sleep(0.02)
+
+
+def signalled(root: Path, name: str, number: int, rank: str) -> str:
+    """Start a run under torchrun, signal one rank (or `torchrun`) in mid-stage; its log."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *command(root, name)],
+        env=launch.environment(),
+        cwd=launch.ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        metrics = root / name / "metrics.jsonl"
+        wait_for(lambda: metrics.is_file() and len(losses(root / name)) >= 4, process)
+        target = process.pid
+        if rank != "torchrun":
+            ranks = psutil.Process(process.pid).children()
+            target = next(r.pid for r in ranks if r.environ().get("RANK") == rank)
+        os.kill(target, number)
+        return process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "rank"),
+    [("usr1", signal.SIGUSR1, "1"), ("term", signal.SIGTERM, "torchrun")],
+)
+def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(
+    room: Path, name: str, number: int, rank: str
+) -> None:
+    log = signalled(room, name, number, rank)
+    run = room / name
+    assert "stopped after step" in log
+    (step,) = steps_saved(run)
+    assert step < STEPS
+    assert (run / "state" / "STOPPED").read_text() == f"step {step}\n"
+    assert not (run / "state" / "pretrain.done").exists()
+    launch.checked(launch.torchrun(2, *command(room, name)))
+    assert not (run / "state" / "STOPPED").exists()
+    assert (run / "state" / "DONE").is_file()
+    assert losses(run) == losses(room / "whole")
+
+
+def test_a_run_can_leave_after_a_stage_and_be_continued_from_its_own_file(room: Path) -> None:
+    launch.checked(launch.torchrun(2, *command(room, "parts"), "--until", "pretrain"))
+    run = room / "parts"
+    assert (run / "state" / "pretrain.done").is_file()
+    assert not (run / "state" / "DONE").exists()
+    assert not (run / "exports").exists()
+    frozen = ("-m", "dms_train", "--frozen", str(run / "config.yaml"))
+    launch.checked(launch.torchrun(2, *frozen, "--until", "export"))
+    assert (run / "exports" / "final").exists()
+    assert (run / "state" / "DONE").is_file()
+    assert losses(run) == losses(room / "whole")
+
+
+def test_a_stage_that_is_not_in_the_configuration_is_refused(room: Path) -> None:
+    result = launch.python(*command(room, "wrong"), "parallel=single", "--until", "retrofit")
+    assert result.returncode == 2
+    assert "--until retrofit: not in stage.run; choose one of pretrain, export" in result.stderr
+    assert not (room / "wrong").exists()
+
+
+def script(root: Path, file: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+    """Start a launch script in a folder that holds no code."""
+    return subprocess.Popen(
+        ["bash", str(launch.ROOT / "launch" / file), *arguments],
+        env=launch.environment(PYTHON=sys.executable, **extra),
+        cwd=root,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        stderr = process.communicate(timeout=200)[1]
+    finally:
+        process.kill()
+    return process.returncode, stderr
+
+
+def test_one_node_without_a_scheduler(room: Path) -> None:
+    code, stderr = ended(script(room, "local.sh", "2", *command(room, "local")[2:]))
+    assert code == 0, stderr
+    assert losses(room / "local") == losses(room / "whole")
+    assert ended(script(room, "local.sh", "experiment=demo"))[0] == 2
+
+
+def test_two_nodes_without_a_scheduler(room: Path) -> None:
+    run = room / "nodes"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    words = ("node.sh", *command(room, "nodes")[1:])
+    nodes = [script(room, *words, **shared, NODE_NAME="localhost", RUN=str(run)) for _ in "ab"]
+    for node in nodes:
+        code, stderr = ended(node)
+        assert code == 0, stderr
+    assert losses(run) == losses(room / "whole")
+
+
+def test_every_rank_says_why_it_ended(room: Path) -> None:
+    run = room / "refused"
+    words = ("node.sh", *command(room, "refused")[1:], f"data.paths=[{room}/absent]")
+    code, _ = ended(script(room, *words, NPROC="2", RUN=str(run), DMS_ATTEMPT="7.1"))
+    assert code != 0
+    described = json.loads((run / "errors" / "7.1-rank0.json").read_text())
+    assert described["message"].startswith(f"error: {room}/absent.manifest.json: missing")
+    assert not (run / "checkpoints").exists()

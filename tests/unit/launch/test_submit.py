@@ -1,0 +1,269 @@
+"""Chains and batch scripts, without a scheduler."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dms_train.cli.config_source import compose
+from dms_train.config.build import ConfigError
+from dms_train.config.cluster import ClusterOptions
+from dms_train.config.schema import RunConfig
+from launch import scheduler, submit
+from launch.chain import Job, chain, container_options, frozen, script
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "slurm").glob("*.sbatch")])
+WORDS = [
+    "experiment=demo",
+    "parallel=tp2",
+    "cluster.nodes=2",
+    "data.global_batch_size=16",
+    "data.micro_batch_size=8",
+]
+
+
+def config(folder: Path, *changes: str) -> RunConfig:
+    return compose([*WORDS, f"run.dir={folder}/run", *changes])
+
+
+def dms_submit(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.submit", *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def stages(config: RunConfig, *skipped: str) -> list[str]:
+    return [job.stage for job in chain(config, skipped)]
+
+
+def test_a_retrofit_is_a_chain_from_data_to_validation(tmp_path: Path) -> None:
+    jobs = chain(config(tmp_path))
+    assert jobs == [
+        Job("prepare", "convert"),
+        Job("hf_to_megatron", "convert"),
+        Job("zero_neuron", "train"),
+        Job("retrofit", "train"),
+        Job("hold", "train"),
+        Job("export", "train"),
+        Job("validate", "validate"),
+    ]
+
+
+def test_stages_without_a_purpose_are_left_out(tmp_path: Path) -> None:
+    scratch = compose(["experiment=tiny_pretrain", f"run.dir={tmp_path}/run"])
+    assert stages(scratch) == ["prepare", "pretrain", "export"]
+    loaded = config(tmp_path, "run.load=/some/checkpoint", "stage.run=[hold]")
+    assert stages(loaded) == ["prepare", "hold"]
+    assert stages(config(tmp_path), "prepare", "hf_to_megatron")[0] == "zero_neuron"
+
+
+def test_training_starts_from_what_the_chain_imported(tmp_path: Path) -> None:
+    made = frozen(config(tmp_path))
+    assert made.run.load == str(tmp_path / "run" / "start")
+    assert stages(made) == stages(config(tmp_path))  # the frozen file gives the same chain
+    assert frozen(config(tmp_path), ["hf_to_megatron"]).run.load is None
+
+
+def test_what_makes_no_chain_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--skip retrofti: no such stage; this run has prepare"):
+        chain(config(tmp_path), ["retrofti"])
+    with pytest.raises(ConfigError, match="name each once"):
+        chain(config(tmp_path, "stage.run=[export,retrofit,export]"))
+
+
+@pytest.mark.parametrize("job", [Job("prepare", "convert"), Job("hold", "train")])
+def test_no_placeholder_is_left_and_every_value_is_quoted(tmp_path: Path, job: Job) -> None:
+    odd = tmp_path / "it's a $HOME run"
+    plain = config(tmp_path)
+    text = script(job, replace(plain, run=replace(plain.run, dir=f"{odd}/run")), odd)
+    assert not re.search(r"@[A-Z_]+@", text)
+    exports = "\n".join(line for line in text.splitlines() if line.startswith("export "))
+    shown = subprocess.run(
+        ["bash", "-c", f'{exports}\nprintf "%s|%s" "$RUN" "$WORKDIR"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == f"{odd}/run|{odd}"
+
+
+def test_site_values_stand_in_the_script(tmp_path: Path) -> None:
+    site = ["cluster=gpu_node", "cluster.nodes=1", "parallel=tp4_pp2", "cluster.account=a1"]
+    made = config(tmp_path, *site, "cluster.partition=long", "cluster.qos=q")
+    train = script(Job("hold", "train"), made, tmp_path).splitlines()
+    for line in ("--account=a1", "--partition=long", "--qos=q", "--gpus-per-node=8", "--exclusive"):
+        assert f"#SBATCH {line}" in train
+    assert "#SBATCH --signal=B:USR1@300" in train
+    convert = script(Job("prepare", "convert"), made, tmp_path)
+    assert "--gpus-per-node" not in convert
+    assert "--account=a1" in convert
+    assert "--gpus-per-node=1" in script(Job("validate", "validate"), made, tmp_path)
+
+
+def test_a_container_is_given_to_srun_with_the_run_mounted() -> None:
+    run, here = Path("/runs/a"), Path("/home/me")
+    assert container_options(ClusterOptions(), run, here) == []
+    cluster = ClusterOptions(container_image="/i.sqsh", container_mounts=("/data:/data:ro",))
+    assert container_options(cluster, run, here)[:2] == [
+        "--container-image=/i.sqsh",
+        "--container-mounts=/runs/a:/runs/a,/home/me:/home/me,/data:/data:ro",
+    ]
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda f: f.name)
+def test_shell_syntax(file: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_templates_hold_no_site_and_no_logic() -> None:
+    for file in (ROOT / "slurm").glob("*.sbatch"):
+        lines = file.read_text().splitlines()[1:]
+        allowed = ("#SBATCH ", "@SITE@", "export ", "exec bash ")
+        assert [line for line in lines if not line.startswith(allowed)] == []
+        assert not re.search(r"--(account|partition|qos)", file.read_text())
+
+
+def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    words = [*WORDS, f"run.dir={tmp_path}/run"]
+    done = dms_submit(tmp_path, "--dry-run", *words, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("#SBATCH --job-name=run-") == 7
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["cluster.nodes=3"], "config error: "),
+        (["cluster.node=2"], "cluster.node: unknown key; did you mean cluster.nodes?"),
+        (["--skip", "pretrain"], "--skip pretrain: no such stage"),
+        (["cluster=gpu_container"], "cluster.container_image: missing"),
+    ],
+)
+def test_a_bad_command_is_one_line_and_leaves_nothing(
+    tmp_path: Path, words: list[str], says: str
+) -> None:
+    done = dms_submit(tmp_path, *WORDS, f"run.dir={tmp_path}/run", *words)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+class Scheduler:
+    """Takes jobs and remembers them."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, str | None]] = []
+        self.queue: dict[str, str] = {}
+
+    def submit(self, script: str, after: str | None) -> str:
+        name = re.search(r"--job-name=run-(\w+)", script)
+        assert name is not None
+        self.taken.append((name[1], after))
+        return str(100 + len(self.taken))
+
+    def states(self, jobs: object) -> dict[str, str]:
+        return self.queue
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    fake = Scheduler()
+    monkeypatch.setattr(scheduler, "submit", fake.submit)
+    monkeypatch.setattr(scheduler, "states", fake.states)
+    return fake
+
+
+def test_jobs_wait_for_the_one_before(tmp_path: Path, queue: Scheduler) -> None:
+    submit._main([*WORDS, f"run.dir={tmp_path}/run", "--prepare", "tokenize a"])
+    names = [name for name, _ in queue.taken]
+    assert names == stages(config(tmp_path))
+    assert [after for _, after in queue.taken] == [None, *map(str, range(101, 107))]
+    launch = tmp_path / "run" / "launch"
+    assert json.loads((launch / "jobs.json").read_text())["export"] == "106"
+    assert json.loads((launch / "prepare.json").read_text()) == ["tokenize", "a"]
+    assert "torch==" in (launch / "packages.txt").read_text()
+    assert (tmp_path / "run" / "code" / "launch" / "job.sh").is_file()
+    assert compose([*WORDS]).stage == submit.read_frozen(tmp_path / "run" / "config.yaml").stage
+
+
+def test_submitting_again_leaves_out_what_is_finished(tmp_path: Path, queue: Scheduler) -> None:
+    words = [*WORDS, f"run.dir={tmp_path}/run"]
+    submit._main(words)
+    run = tmp_path / "run"
+    for stage in ("prepare", "hf_to_megatron", "zero_neuron"):
+        (run / "state" / f"{stage}.done").touch()
+    (run / "state" / "retrofit.FAILED").write_text("gave up")
+    marker = run / "code" / "launch" / "job.sh"
+    marker.write_text("the code of the first submission")
+    queue.taken.clear()
+    submit._main(words)
+    assert queue.taken[0] == ("retrofit", None)
+    assert not (run / "state" / "retrofit.FAILED").exists()
+    assert marker.read_text() == "the code of the first submission"
+
+
+def test_a_run_in_the_queue_is_left_alone(tmp_path: Path, queue: Scheduler) -> None:
+    words = [*WORDS, f"run.dir={tmp_path}/run"]
+    submit._main(words)
+    queue.taken.clear()
+    queue.queue = {"101": "RUNNING"}
+    submit._main(words)
+    assert queue.taken == []
+
+
+def test_a_changed_configuration_is_refused(tmp_path: Path, queue: Scheduler) -> None:
+    words = [*WORDS, f"run.dir={tmp_path}/run"]
+    submit._main(words)
+    queue.taken.clear()
+    with pytest.raises(ConfigError, match=r"optim.lr: 0.00025 -> 0.1\); restore them"):
+        submit._main([*words, "optim.lr=0.1"])
+    submit._main([*words, "cluster.time=01:00:00"])  # moves no sample and no weight
+    assert len(queue.taken) == 7
+
+
+def test_status_names_the_failed_stage_and_the_first_error(
+    tmp_path: Path, queue: Scheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit._main([*WORDS, f"run.dir={tmp_path}/run"])
+    run = tmp_path / "run"
+    (run / "state" / "prepare.done").touch()
+    (run / "state" / "hf_to_megatron.FAILED").write_text("gave up after 3 failures\n")
+    (run / "errors").mkdir()
+    error = {"rank": 1, "time": 5.0, "error": "OSError", "message": "error: disk full"}
+    (run / "errors" / "101.0-rank1.json").write_text(json.dumps(error))
+    capsys.readouterr()
+    submit._main(["status", str(run)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["prepare", "job", "101", "finished"]
+    assert lines[1].endswith("FAILED: gave up after 3 failures")
+    assert "first error, of rank 1: error: disk full" in lines
+
+
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    for words in (["status", str(tmp_path)], ["cancel"], ["resume", "a", "b"]):
+        with pytest.raises(ConfigError):
+            submit._main(words)
+
+
+def test_a_run_in_another_place_has_another_job_name(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    other = replace(made, run=replace(made.run, dir="/runs/other"))
+    assert "--job-name=other-hold" in script(Job("hold", "train"), other, tmp_path)
