@@ -207,6 +207,25 @@ def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
     assert table["data"] == [["cr_factor", 2.5], ["dms.accuracy", 0.96]]
 
 
+def test_names_are_those_of_metrics_jsonl(wandb, tmp_path):
+    opened = open_sinks(ObserveOptions(), tmp_path, {}, resume_step=0, warn=pytest.fail)
+    logged = [
+        {"tokens": 64, "train/kl": 0.5, "train/cr": 1.5, "train/mfu": 0.25},
+        {"tokens": 128, "valid/kl": 0.25, "valid/kept": KEPT},
+        {"tokens": 192, "validate/cr_factor": 2.5},
+    ]
+    for step, values in enumerate(logged, 1):
+        for sink in opened:
+            sink.log(step, values)
+    for sink in opened:
+        sink.close()
+    (path,) = wandb_file.find(tmp_path)
+    for mine, theirs in zip(rows(tmp_path), wandb_file.read(path).rows, strict=True):
+        numbers = {k: v for k, v in mine.items() if k != "valid/kept"}
+        assert {k: theirs[k] for k in numbers} == numbers
+        assert ("valid/kept" in mine) == ("valid/kept.path" in theirs)
+
+
 def test_addresses_lose_their_password():
     text = sinks._public("https://me:secret@host:8/x http://host/y@z")
     assert text == "https://host:8/x http://host/y@z"
@@ -229,6 +248,7 @@ def test_online_without_a_server_records_offline(wandb, tmp_path, monkeypatch):
     assert warnings == [f"wandb: {url} cannot be reached; recording offline"]
     (path,) = wandb_file.find(tmp_path)
     assert len(wandb_file.read(path).rows) == 2
+    assert all(KEY.encode() not in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
 
 
 def test_online_without_a_key_asks_nothing(wandb, tmp_path, monkeypatch):
@@ -248,4 +268,5 @@ def test_a_server_that_never_answers_costs_seconds(wandb, tmp_path, monkeypatch)
         (warning,) = record(tmp_path, 0, range(1, 3), wandb="online")
     assert time.monotonic() - begin < 60
     assert warning.endswith("recording offline")
+    assert KEY not in warning
     assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
