@@ -1,4 +1,4 @@
-# Settings of NCCL, CUDA, the allocator and caches: this file is the only place that exports them.
+# Settings of NCCL, CUDA, torchrun, the allocator and caches: the only place that exports them.
 # Sourced by launch/node.sh. What the caller or the site has set already wins.
 
 # Order of kernels and communication: tensor parallelism overlaps as megatron-core expects.
@@ -12,6 +12,8 @@
 : "${TORCH_NCCL_DUMP_ON_TIMEOUT:=1}"
 # NCCL's own watchdog must not take the pause of a long save for a dead process; seconds.
 : "${TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC:=1800}"
+# How long torchrun lets ranks save after SIGTERM before it kills them (30 s without); seconds.
+: "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:=${SAVE_S:-240}}"
 # Fewer holes in GPU memory when activations of different sizes come and go.
 : "${PYTORCH_ALLOC_CONF:=expandable_segments:True}"
 # torchrun would set 1 and warn; the trainer's work is on the GPU.
@@ -23,7 +25,7 @@
 
 export CUDA_DEVICE_MAX_CONNECTIONS NCCL_NVLS_ENABLE NCCL_DEBUG TORCH_FR_BUFFER_SIZE
 export TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC PYTORCH_ALLOC_CONF
-export OMP_NUM_THREADS TOKENIZERS_PARALLELISM TRITON_CACHE_DIR
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT OMP_NUM_THREADS TOKENIZERS_PARALLELISM TRITON_CACHE_DIR
 if [[ -n ${RUN:-} ]]; then
   : "${TORCH_FR_DUMP_TEMP_FILE:=$RUN/errors/nccl_trace_}"
   export TORCH_FR_DUMP_TEMP_FILE

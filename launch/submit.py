@@ -156,6 +156,14 @@ def _cancel(run: Path) -> int:
     return 0
 
 
+def _why(files: StateFiles) -> str:
+    """What the newest attempt says about its end."""
+    cause = files.root_cause()
+    if cause is None or cause["error"] == "PeerLost":
+        return "no rank says why: one was killed (memory, node lost, time limit); see the logs"
+    return f"first error, of rank {cause['rank']}: {cause['message']}"
+
+
 def _status(run: Path) -> int:
     """One line for each stage, why the run failed if it did, and how far it is."""
     files, jobs = StateFiles(run), _submitted(run)
@@ -170,9 +178,8 @@ def _status(run: Path) -> int:
         else:
             text = queue.get(job, "not in the queue")
         print(f"{stage:<16} job {job:<10} {text}")
-    cause = files.root_cause()
-    if failed and cause is not None:
-        print(f"first error, of rank {cause['rank']}: {cause['message']}")
+    if failed:
+        print(_why(files))
     checkpoints = sorted((run / "checkpoints").glob("step_????????"))
     if checkpoints:
         print(f"newest checkpoint: {checkpoints[-1].name}")

@@ -176,6 +176,7 @@ def test_a_time_limit_in_mid_stage_changes_no_loss(site: Site, whole: Path) -> N
     site.finish(run)
     assert "finished" in site.submit("status", str(run)).splitlines()[-2], logs(run)
     assert "requeued: stopped and saved" in logs(run)
+    assert "could not be requeued" not in logs(run)
     assert losses(run) == losses(whole)
 
 

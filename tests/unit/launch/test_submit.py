@@ -257,6 +257,19 @@ def test_status_names_the_failed_stage_and_the_first_error(
     assert "first error, of rank 1: error: disk full" in lines
 
 
+def test_status_does_not_blame_the_ranks_that_were_left_alone(
+    tmp_path: Path, queue: Scheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit._main([*WORDS, f"run.dir={tmp_path}/run"])
+    run = tmp_path / "run"
+    (run / "state" / "retrofit.FAILED").write_text("gave up\n")
+    (run / "errors").mkdir()
+    error = {"rank": 0, "time": 5.0, "error": "PeerLost", "message": "rank 0: another rank ended"}
+    (run / "errors" / "101.0-rank0.json").write_text(json.dumps(error))
+    submit._main(["status", str(run)])
+    assert "no rank says why: one was killed" in capsys.readouterr().out
+
+
 def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
     for words in (["status", str(tmp_path)], ["cancel"], ["resume", "a", "b"]):
         with pytest.raises(ConfigError):
