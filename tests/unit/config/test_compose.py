@@ -104,6 +104,7 @@ def test_every_group_option_composes(choice):
         "stage=base": ["stage.run=[export]"],
         "method=base": ["method.preset=dms"],
         "model=scratch": [],
+        "cluster=gpu_container": ["cluster.container_image=x.sqsh"],
     }
     given = GIVEN if choice != "model=scratch" else GIVEN[1:]
     if choice in ("experiment=tiny_pretrain", "experiment=exam_teacher"):
