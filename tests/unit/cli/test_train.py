@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def runs(monkeypatch) -> list:
     seen: list = []
-    monkeypatch.setattr(train, "_run", seen.append)
+    monkeypatch.setattr(train, "_run", lambda config, until=None: seen.append(config))
     return seen
 
 
