@@ -95,7 +95,8 @@ def _accuracy(args: argparse.Namespace) -> int:
 
 
 def _header(device: torch.device) -> dict[str, Any]:
-    command = " ".join(["python benchmarks/attention.py", *sys.argv[1:]])
+    words = re.sub(r"--output[ =]\S+", "", " ".join(sys.argv[1:])).split()
+    command = " ".join(["python benchmarks/attention.py", *words])
     return {"device": device_name(device), "versions": versions(device), "command": command}
 
 

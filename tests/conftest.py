@@ -1,4 +1,8 @@
-"""One rule for all tests: code of test exports is imported from a folder of this session."""
+"""Rules for all tests, set before anything reads them.
+
+Code of test exports is imported from a folder of this run. Without a GPU Triton's interpreter runs
+the kernels; the choice is read when triton, or a kernel, is first imported.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ import shutil
 import tempfile
 
 import pytest
+import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before transformers is imported, which reads these variables once."""
+    """Before transformers and triton are imported, which read these variables once."""
     os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are too small to share out
 
 

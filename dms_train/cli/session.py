@@ -16,6 +16,7 @@ from dms_train.cli.start_point import load_start
 from dms_train.cli.validator import ModelValidator
 from dms_train.cli.watch import RunWatch
 from dms_train.config.build import ConfigError
+from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import read_manifest
@@ -27,7 +28,7 @@ from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.weights import RandomWeights
 from dms_train.observe import log
-from dms_train.observe.metrics import Means, Throughput
+from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
 from dms_train.observe.state_files import StateFiles
@@ -148,7 +149,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         options=config.stage.validate,
         since=prepared.since,
     )
-    reporter = _reporter(config, state, leads=leads)
+    reporter = _reporter(prepared, state, view)
     try:
         return loop.run(
             prepared.stages[:count],
@@ -262,7 +263,8 @@ def _selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.T
     return samples[0].tokens[: min(config.data.seq_length, -(-wanted // shards) * shards)]
 
 
-def _reporter(config: RunConfig, state: TrainState, *, leads: bool) -> Reporter:
+def _reporter(prepared: Prepared, state: TrainState, view: ParallelView) -> Reporter:
+    config, leads = prepared.config, view.rank == 0
     sinks: list[Sink] = []
     if leads:
         sinks = open_sinks(
@@ -279,4 +281,9 @@ def _reporter(config: RunConfig, state: TrainState, *, leads: bool) -> Reporter:
         log_interval=config.run.log_interval,
         throughput=Throughput(),
         means=Means(),
+        compute=Compute(
+            forward_flops=forward_flops_per_token(prepared.architecture, config.data.seq_length),
+            devices=view.world_size,
+            peak_tflops=config.observe.peak_tflops,
+        ),
     )

@@ -70,12 +70,17 @@ def padded_vocab(architecture: Architecture) -> int:
     return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
+def layer_products(a: Architecture) -> int:
+    """Weights of one layer that are multiplied with every token."""
+    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    return 2 * a.hidden_size * (query + key) + 3 * a.hidden_size * a.ffn_hidden_size
+
+
 def _layer_parameters(a: Architecture) -> int:
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    attention = 2 * a.hidden_size * (query + key)
     norms = 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
     bias = query + 2 * key if a.add_qkv_bias else 0
-    return attention + 3 * a.hidden_size * a.ffn_hidden_size + norms + bias
+    return layer_products(a) + norms + bias
 
 
 def _parameters_of_fullest(a: Architecture, tp: int, pp: int) -> int:

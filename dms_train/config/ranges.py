@@ -72,6 +72,7 @@ _ABOVE_ZERO = (
     "optim.adam_eps",
     "parallel.distributed_timeout_minutes",
     "model.init_std",
+    "observe.peak_tflops",
 )
 _SHARES = {
     "stage.pretrain.min_lr_ratio": "from 0 to 1",

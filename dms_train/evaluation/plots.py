@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Curve = tuple[list[int], list[float]]
 
 
-def read_curves(rows: Path) -> dict[str, Curve]:
-    """Steps and values of every metric; a line that was cut off by a crash is left out."""
-    curves: dict[str, Curve] = {}
-    for line in rows.read_text(encoding="utf-8").splitlines():
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`; a line that was cut off by a crash is left out."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            row: Any = json.loads(line)
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
+    return rows
+
+
+def curves_of(rows: list[dict[str, Any]]) -> dict[str, Curve]:
+    """Steps and values of every metric that is a number."""
+    curves: dict[str, Curve] = {}
+    for row in rows:
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
                 steps, values = curves.setdefault(name, ([], []))
                 steps.append(row["step"])
                 values.append(value)
     return curves
+
+
+def draw_curves(curves: dict[str, Curve], unit: str, title: str, target: BinaryIO) -> None:
+    """Write a PNG of curves over steps, evaluations as points; needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    _plot(figure.add_subplot(), curves, unit).set_title(title)
+    FigureCanvasAgg(figure).print_png(target)
+
+
+def _plot(axes: Any, curves: dict[str, Curve], unit: str) -> Any:
+    for name, curve in curves.items():
+        alone = name.startswith("valid/") or len(curve[0]) == 1
+        axes.plot(*curve, "o" if alone else "-", label=name)
+    axes.set(xlabel="step", ylabel=unit)
+    axes.legend()
+    return axes
 
 
 def draw_training(rows: Path, path: Path) -> bool:
@@ -34,7 +60,7 @@ def draw_training(rows: Path, path: Path) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    curves = read_curves(rows)
+    curves = curves_of(read_rows(rows))
     panels = [
         ("nats/token", ("train/kl", "train/lm", "valid/kl", "valid/lm")),
         ("compression ratio", ("train/target_cr", "train/cr", "valid/cr")),
@@ -47,10 +73,6 @@ def draw_training(rows: Path, path: Path) -> bool:
     for axes, (label, names) in zip(
         figure.subplots(len(shown), squeeze=False)[:, 0], shown, strict=True
     ):
-        for name in names:
-            style = "o" if name.startswith("valid/") else "-"
-            axes.plot(*curves[name], style, label=name)
-        axes.set(xlabel="step", ylabel=label)
-        axes.legend()
+        _plot(axes, {name: curves[name] for name in names}, label)
     FigureCanvasAgg(figure).print_png(path)
     return True

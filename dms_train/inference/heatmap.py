@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from dms_train.inference.errors import InferenceError
 
 def draw_heatmap(
     values: Tensor,
-    path: Path,
+    path: Path | BinaryIO,
     title: str,
     label: str = "cr_factor",
     limits: tuple[float | None, float | None] = (1.0, None),
@@ -20,7 +21,7 @@ def draw_heatmap(
 
     Args:
         values: [layers, kv_heads].
-        path: The file.
+        path: The file, or one that is open for writing.
         title: Above the picture.
         label: What the numbers are.
         limits: Values at the ends of the colour scale; None takes the data's own.

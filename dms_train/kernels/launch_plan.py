@@ -17,6 +17,9 @@ import torch
 
 from dms_train.kernels.errors import KernelError
 
+# Rows of lse, delta and the sums of dq are kept for whole tiles of this many queries.
+ROW_TILE = 128
+
 
 class Tiles(NamedTuple):
     """Sizes and launch settings of one kernel.
@@ -110,7 +113,19 @@ def forget() -> None:
 def _stored_or_default(dtype: torch.dtype, head_size: int, device: torch.device) -> TilePlan:
     plan = default_plan(dtype, head_size, device)
     tuned = read_tuned(TUNED_FILE).get(family(dtype, head_size, device))
-    return plan if tuned is None else plan._replace(forward=tuned[0], backward=tuned[1])
+    if tuned is None or not _fit(plan, *tuned):
+        return plan
+    return plan._replace(forward=tuned[0], backward=tuned[1])
+
+
+def _fit(plan: TilePlan, forward: Tiles, backward: Tiles) -> bool:
+    """Whether the kernels take stored tiles, which an older version may have written."""
+    if forward.block_m % backward.block_m or ROW_TILE % forward.block_m:
+        return False
+    shapes = (forward.block_m, *backward[:3])
+    return not plan.hopper or (
+        shapes == (plan.forward.block_m, *plan.backward[:3]) and backward.stages > 1
+    )
 
 
 def family(dtype: torch.dtype, head_size: int, device: torch.device) -> str:

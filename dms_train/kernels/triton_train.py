@@ -20,11 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dms_train.kernels import triton_train_backward as gradients
 from dms_train.kernels.dense import causal_attention
 from dms_train.kernels.documents import document_of, require_one_sample
-from dms_train.kernels.launch_plan import TilePlan, plan_tiles
+from dms_train.kernels.errors import KernelError
+from dms_train.kernels.launch_plan import ROW_TILE, TilePlan, plan_tiles
 from dms_train.kernels.triton_train_forward import attend, prepare_bias
-
-# Rows of lse, delta and the sums of dq are kept for whole tiles of this many queries.
-_ROW_TILE = 128
 
 
 class Problem(NamedTuple):
@@ -57,7 +55,7 @@ class Problem(NamedTuple):
     @property
     def padded(self) -> int:
         """Positions rounded up to whole tiles of queries."""
-        return triton.cdiv(self.s, _ROW_TILE) * _ROW_TILE
+        return triton.cdiv(self.s, ROW_TILE) * ROW_TILE
 
     @property
     def n_blocks(self) -> int:
@@ -141,7 +139,7 @@ def _attention(
     scale: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = _problem(query, key, window, scale, cu_seqlens)
+    problem = _problem((query, key, value), window, scale, cu_seqlens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     saved = _empty_saved(query, problem)
     _prepare(log_keep.contiguous(), saved, problem)
@@ -164,7 +162,7 @@ def _(
     scale: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = _problem(query, key, window, scale, cu_seqlens, fake=True)
+    problem = _problem((query, key, value), window, scale, cu_seqlens, fake=True)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, *_empty_saved(query, problem)
 
@@ -179,11 +177,11 @@ def _attention_backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     query, key, value, out = inputs
-    problem = _problem(query, key, window, scale, cu_seqlens)
+    problem = _problem((query, key, value), window, scale, cu_seqlens)
     kept = Saved(*saved)
     delta = torch.empty_like(kept.lse)
     rows, d_rows = (_descriptor(x, 64, problem.width) for x in (out, d_out))
-    gradients.row_dots[(problem.padded // 64, problem.b * problem.hq)](
+    gradients.row_dots[(problem.b * problem.hq, problem.padded // 64)](
         rows, d_rows, delta, problem.s, problem.padded, problem.hq, D=problem.width, BLOCK=64
     )
     if problem.plan.hopper and not torch.are_deterministic_algorithms_enabled():
@@ -226,19 +224,26 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _problem(
-    query: Tensor,
-    key: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
     window: int,
     scale: float,
     cu_seqlens: Tensor | None,
     fake: bool = False,
 ) -> Problem:
+    query, key, value = heads
     b, s, hq, d = query.shape
-    plan = plan_tiles(query.dtype, d, query.device)
+    if not query.dtype == key.dtype == value.dtype:
+        raise KernelError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: "
+            "the fused kernels take one dtype"
+        )
+    plan = plan_tiles(query.dtype, int(d), query.device)
     starts = ends = None
     if cu_seqlens is not None:
         require_one_sample(query, cu_seqlens)
         starts, ends = (None, None) if fake else _document_bounds(cu_seqlens, s)
+    # no distance is larger than s; sums of positions and the window stay far from overflowing
+    window = min(window, s)
     return Problem(b, s, hq, key.shape[2], d, window, scale, starts, ends, plan)
 
 
@@ -272,7 +277,8 @@ def aligned(x: Tensor) -> Tensor:
     """x [b, s, h, d] as [b, h, s, d] whose rows can be copied 16 bytes at a time."""
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    if not fits or any(stride % step for stride in x.stride()[:-1]):
+    strides = x.stride()[:-1]
+    if not fits or any(stride % step or not stride for stride in strides):
         x = F.pad(x, (0, -x.shape[-1] % step)).contiguous()
     return x.transpose(1, 2)
 
@@ -344,6 +350,7 @@ def _exact_dq(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, saved: Saved, delta: Tensor, p: Problem
 ) -> Tensor:
     t = p.plan.forward
+    stages = min(t.stages, 2)  # it holds more tiles at a time than the forward pass
     dq = _writable(q)
     gradients.query_gradient[(triton.cdiv(p.s, t.block_m) * p.b * p.hq,)](
         _descriptor(q, t.block_m, p.width),
@@ -354,7 +361,7 @@ def _exact_dq(
         saved.bias, saved.lse, delta, saved.blocks, saved.counts, p.starts,
         p.scale, p.s, p.padded, p.n_blocks, p.window, p.section(4),
         **p.constants, BLOCK_M=t.block_m, BLOCK_N=t.block_n, PRECISION=p.plan.precision,
-        STAGES=t.stages, num_warps=t.warps,
+        STAGES=stages, num_warps=t.warps,
     )  # fmt: skip
     return dq[..., : p.d].contiguous()
 
@@ -372,7 +379,7 @@ def heads_per_program(p: Problem) -> int:
 def finished_dq(sums: Tensor, query: Tensor, p: Problem) -> Tensor:
     """The gradient of the queries from sums, float32 [b, h, padded, d] with any strides."""
     dq = torch.empty_like(query, memory_format=torch.contiguous_format)
-    gradients.finish_dq[(triton.cdiv(p.s, 64), p.b * p.hq)](
+    gradients.finish_dq[(p.b * p.hq, triton.cdiv(p.s, 64))](
         sums, dq, p.scale, p.s, *sums.stride()[1:], *dq.stride()[:3],
         n_heads=p.hq, D=p.width, SIZE=p.d, BLOCK=64,
     )  # fmt: skip

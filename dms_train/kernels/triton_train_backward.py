@@ -25,8 +25,8 @@ def row_dots(
     n_heads, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """delta [b, h, padded] = sum over d of o * d_o, both [b, h, s, d]; zeros behind the end."""
-    first = tl.program_id(0) * BLOCK
-    lane = tl.program_id(1)
+    lane = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK
     o = load_rows(o_desc, lane // n_heads, lane % n_heads, first, BLOCK, D).to(tl.float32)
     d_o = load_rows(d_o_desc, lane // n_heads, lane % n_heads, first, BLOCK, D).to(tl.float32)
     rows = first + tl.arange(0, BLOCK)
@@ -39,8 +39,8 @@ def finish_dq(
     n_heads, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dq [b, s, h, d] = scale * sums, float32 [b * h, ., .] with the strides sums_*."""
-    lane = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channels = tl.arange(0, D)
     inside = (rows[:, None] < length) & (channels[None, :] < SIZE)
     at = lane.to(tl.int64) * sums_h + rows[:, None] * sums_s + channels[None, :] * sums_d

@@ -38,7 +38,7 @@ def prepare_bias(
     for offset in range(0, BLOCK, 16):
         key = number[:, None] * BLOCK + offset + tl.arange(0, 16)[None, :]
         value = tl.load(log_keep + row * length + key, mask=key < length, other=float("-inf"))
-        live = tl.maximum(live, tl.max((value > float("-inf")).to(tl.int32), 1))
+        live = tl.maximum(live, tl.max((value != float("-inf")).to(tl.int32), 1))
         value = tl.where(key < length, value * LOG2E, 0.0)
         tl.store(bias + row * n_blocks * BLOCK + key, value, mask=number[:, None] < n_blocks)
     before = tl.cumsum(live, 0) - live

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dms_train.kernels.triton_train_hopper_forward import place_of, tile_layout
+from dms_train.kernels.triton_train_hopper_forward import barrier, place_of, tile_layout
 
 
 @gluon.jit
@@ -90,7 +90,7 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
     kv_full, q_full, d_o_full, empty = bars
     sample, kv_head, first_head, first, row_start, padded = place
     begin, end, n_steps, old, open_to = walk
-    bias_base, ends = vectors
+    bias_base, bias_length, ends = vectors
     scale, factor, length, window = numbers
     dtype: gl.constexpr = q_s.dtype
     BLOCK_M: gl.constexpr = sizes[0]
@@ -108,7 +108,7 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
     )
     key_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     keys = first + gl.arange(0, BLOCK_N, layout=key_layout)
-    bias = gl.load(bias_base + keys)
+    bias = gl.load(bias_base + keys, mask=keys < bias_length, other=0.0)
     key_end = keys
     if PACKED:
         key_end = gl.load(ends + keys, mask=keys < length, other=0)
@@ -125,7 +125,7 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
     # Products of a step's ds run beside the exponentials of the next; the first finds zeros.
     ds_s.store(gl.full([BLOCK_N, BLOCK_M], 0.0, dtype, layout=s_layout))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.wait(kv_full, 0)
     query, stage, before, phase = begin, 0, 0, 0
     # addresses are carried along: sums of a base and an offset would be kept in many registers
@@ -154,11 +154,11 @@ def _gradients(outputs, buffers, bars, place, walk, vectors, numbers, sizes: gl.
         d_weights = warpgroup_mma_wait(1, deps=[d_weights])
         ds = weights.to(gl.float32) * (d_weights - row_delta[None, :])
         d_bias = _bias_gradient(d_bias, ds, keys, query, masked, window)
-        gl.thread_barrier()  # all warps are done with ds and the queries of the step before
+        barrier()  # all warps are done with ds and the queries of the step before
         mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
         ds_s.store(ds.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         d_v, narrow = warpgroup_mma_wait(0, deps=[d_v_next, narrow])
         last_dq_rows, before = dq_rows, stage
         query, stage = query + BLOCK_M, stage + 1
@@ -267,7 +267,8 @@ def attend_backward(
     start = sample.to(gl.int64) * stride_b + part.to(gl.int64) * stride_h
     out_start = (sample * kv_heads * members + part).to(gl.int64) * length
     outputs = (dq, dk + start, dv + start, d_log_keep, stride_s, out_start)
-    vectors = (bias + lane.to(gl.int64) * n_blocks * LIST_BLOCK, ends)
+    bias_length = n_blocks * LIST_BLOCK
+    vectors = (bias + lane.to(gl.int64) * bias_length, bias_length, ends)
     numbers = (scale, scale * 1.4426950408889634, length, window)
     buffers = (q_s, d_o_s, k_s, v_s, ds_s, lse_s, delta_s)
     bars = (kv_full, q_full, d_o_full, empty)

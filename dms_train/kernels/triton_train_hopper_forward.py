@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in triton 3.7
+
 
 @gluon.jit
 def _key_of(step, n_old, n_head, live_from, begin, near, blocks, BLOCK_N: gl.constexpr):
@@ -166,7 +168,7 @@ def _attend_half(
     out = out / gl.convert_layout(total, o_row_layout)[:, None]
     q.store(out.to(dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     tma.async_copy_shared_to_global(o_desc, [sample, head, first + PART * HALF, 0], q)
     value = gl.where(rows < length, peak + gl.log2(total), float("inf"))
     gl.store(lse + lse_start + rows, value, mask=rows < padded)

@@ -38,11 +38,12 @@ def candidates(plan: TilePlan) -> Iterator[TilePlan]:
     """The plan itself, then its neighbours: one pass changed at a time."""
     yield plan
     for forward in _neighbours(plan.forward, smallest=16):
-        if forward.block_m % plan.backward.block_m == 0:
+        # the kernels for Hopper are written for tiles of 128 queries, backward of 64 by 128 keys
+        fits = forward.block_m == plan.forward.block_m or not plan.hopper
+        if forward.block_m % plan.backward.block_m == 0 and fits:
             yield plan._replace(forward=forward)
     for backward in _neighbours(plan.backward, smallest=16):
-        # the kernels for Hopper are written for tiles of 64 queries by 128 keys
-        same = backward[:2] == plan.backward[:2] and backward.warps == plan.backward.warps
+        same = backward[:2] == plan.backward[:2] and backward.stages > 1
         if plan.forward.block_m % backward.block_m == 0 and (same or not plan.hopper):
             yield plan._replace(backward=backward)
 

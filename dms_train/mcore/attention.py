@@ -69,6 +69,7 @@ class DMSSelfAttention(SelfAttention):
         self.noise_keys: Tensor | None = None
         self.side: Tensor | None = None
         self.recorded: list[Tensor] | None = None  # decision logits [s, b, g] while recording
+        self.held: Tensor | None = None  # slots at the last token [g], summed while counting
 
     def forward(
         self,
@@ -145,6 +146,8 @@ class DMSSelfAttention(SelfAttention):
             log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
             counted = hard.to(logits.dtype)
         live = live_slots(hard.permute(1, 2, 0), spec)  # [b, g, s]
+        if self.held is not None:
+            self.held = self.held.to(live.device) + live[..., -1].sum(0)
         reads = live.sum((1, 2)).float() / s
         side = torch.stack([counted.sum((0, 2)), live[..., -1].sum(1).float(), reads], dim=-1)
         return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), side

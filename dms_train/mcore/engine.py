@@ -14,7 +14,7 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels import api as kernels
-from dms_train.mcore import checkpoint, compat, families, optim, weights
+from dms_train.mcore import checkpoint, compat, families, footprint, optim, retention, weights
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.errors import DivergenceError, ModelError
 from dms_train.mcore.groups import ParallelView
@@ -142,17 +142,28 @@ class McoreEngine:
             )
         learning_rate = self._optimizer.param_groups[0]["lr"]
         return self._result(
-            totals, batches, grad_norm=float(grad_norm), learning_rate=learning_rate
+            totals,
+            batches,
+            grad_norm=float(grad_norm),
+            learning_rate=learning_rate,
+            memory_bytes=footprint.most_memory(self.view.device),
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
         """Losses and accounting of batches without gradients."""
         for chunk in self._chunks:
             chunk.eval()
-        with torch.no_grad():
-            return self._result(self._run(plan, batches, forward_only=True), batches)
+        with torch.no_grad(), retention.counted(self._models):
+            totals = self._run(plan, batches, forward_only=True)
+            kept = self._kept(totals, batches) if plan.eviction != "none" else ()
+        return self._result(totals, batches, kept=kept)
 
-    def _result(self, totals: PassTotals, batches: list[Batch], **extra: float) -> StepResult:
+    def _kept(self, totals: PassTotals, batches: list[Batch]) -> tuple[tuple[float, ...], ...]:
+        a = self.architecture
+        tokens = batches[0].tokens.shape[1] * totals.samples
+        return retention.kept(self._models, self.view, (a.num_layers, a.num_query_groups), tokens)
+
+    def _result(self, totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
         length = batches[0].tokens.shape[1]
         return StepResult(
             loss=totals.token_loss + totals.aux_loss,

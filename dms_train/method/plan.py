@@ -45,6 +45,9 @@ class StepResult:
         kv_reads: Slots attended, summed over the queries of one sample.
         grad_norm: Before clipping; 0 for an evaluation.
         learning_rate: Of this step; 0 for an evaluation.
+        memory_bytes: Of the fullest process; 0 for an evaluation.
+        kept: Share of the tokens held at the end of a sample, [layers][KV heads], by the inference
+            rule; empty for a training step and for an evaluation without evictions.
     """
 
     loss: float
@@ -55,6 +58,8 @@ class StepResult:
     kv_reads: float
     grad_norm: float = 0.0
     learning_rate: float = 0.0
+    memory_bytes: float = 0.0
+    kept: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

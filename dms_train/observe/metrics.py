@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 Clock = Callable[[], float]
 
@@ -28,6 +29,30 @@ class Means:
         self._sums.clear()
         self._weights.clear()
         return means
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """How much of the devices' arithmetic a rate of tokens is, in model FLOPs.
+
+    Forward and backward of the student count as three forward passes, the teacher as one.
+
+    Attributes:
+        forward_flops: Operations of one forward pass, a token.
+        devices: All processes of the run.
+        peak_tflops: Most TFLOP/s of one device; None reports no utilization.
+    """
+
+    forward_flops: float
+    devices: int
+    peak_tflops: float | None = None
+
+    def at(self, tokens_per_second: float, *, distills: bool) -> dict[str, float]:
+        """`tflops_per_device` and, with a known peak, `mfu` (a share of 1)."""
+        passes = 4 if distills else 3
+        rate = tokens_per_second * passes * self.forward_flops / self.devices / 1e12
+        values = {"tflops_per_device": rate}
+        return values if self.peak_tflops is None else {**values, "mfu": rate / self.peak_tflops}
 
 
 class Throughput:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveOptions:
-    """Progress on the terminal, `metrics.jsonl` (always) and Weights & Biases.
+    """Progress on the terminal, `metrics.jsonl` (always), Weights & Biases and TensorBoard.
 
     Attributes:
         wandb: `offline`, `online` or `disabled`.
         project: Weights & Biases project.
         entity: Weights & Biases entity; None takes the account's default.
         name: Run name; None takes the name of the run folder.
+        tensorboard: Also write event files to `tensorboard/` in the run folder.
+        peak_tflops: Most TFLOP/s a device can do in the training's precision, for the MFU; None
+            reports none.
         progress: Show a progress bar on rank 0 when the terminal allows it.
     """
 
@@ -21,4 +24,6 @@ class ObserveOptions:
     project: str = "dms-retrofit"
     entity: str | None = None
     name: str | None = None
+    tensorboard: bool = False
+    peak_tflops: float | None = None
     progress: bool = True

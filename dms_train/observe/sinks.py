@@ -1,7 +1,9 @@
-"""Where metrics go: `metrics.jsonl` always, Weights & Biases when asked. One rank owns them.
+"""Where metrics go: `metrics.jsonl` always, other views when asked. One rank owns them.
 
 `metrics.jsonl` is the record that survives anything: every row is on disk before the next step.
 Weights & Biases is a view of it that may fail in many ways, none of which may stop training.
+Names are the same everywhere. A value is a number, or a table [layers][KV heads] of shares, which
+the views show as a picture and a histogram.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import threading
@@ -19,12 +22,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from dms_train.observe import heatmap
 from dms_train.observe.options import ObserveOptions
+from dms_train.observe.tensorboard_sink import TensorBoardSink
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 RUN_ID_FILE = "wandb_id"
-STEP = "step"
+STEP, TOKENS = "step", "tokens"
+VALIDATION = "validate/"
+# Curves over steps, and over the tokens that a model has been trained on.
+_AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "valid/*": TOKENS}
 _PROBE_SECONDS = 3.0
 _FINISH_SECONDS = 60.0
 
@@ -60,12 +68,14 @@ def open_sinks(
         run_dir: Run folder; everything is written below it.
         config: The resolved configuration, shown beside the metrics.
         resume_step: Last finished step of the checkpoint a run continues from; 0 starts over.
-        warn: Called with one line when Weights & Biases cannot do what was asked.
+        warn: Called with one line when a view cannot do what was asked.
     """
     sinks: list[Sink] = [JsonlSink(run_dir, resume_step=resume_step)]
     if options.wandb != "disabled":
         run_id = wandb_run_id(run_dir, resumed=resume_step > 0)
         sinks.append(WandbSink(options, run_dir, config, run_id=run_id, warn=warn))
+    if options.tensorboard:
+        sinks.append(TensorBoardSink(run_dir, config, resume_step=resume_step, warn=warn))
     return sinks
 
 
@@ -101,7 +111,8 @@ class WandbSink:
     """Weights & Biases. Every failure is one warning; after one in `log` the sink stays silent.
 
     The run id lives in the run folder, so a resumed run continues the same id: offline as one
-    more segment, which `wandb sync` joins to the earlier ones.
+    more segment, which `wandb sync` joins to the earlier ones. Steps that such a run repeats keep
+    the rows of their first time there; `metrics.jsonl` has the new ones.
     """
 
     def __init__(
@@ -120,8 +131,7 @@ class WandbSink:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Hand a row to the background process of Weights & Biases."""
         if self._run is not None:
-            row = {STEP: step, **values}
-            self._attempt(lambda: self._run.log(row, step=step))
+            self._attempt(lambda: self._run.log(self._row(step, values), step=step))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set summary values."""
@@ -139,10 +149,25 @@ class WandbSink:
         if finisher.is_alive():
             self._warn("wandb: did not finish in time; the run folder holds what is missing")
 
+    def _row(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Numbers as they are; tables by head as media; a validation also as one table."""
+        wandb, row = self._wandb, {STEP: step, **values}
+        for name, value in values.items():
+            if heatmap.is_by_head(value):
+                row[name] = wandb.Image(heatmap.pixels(value), caption="layer down, KV head right")
+                flat = [share for shares in value for share in shares]
+                row[f"{name}_histogram"] = wandb.Histogram(flat)
+        judged = [[n.removeprefix(VALIDATION), v] for n, v in values.items() if VALIDATION in n]
+        if judged:
+            row[f"{VALIDATION}table"] = wandb.Table(columns=["metric", "value"], data=judged)
+        return row
+
     def _open(
         self, options: ObserveOptions, run_dir: Path, config: Mapping[str, Any], run_id: str
     ) -> None:
         import wandb
+
+        self._wandb = wandb
 
         def init(mode: Mode) -> Any:
             return wandb.init(
@@ -166,8 +191,10 @@ class WandbSink:
             self._warn(f"wandb: {_one_line(error)}; recording offline")
             wandb.teardown()  # its background process still holds the run id
             self._run = init("offline")
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
+        for axis in (STEP, TOKENS):
+            self._run.define_metric(axis)
+        for names, axis in _AXES.items():
+            self._run.define_metric(names, step_metric=axis)
 
     def _mode(self, options: ObserveOptions, wandb: Any) -> Mode:
         """Online only when a server answers and a key is known, so that nothing asks or hangs."""
@@ -175,10 +202,10 @@ class WandbSink:
             return "offline"
         url = wandb.setup().settings.base_url
         if not reachable(url):
-            self._warn(f"wandb: {url} cannot be reached; recording offline")
+            self._warn(f"wandb: {_public(url)} cannot be reached; recording offline")
             return "offline"
         if not wandb.login(prompt=False, verify=False):
-            self._warn(f"wandb: no API key for {url} (`wandb login`); recording offline")
+            self._warn(f"wandb: no API key for {_public(url)} (`wandb login`); recording offline")
             return "offline"
         return "online"
 
@@ -271,4 +298,9 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    return _public(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
+
+
+def _public(text: str) -> str:
+    """`text` without the user and password of addresses in it."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)

@@ -7,20 +7,24 @@ Only the rank that owns the sinks does anything here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dms_train.method.plan import StepPlan, StepResult
 from dms_train.observe.log import logger
-from dms_train.observe.metrics import Means, Throughput
+from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import Progress
 from dms_train.observe.sinks import Sink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
-    """Turns events of the loop into rows, a progress display and log lines."""
+    """Turns events of the loop into rows, a progress display and log lines.
+
+    Every row has `tokens`, those trained on so far, beside the sinks' own `step`.
+    """
 
     sinks: list[Sink]
     progress: Progress
@@ -28,6 +32,7 @@ class Reporter:
     log_interval: int
     throughput: Throughput
     means: Means
+    compute: Compute
 
     def begin_stage(self, name: str, steps: int, done: int) -> None:
         """A stage starts or continues."""
@@ -39,21 +44,26 @@ class Reporter:
         rate = self.throughput.step(self.tokens_per_step)
         values = {**_described(plan, result), "tokens_per_second": rate}
         self.progress.step(stage_step, values)
-        self.means.add({**values, "grad_norm": result.grad_norm, "lr": result.learning_rate})
+        measured = {
+            "grad_norm": result.grad_norm,
+            "lr": result.learning_rate,
+            "memory_gib": result.memory_bytes / 2**30,
+            **self.compute.at(rate, distills=plan.loss == "distill"),
+        }
+        self.means.add({**values, **measured})
         if step % self.log_interval == 0:
-            row = self.means.take()
-            self._log(step, {**row, "tokens": step * self.tokens_per_step}, "train/")
+            self._log(step, self.means.take(), "train/")
 
     def end_stage(self, step: int) -> None:
         """Write what the last, shorter interval measured."""
         row = self.means.take()
         if row:
-            self._log(step, {**row, "tokens": step * self.tokens_per_step}, "train/")
+            self._log(step, row, "train/")
 
     def evaluation(self, step: int, plan: StepPlan, result: StepResult) -> None:
         """An evaluation ended."""
         values = _described(plan, result) | {"kv_reads": result.kv_reads}
-        self._log(step, values, "valid/")
+        self._log(step, {**values, "kept": result.kept} if result.kept else values, "valid/")
         for sink in self.sinks:
             sink.summary({f"valid/{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -90,9 +100,10 @@ class Reporter:
         for sink in self.sinks:
             sink.close()
 
-    def _log(self, step: int, values: dict[str, float], prefix: str) -> None:
+    def _log(self, step: int, values: Mapping[str, Any], prefix: str) -> None:
+        row = {prefix + name: value for name, value in values.items()}
         for sink in self.sinks:
-            sink.log(step, {prefix + name: value for name, value in values.items()})
+            sink.log(step, {"tokens": step * self.tokens_per_step, **row})
 
 
 def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:

@@ -1021,6 +1021,11 @@ TOOLS = {
         ),
         says=r"dms-inspect: MODEL/model\.safetensors: .* bytes, its header promises",
     ),
+    "report-missing": Case(
+        done="`dms-report` of a folder that is no run",
+        arrange=_command("report", "{room.folder}/absent"),
+        says=r"error: FOLDER/absent: no rows in metrics\.jsonl",
+    ),
     "export-missing": Case(
         done="`dms-export` of a checkpoint that is not there",
         arrange=_command("export", "{room.folder}/absent", "{room.out}"),

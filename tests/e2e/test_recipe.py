@@ -30,6 +30,14 @@ SHORT = [
 ]
 
 
+OF_THE_MACHINE = (
+    "train/tokens_per_second",
+    "train/tflops_per_device",
+    "train/mfu",
+    "train/memory_gib",
+)
+
+
 def train(processes: int, *overrides: str) -> str:
     """Run `python -m dms_train` in that many ranks; its log."""
     result = launch.torchrun(processes, "-m", "dms_train", *overrides, timeout=400)
@@ -74,10 +82,9 @@ def retrofit(root: Path, name: str) -> list[str]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Training rows of a run without what depends on the clock."""
+    """Training rows of a run without what depends on the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    clock = ("train/tokens_per_second", "train/checkpoint_seconds")
-    kept = [{k: v for k, v in line.items() if k not in clock} for line in lines]
+    kept = [{k: v for k, v in line.items() if k not in OF_THE_MACHINE} for line in lines]
     return [row for row in kept if "train/loss" in row]
 
 
@@ -98,7 +105,12 @@ def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    log = train(2, *retrofit(folder, "tp2"), "parallel.sequence_parallel=true")
+    log = train(
+        2,
+        *retrofit(folder, "tp2"),
+        "parallel.sequence_parallel=true",
+        "observe.peak_tflops=0.1",
+    )
     exports = folder / "tp2" / "exports"
     assert {path.name for path in exports.iterdir()} == {"cr2", "cr3", "final"}
     assert (exports / "final").is_symlink()
@@ -108,10 +120,37 @@ def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
     assert "PASS" in launch.checked(verified)
     model = AutoModelForCausalLM.from_pretrained(exports / "final/hf", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(exports / "final/hf", trust_remote_code=True)
+    assert_the_report_tells_everything(folder / "tp2")
     prompt = tokenizer("1: Solve 4*c + 15 = 6*c - 15 for c.\n", return_tensors="pt").input_ids
     with torch.no_grad():
         answer = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert answer.shape[1] == prompt.shape[1] + 8
+
+
+def assert_the_report_tells_everything(run: Path) -> None:
+    launch.checked(launch.python("-m", "dms_train.cli.report", str(run)))
+    page = (run / "report.html").read_text()
+    recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in recorded for name in row}
+    assert names >= {
+        "tokens",
+        "train/kl",
+        "train/aux_loss",
+        "train/target_cr",
+        "train/cr",
+        "train/grad_norm",
+        "train/checkpoint_seconds",
+        "valid/kl",
+        "valid/kept",
+        *OF_THE_MACHINE,
+    }
+    assert all(row["tokens"] == row["step"] * 8 * 96 for row in recorded)
+    evaluated = [row for row in recorded if "valid/kept" in row][-1]
+    shares = [share for layer in evaluated["valid/kept"] for share in layer]
+    assert len(shares) == 2 * 2  # layers and KV heads
+    assert 1 / (sum(shares) / len(shares)) == pytest.approx(evaluated["valid/cr"])
+    embedded = page.partition("id='metrics'>")[2].partition("</script>")[0]
+    assert json.loads(embedded) == recorded
 
 
 @pytest.mark.dist

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 if torch.cuda.is_available():
+    from dms_train.kernels.launch_plan import forced, plan_tiles
     from dms_train.kernels.triton_train import dms_attention
 
 ERRORS = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 5e-6}
@@ -48,6 +49,18 @@ def test_output_and_gradients_equal_float64(shape, deterministic) -> None:
         found = outcome(dms_attention, inputs, d_out, shape, shape.cu_seqlens("cuda"))
     finally:
         torch.use_deterministic_algorithms(False)
+    assert max(distances(found, exact(inputs, d_out, shape))) < ERRORS[shape.dtype]
+
+
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize("packed", [False, True])
+def test_programs_that_walk_over_a_group_in_sections(d, packed) -> None:
+    documents = (500, 0, 700, 33) if packed else ()
+    shape = Shape(1 if packed else 2, 1233, 12, 3, d, 100, torch.bfloat16, documents)
+    plan = plan_tiles(shape.dtype, d, torch.device("cuda"))
+    inputs, d_out = leaves(shape, "cuda")
+    with forced(plan._replace(processors=1, cache_bytes=1 << 20)):
+        found = outcome(dms_attention, inputs, d_out, shape, shape.cu_seqlens("cuda"))
     assert max(distances(found, exact(inputs, d_out, shape))) < ERRORS[shape.dtype]
 
 

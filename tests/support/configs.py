@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from dms_train.cli.config_source import CONF_DIR
 from dms_train.config.build import build
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
@@ -69,6 +70,45 @@ def architecture(**changes: Any) -> Architecture:
 
 
 # The models that conf/experiment speaks of, from their config.json files.
+_LLAMA = {"kv_channels": 128, "num_attention_heads": 32, "tie_word_embeddings": False}
+_QWEN2 = {
+    "family": "qwen2",
+    "kv_channels": 128,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+_QWEN3 = {
+    "family": "qwen3",
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
+
+def _sized(common: dict[str, Any], layers: int, hidden: int, ffn: int, **rest: Any) -> Architecture:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn}
+    return architecture(**{**common, **sizes, **rest})
+
+
+def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool = False) -> Architecture:
+    heads_and_tie = {"num_attention_heads": heads, "tie_word_embeddings": tied}
+    return _sized(_QWEN3, layers, hidden, ffn, **heads_and_tie)
+
+
+def _qwen2(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, **rest: Any
+) -> Architecture:
+    return _sized(
+        {**_QWEN2, "num_attention_heads": heads, "num_query_groups": groups},
+        layers,
+        hidden,
+        ffn,
+        **rest,
+    )
+
+
 KNOWN = {
     "stories260k": architecture(
         num_layers=5,
@@ -78,7 +118,7 @@ KNOWN = {
         kv_channels=8,
         max_position_embeddings=512,
     ),
-    "llama32_1b_cr4": architecture(
+    "llama32_1b": architecture(
         num_layers=16,
         hidden_size=2048,
         ffn_hidden_size=8192,
@@ -88,39 +128,46 @@ KNOWN = {
         vocab_size=128256,
         max_position_embeddings=131072,
     ),
-    "qwen_r1_7b_cr8": architecture(
-        family="qwen2",
-        num_layers=28,
-        hidden_size=3584,
-        ffn_hidden_size=18944,
-        num_attention_heads=28,
-        num_query_groups=4,
-        kv_channels=128,
-        vocab_size=152064,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    ),
-    "qwen3_8b_nvidia": architecture(
-        family="qwen3",
-        num_layers=36,
-        hidden_size=4096,
-        ffn_hidden_size=12288,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-    ),
-    "llama2_7b_lm": architecture(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=11008,
-        num_attention_heads=32,
+    "llama2_7b": _sized(
+        _LLAMA,
+        32,
+        4096,
+        11008,
         num_query_groups=32,
-        kv_channels=128,
         vocab_size=32000,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
     ),
+    "llama31_8b": _sized(
+        _LLAMA,
+        32,
+        4096,
+        14336,
+        num_query_groups=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    ),
+    "qwen_r1_1_5b": _qwen2(28, 1536, 8960, 12, 2, vocab_size=151936),
+    "qwen_r1_7b": _qwen2(28, 3584, 18944, 28, 4),
+    "qwen_r1_32b": _qwen2(64, 5120, 27648, 40, 8),
+    "qwen3_0_6b": _qwen3(28, 1024, 3072, 16, tied=True),
+    "qwen3_1_7b": _qwen3(28, 2048, 6144, 16, tied=True),
+    "qwen3_4b": _qwen3(36, 2560, 9728, 32, tied=True),
+    "qwen3_8b": _qwen3(36, 4096, 12288, 32),
+    "qwen3_14b": _qwen3(40, 5120, 17408, 40),
+    "qwen3_32b": _qwen3(64, 5120, 25600, 64),
 }
+KNOWN["qwen3_8b_nvidia"] = KNOWN["qwen3_8b"]
+KNOWN["paper"] = KNOWN["llama31_8b"]
+
+
+def layouts(experiment: str) -> list[tuple[int, str]]:
+    """Device counts and `parallel=` choices that an experiment file states, its own first."""
+    text = (CONF_DIR / "experiment" / f"{experiment}.yaml").read_text()
+    stated = text.partition("# layouts: ")[2].splitlines()[0].split(", ")
+    return [(int(count), name) for count, name in (item.split(" ") for item in stated)]
+
+
+def model_experiments() -> list[str]:
+    """The experiments that state layouts: one for each model."""
+    files = sorted((CONF_DIR / "experiment").glob("*.yaml"))
+    return [file.stem for file in files if "# layouts: " in file.read_text()]

@@ -33,6 +33,7 @@ COMMANDS = {
     "validate": "dms_train.cli.validate",
     "verify": "checkpoints_tools.verify",
     "inspect": "checkpoints_tools.inspect",
+    "report": "dms_train.cli.report",
     "export": "checkpoints_tools.megatron_to_hf",
     "import": "checkpoints_tools.hf_to_megatron",
 }

@@ -75,9 +75,9 @@ def exact(inputs: list[Tensor], d_out: Tensor, shape: Shape) -> list[Tensor]:
 
 
 def distances(found: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """Relative error of each; where the truth is zero, relative to the output."""
+    """Relative error of each; where the truth is zero, relative to the output; inf for NaN."""
     sizes = [e.norm() if e.any() else truth[0].norm() for e in truth]
     return [
-        ((a.double() - e).norm() / size).item()
+        ((a.double() - e).norm() / size).nan_to_num(nan=torch.inf).item()
         for a, e, size in zip(found, truth, sizes, strict=True)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 _BLOCK = 32768
 _HEADER = 7
 _WHOLE, _FIRST, _LAST = 1, 2, 4
+_PATIENCE_SECONDS = 30.0
 
 
 @dataclass
@@ -27,6 +29,7 @@ class WandbFile:
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     step_metrics: dict[str, str] = field(default_factory=dict)
+    ended: bool = False
 
 
 def find(run_dir: Path) -> list[Path]:
@@ -35,6 +38,16 @@ def find(run_dir: Path) -> list[Path]:
 
 
 def read(path: Path) -> WandbFile:
+    """The file of a finished run; its writer may still be busy when `finish` has returned."""
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        found = _read(path)
+        if found.ended or time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+
+
+def _read(path: Path) -> WandbFile:
     from wandb.proto.wandb_internal_pb2 import Record
 
     result = WandbFile()
@@ -48,6 +61,8 @@ def read(path: Path) -> WandbFile:
             result.rows.append(_values(record.history.item))
         elif kind == "summary":
             result.summary |= _values(record.summary.update)
+        elif kind == "exit":
+            result.ended = True
         elif kind == "metric":
             metric = record.metric
             result.step_metrics[metric.name or metric.glob_name] = metric.step_metric
@@ -59,7 +74,8 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def _payloads(data: bytes) -> Iterator[bytes]:
-    assert data.startswith(b":W&B")
+    if not data.startswith(b":W&B"):
+        return
     at, parts = _HEADER, b""
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK
@@ -67,7 +83,7 @@ def _payloads(data: bytes) -> Iterator[bytes]:
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
-        if kind == 0:
+        if kind == 0 or at + _HEADER + size > len(data):
             return
         body = data[at + _HEADER : at + _HEADER + size]
         parts = body if kind in (_WHOLE, _FIRST) else parts + body

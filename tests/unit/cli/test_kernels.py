@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dms_train.cli import run_folder, session
+from dms_train.config import frozen
 from dms_train.kernels.errors import KernelError
 from dms_train.observe import log
 from tests.support import configs
@@ -38,7 +39,7 @@ def test_a_backend_that_needs_a_gpu_is_refused(name: str) -> None:
 
 def test_a_resumed_run_may_have_other_kernels() -> None:
     fixed = [
-        run_folder._fixed(run_folder.mapping(configs.config(kernels=name)))
+        frozen._fixed(run_folder.mapping(configs.config(kernels=name)))
         for name in ("auto", "reference")
     ]
     assert fixed[0] == fixed[1]

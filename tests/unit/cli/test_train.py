@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def runs(monkeypatch) -> list:
     seen: list = []
-    monkeypatch.setattr(train, "_run", seen.append)
+    monkeypatch.setattr(train, "_run", lambda config, until=None: seen.append(config))
     return seen
 
 
@@ -82,7 +82,7 @@ def test_help_and_config_are_shown_without_a_run(tmp_path):
     shown = command(tmp_path, "--help")
     assert shown.returncode == 0
     assert "torchrun --nproc-per-node 2 -m dms_train" in shown.stdout
-    assert "llama2_7b_lm, llama32_1b_cr4" in shown.stdout
+    assert "llama2_7b, llama31_8b" in shown.stdout
     shown = command(tmp_path, "--cfg", "job", "experiment=tiny_retrofit", "optim.lr=7")
     assert shown.returncode == 0
     assert "  lr: 7\n" in shown.stdout

@@ -29,6 +29,8 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 def natural_world_size(experiment: str) -> int:
     text = (CONF_DIR / "experiment" / f"{experiment}.yaml").read_text()
+    if "# layouts: " in text:
+        return configs.layouts(experiment)[0][0]
     return int(text.partition("# world_size: ")[2].splitlines()[0])
 
 
@@ -102,6 +104,7 @@ def test_every_group_option_composes(choice):
         "stage=base": ["stage.run=[export]"],
         "method=base": ["method.preset=dms"],
         "model=scratch": [],
+        "cluster=gpu_container": ["cluster.container_image=x.sqsh"],
     }
     given = GIVEN if choice != "model=scratch" else GIVEN[1:]
     if choice in ("experiment=tiny_pretrain", "experiment=exam_teacher"):

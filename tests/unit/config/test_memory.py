@@ -11,10 +11,18 @@ from tests.support import configs
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("llama32_1b_cr4", 1_235_814_400),
-        ("llama2_7b_lm", 6_738_415_616),
-        ("qwen_r1_7b_cr8", 7_615_616_512),
-        ("qwen3_8b_nvidia", 8_190_735_360),
+        ("llama32_1b", 1_235_814_400),
+        ("llama2_7b", 6_738_415_616),
+        ("llama31_8b", 8_030_261_248),
+        ("qwen_r1_1_5b", 1_777_088_000),
+        ("qwen_r1_7b", 7_615_616_512),
+        ("qwen_r1_32b", 32_763_876_352),
+        ("qwen3_0_6b", 596_049_920),
+        ("qwen3_1_7b", 1_720_574_976),
+        ("qwen3_4b", 4_022_468_096),
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_14b", 14_768_307_200),
+        ("qwen3_32b", 32_762_123_264),
     ],
 )
 def test_parameters_of_known_models(name, parameters):

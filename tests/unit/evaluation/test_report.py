@@ -10,7 +10,7 @@ import pytest
 from dms_train.evaluation import report
 from dms_train.evaluation.findings import validate
 from dms_train.evaluation.options import ValidateOptions
-from dms_train.evaluation.plots import read_curves
+from dms_train.evaluation.plots import curves_of, read_rows
 
 COST = ("kv_reads.dense", "kv_reads.dms", "peak_tokens.dense", "peak_tokens.dms")
 BYTES = ("cache_bytes.dense", "cache_bytes.dms", "cr_factor")
@@ -79,4 +79,5 @@ def test_without_matplotlib(findings, rows, tmp_path, monkeypatch):
 
 
 def test_curves_skip_text_and_a_line_that_was_cut_off(rows):
-    assert read_curves(rows) == {"train/kl": ([1, 2], [1.0, 0.5]), "train/cr": ([1, 2], [1, 2])}
+    found = curves_of(read_rows(rows))
+    assert found == {"train/kl": ([1, 2], [1.0, 0.5]), "train/cr": ([1, 2], [1, 2])}

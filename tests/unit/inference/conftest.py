@@ -13,7 +13,6 @@ from dms_train.hf.export import write_export
 from dms_train.hf.formats import read_spec
 from dms_train.method.spec import PRESETS, DMSSpec
 from tests.unit.hf import conftest as hf
-from tests.unit.kernels import conftest as _  # noqa: F401  chooses triton's interpreter
 
 WINDOW = 8
 stories = hf.stories

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from dms_train.kernels import prefill

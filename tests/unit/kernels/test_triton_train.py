@@ -28,6 +28,8 @@ SHAPES = [
     Shape(1, 1, 2, 1, 16, 4),
     Shape(1, 100, 2, 1, 16, 8, documents=(13, 1, 46, 40)),
     Shape(1, 90, 2, 2, 16, 40, documents=(50, 40)),
+    Shape(1, 60, 2, 1, 16, 0, documents=(0, 33, 0, 27)),
+    Shape(2, 64, 2, 2, 16, 2**31 - 1),
 ]
 
 
@@ -93,7 +95,7 @@ def test_rows_of_any_alignment_are_taken() -> None:
 def test_forward_tiles_cover_the_rows_that_backward_tiles_read(table) -> None:
     for forward, backward in getattr(launch_plan, table).values():
         assert forward.block_m % backward.block_m == 0
-        assert triton_train._ROW_TILE % forward.block_m == 0
+        assert launch_plan.ROW_TILE % forward.block_m == 0
 
 
 def test_a_head_too_large_is_one_line() -> None:
@@ -116,3 +118,27 @@ def test_shapes_are_known_without_running() -> None:
         grads = torch.autograd.grad(out, fake, mode.from_tensor(d_out))
     assert out.shape == d_out.shape
     assert [g.shape for g in grads] == [x.shape for x in inputs]
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    x = torch.zeros(1, 8, 1, 16)
+    with pytest.raises(KernelError, match="the fused kernels take one dtype"):
+        triton_train.dms_attention(x, x.half(), x, torch.zeros(1, 1, 8), 4, 0.25)
+
+
+@pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
+def test_a_decision_that_is_no_number_is_not_hidden(tiles) -> None:
+    inputs, _ = leaves(Shape(1, 64, 1, 1, 16, 8), "cpu")
+    inputs[3].data[..., :16] = float("nan")
+    out = triton_train.dms_attention(*inputs, 8, 0.25)
+    assert out[:, 40:].isnan().all()
+
+
+@pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
+def test_an_expanded_gradient_is_taken(tiles) -> None:
+    shape = Shape(1, 40, 4, 2, 16, 8)
+    inputs, _ = leaves(shape, "cpu")
+    row = torch.randn(1, 1, 1, 16)
+    expanded, dense = row.expand(1, 40, 4, 16), row.repeat(1, 40, 4, 1)
+    found = outcome(triton_train.dms_attention, inputs, expanded, shape, None)
+    assert max(distances(found, exact(inputs, dense, shape))) < 2e-6

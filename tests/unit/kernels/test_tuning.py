@@ -53,6 +53,15 @@ def test_candidates_differ_and_keep_to_what_the_kernels_take(head_size) -> None:
     assert all(p.forward.block_m % p.backward.block_m == 0 for p in found)
     by_hand = list(tuning.candidates(plan._replace(hopper=True)))
     assert {p.backward[:3] for p in by_hand} == {plan.backward[:3]}
+    assert {p.forward.block_m for p in by_hand} == {plan.forward.block_m}
+
+
+@pytest.mark.parametrize("forward", [Tiles(48, 16, 4, 1), Tiles(16, 16, 4, 1)])
+def test_stored_tiles_that_do_not_fit_are_not_used(tuned_file, forward) -> None:
+    plan = default_plan(torch.float32, 16, CPU)
+    family = launch_plan.family(torch.float32, 16, CPU)
+    tuning.store(tuned_file, family, plan._replace(forward=forward))
+    assert launch_plan.plan_tiles(torch.float32, 16, CPU) == plan
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', '{"x": [[1, 2], [3]]}', "{"])

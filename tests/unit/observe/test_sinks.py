@@ -8,7 +8,9 @@ import socket
 import time
 from pathlib import Path
 
+import numpy
 import pytest
+from PIL import Image
 
 from dms_train.observe import sinks
 from dms_train.observe.options import ObserveOptions
@@ -102,7 +104,7 @@ class BrokenRun:
 
 def broken_sink(run: object, warnings: list[str]) -> WandbSink:
     sink = WandbSink.__new__(WandbSink)
-    sink._warn, sink._run = warnings.append, run
+    sink._warn, sink._run, sink._wandb = warnings.append, run, None
     return sink
 
 
@@ -176,8 +178,57 @@ def test_offline_run_read_back(wandb, tmp_path):
     assert [(r["step"], r["train/loss"]) for r in run.rows] == [(s, 1 / s) for s in range(1, 5)]
     assert run.config["optim"] == {"lr": 1e-4}
     assert run.summary["final/cr"] == 2.0
-    assert run.step_metrics == {"step": "", "*": "step"}
+    axes = {"train/*": "step", "validate/*": "step", "valid/*": "tokens"}
+    assert run.step_metrics == {"step": "", "tokens": "", **axes}
     assert all(KEY.encode() not in f.read_bytes() for f in run_dir.rglob("*") if f.is_file())
+
+
+KEPT = ((1.0, 0.25), (0.5, 0.75), (0.125, 0.3))
+
+
+def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
+    sink = WandbSink(ObserveOptions(), tmp_path, {}, run_id="a", warn=pytest.fail)
+    sink.log(1, {"tokens": 64, "valid/kl": 0.5, "valid/kept": KEPT})
+    judged = {"validate/cr_factor": 2.5, "validate/dms.accuracy": 0.96}
+    sink.log(2, {"tokens": 128, **judged})
+    sink.close()
+    (path,) = wandb_file.find(tmp_path)
+    first, second = wandb_file.read(path).rows
+    assert (first["step"], first["tokens"], first["valid/kl"]) == (1, 64, 0.5)
+    assert sum(first["valid/kept_histogram.values"]) == 6
+    bins = first["valid/kept_histogram.bins"]
+    assert (bins[0], bins[-1]) == (0.125, 1.0)
+    picture = Image.open(path.parent / "files" / first["valid/kept.path"]).convert("L")
+    levels = numpy.asarray(picture)[6::12, 6::12] / 255
+    numpy.testing.assert_allclose(levels, KEPT, atol=1 / 255)
+    assert second["validate/cr_factor"] == 2.5
+    table = json.loads((path.parent / "files" / second["validate/table.path"]).read_text())
+    assert table["columns"] == ["metric", "value"]
+    assert table["data"] == [["cr_factor", 2.5], ["dms.accuracy", 0.96]]
+
+
+def test_names_are_those_of_metrics_jsonl(wandb, tmp_path):
+    opened = open_sinks(ObserveOptions(), tmp_path, {}, resume_step=0, warn=pytest.fail)
+    logged = [
+        {"tokens": 64, "train/kl": 0.5, "train/cr": 1.5, "train/mfu": 0.25},
+        {"tokens": 128, "valid/kl": 0.25, "valid/kept": KEPT},
+        {"tokens": 192, "validate/cr_factor": 2.5},
+    ]
+    for step, values in enumerate(logged, 1):
+        for sink in opened:
+            sink.log(step, values)
+    for sink in opened:
+        sink.close()
+    (path,) = wandb_file.find(tmp_path)
+    for mine, theirs in zip(rows(tmp_path), wandb_file.read(path).rows, strict=True):
+        numbers = {k: v for k, v in mine.items() if k != "valid/kept"}
+        assert {k: theirs[k] for k in numbers} == numbers
+        assert ("valid/kept" in mine) == ("valid/kept.path" in theirs)
+
+
+def test_addresses_lose_their_password():
+    text = sinks._public("https://me:secret@host:8/x http://host/y@z")
+    assert text == "https://host:8/x http://host/y@z"
 
 
 def test_resumed_offline_run_keeps_its_id_and_steps(wandb, tmp_path):
@@ -197,6 +248,7 @@ def test_online_without_a_server_records_offline(wandb, tmp_path, monkeypatch):
     assert warnings == [f"wandb: {url} cannot be reached; recording offline"]
     (path,) = wandb_file.find(tmp_path)
     assert len(wandb_file.read(path).rows) == 2
+    assert all(KEY.encode() not in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
 
 
 def test_online_without_a_key_asks_nothing(wandb, tmp_path, monkeypatch):
@@ -216,4 +268,5 @@ def test_a_server_that_never_answers_costs_seconds(wandb, tmp_path, monkeypatch)
         (warning,) = record(tmp_path, 0, range(1, 3), wandb="online")
     assert time.monotonic() - begin < 60
     assert warning.endswith("recording offline")
+    assert KEY not in warning
     assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
-from dms_train.observe.metrics import Means, Throughput
+from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import NoProgress
 from dms_train.training import loop
 from dms_train.training.loop import LoopParts
@@ -29,7 +29,14 @@ from dms_train.training.state import TrainState
 
 BATCH = 16
 RESULT = StepResult(
-    loss=1.0, token_loss=0.75, aux_loss=0.25, alpha=0.5, cr_factor=1.5, kv_reads=10.0
+    loss=1.0,
+    token_loss=0.75,
+    aux_loss=0.25,
+    alpha=0.5,
+    cr_factor=1.5,
+    kv_reads=10.0,
+    memory_bytes=2.0**31,
+    kept=((0.5, 1.0),),
 )
 ALL = ("pretrain", "zero_neuron", "retrofit", "hold", "export")
 # pretrain 2, zero_neuron 3, retrofit (4 - 1) * 2 = 6, hold 3
@@ -143,6 +150,7 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
         log_interval=options.get("log_interval", 1),
         throughput=Throughput(),
         means=Means(),
+        compute=Compute(forward_flops=10.0, devices=2),
     )
     return LoopParts(
         engine=world,
@@ -498,7 +506,7 @@ JUDGED = only("zero_neuron", "export", "validate")
 def test_validation_follows_the_export_and_is_reported(tmp_path: Path) -> None:
     world = run(tmp_path, JUDGED)
     assert [e[0] for e in timeline(world)][-2:] == ["export", "validate"]
-    assert (3, {"validate/cr_factor": 2.5}) in world.of("log")
+    assert (3, {"tokens": 3 * 128, "validate/cr_factor": 2.5}) in world.of("log")
     assert world.of("summary")[-1] == ({"validate/cr_factor": 2.5},)
 
 
@@ -520,7 +528,15 @@ def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:
     assert rows[7]["train/target_cr"] == 2.0
     assert rows[7]["train/cr"] == 1.5
     assert rows[11]["valid/kv_reads"] == 10.0
-    assert rows[7]["train/tokens"] == 7 * 128
+    assert rows[7]["tokens"] == 7 * 128
+    assert rows[7]["train/memory_gib"] == 2.0
+    # forward, backward (twice that) and the teacher; two devices
+    rate = rows[7]["train/tokens_per_second"]
+    assert rows[7]["train/tflops_per_device"] == pytest.approx(rate * 4 * 10.0 / 2 / 1e12)
+    assert rows[1]["train/tflops_per_device"] == pytest.approx(
+        rows[1]["train/tokens_per_second"] * 3 * 10.0 / 2 / 1e12
+    )
+    assert rows[11]["valid/kept"] == ((0.5, 1.0),)
     assert "train/target_cr" not in rows[3]
 
 

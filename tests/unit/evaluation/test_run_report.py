@@ -1,0 +1,177 @@
+"""`dms-report`: everything a run recorded, in a page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dms_train.cli import report
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.run_report import read_run, render
+
+STEPS = 20
+KEPT = [[1.0, 0.25], [0.5, 0.75], [0.125, 0.3]]
+
+
+def training_row(step: int) -> dict:
+    return {
+        "step": step,
+        "tokens": 4096 * step,
+        "train/loss": 1.2345678 / step,
+        "train/kl": 0.9876543 / step,
+        "train/target_cr": 1 + step / 10,
+        "train/cr": 1 + step / 11,
+        "train/grad_norm": 0.321,
+        "train/tokens_per_second": 1234.5 + step,
+        "train/memory_gib": 3.25,
+        "train/mfu": 0.4321,
+    }
+
+
+ROWS = [
+    *(training_row(step) for step in range(1, STEPS + 1)),
+    {
+        "step": STEPS,
+        "tokens": 4096 * STEPS,
+        "valid/kl": 0.0456,
+        "valid/cr": 2.7,
+        "valid/kept": KEPT,
+    },
+    {"step": STEPS, "tokens": 4096 * STEPS, "train/checkpoint_seconds": 1.75, "note": "</script>"},
+    {
+        "step": STEPS,
+        "tokens": 4096 * STEPS,
+        "validate/cr_factor": 2.718,
+        "validate/dms.accuracy": 0.96,
+        "validate/dms.accuracy.low": 0.94,
+        "validate/dms.accuracy.high": 0.98,
+    },
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine <b> & more"
+    folder.mkdir(parents=True)
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 21, "tra')
+    (folder / "config.yaml").write_text("optim:\n  lr: 3.0e-05\nmodel:\n  path: <some&where>\n")
+    return folder
+
+
+class Page(HTMLParser):
+    """What a browser would see: attributes, table rows, pictures and the embedded rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.lines: list[list[str]] = []
+        self.texts: dict[str, str] = {}
+        self._open = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self._open = tag
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag == "tr":
+            self.lines.append([])
+        elif tag in ("td", "th"):
+            self.lines[-1].append("")
+
+    def handle_endtag(self, tag):
+        self._open = ""
+
+    def handle_data(self, data):
+        if self._open in ("td", "th"):
+            self.lines[-1][-1] += data
+        elif self._open:
+            self.texts[self._open] = self.texts.get(self._open, "") + data
+
+
+def page(folder: Path) -> Page:
+    return Page(render(read_run(folder)))
+
+
+def test_the_page_refers_to_nothing_outside_itself(run):
+    text = render(read_run(run))
+    found = Page(text)
+    links = [value for _, name, value in found.attributes if name in ("src", "href", "srcset")]
+    assert links
+    assert all(value.startswith("data:image/png;base64,") for value in links)
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+    assert {tag for tag, _, _ in found.attributes} <= {"html", "meta", "img", "script"}
+    (policy,) = [v for _, name, v in found.attributes if name == "content"]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_the_rows_are_in_it_to_the_last_digit(run):
+    assert json.loads(page(run).texts["script"]) == ROWS
+
+
+def test_tables(run):
+    lines = page(run).lines
+    assert ["train/kl", "0.0493827", "20", "0.0493827", "0.987654"] in lines
+    assert ["train/mfu", "0.4321", "20", "0.4321", "0.4321"] in lines
+    assert ["dms.accuracy", "0.96", "0.94", "0.98"] in lines
+    assert ["cr_factor", "2.718", "", ""] in lines
+    assert lines[lines.index(["step", "kl", "cr"]) + 1] == ["20", "0.0456", "2.7"]
+
+
+def test_a_picture_for_each_subject_there_are_rows_of(run):
+    found = page(run)
+    titles = [value for tag, name, value in found.attributes if (tag, name) == ("img", "alt")]
+    assert titles == [
+        "Loss and compression loss",
+        "Token loss",
+        "Compression ratio, target and achieved",
+        "Gradient norm",
+        "Throughput",
+        "Model FLOPs utilization",
+        "Memory of the fullest process",
+        "Writing a checkpoint",
+        "Tokens kept, step 20",
+    ]
+    sources = [value for tag, name, value in found.attributes if (tag, name) == ("img", "src")]
+    pictures = [base64.b64decode(source.partition(",")[2]) for source in sources]
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert len(set(pictures)) == len(titles)
+
+
+def test_names_and_configuration_are_text(run):
+    found = page(run)
+    assert found.texts["h1"] == "mine <b> & more"
+    assert found.texts["pre"] == (run / "config.yaml").read_text()
+
+
+def test_a_run_without_configuration_or_evaluations(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/lm": 2.5}\n')
+    found = page(tmp_path)
+    assert ["train/lm", "2.5", "1", "2.5", "2.5"] in found.lines
+    assert "pre" not in found.texts
+    assert found.texts["p"] == "1 steps, 1 rows."
+
+
+def test_command(run, tmp_path, capsys):
+    assert report.main([str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    assert report.main([str(run), "--output", str(tmp_path / "x.html")]) == 0
+    assert (tmp_path / "x.html").read_text() == (run / "report.html").read_text()
+
+
+def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
+    assert report.main([str(tmp_path / "absent")]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert report.main([str(run)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("no rows in metrics.jsonl; give the folder of a run")
+    assert "pip install 'dms-train[plot]'" in second
+    with pytest.raises(EvaluationError):
+        read_run(tmp_path)
