@@ -165,7 +165,8 @@ def extend(tokens: Tokens, stretch: Stretch, pages: Pages, *, window: int, scale
         scale: Factor on the scores, above 0.
 
     Returns:
-        [b, h * r, n, d]; 0 for queries of tokens that do not exist or have nothing to read.
+        [b, h * r, n, d]; 0 for queries before the first token or with nothing to read, finite
+        nonsense for those behind the last one, provided that keys and values there are finite.
 
     Raises:
         KernelError: Head counts or dtypes do not fit together.
