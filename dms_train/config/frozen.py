@@ -30,8 +30,13 @@ def read_frozen(file: Path) -> RunConfig:
     """
     try:
         values = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error})") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}); give the folder of a run"
+        ) from error
+    except yaml.YAMLError as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"{file}: cannot be read ({cause}); restore it") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: holds no configuration")
     return build(values)
