@@ -23,6 +23,7 @@ from dms_train.kernels.vocab_loss import Divergence
 # Logits of one model that exist at a time, beside those that become the student's gradient. On a
 # GPU large enough for its matrix products, elsewhere small enough for a cache.
 _CHUNK = {"cuda": 2**28, "cpu": 2**22}
+_TILE = 128  # positions
 
 
 class Projection(NamedTuple):
@@ -47,6 +48,15 @@ def valid_columns(width: int, vocab_size: int, shard: int) -> int:
     return max(0, min(width, vocab_size - width * shard))
 
 
+def _chunks(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Parts of nearly the same size, in whole tiles of a GPU's matrix products if there are any."""
+    count = -(-rows * width // _CHUNK[device.type])
+    size = -(-rows // max(count, 1))
+    if size > _TILE:
+        size = -(-size // _TILE) * _TILE
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, max(size, 1))]
+
+
 class _LinearLoss(torch.autograd.Function):
     """Loss [rows] of hidden [rows, h] and weight [width, h]."""
 
@@ -57,9 +67,7 @@ class _LinearLoss(torch.autograd.Function):
         rows, width = hidden.shape[0], weight.shape[0]
         losses = hidden.new_empty(rows, dtype=torch.float32)
         gradient = hidden.new_empty(rows, width) if differentiable else None
-        step = max(1, _CHUNK[hidden.device.type] // width)
-        for first in range(0, rows, step):
-            c = slice(first, min(first + step, rows))
+        for c in _chunks(rows, width, hidden.device):
             logits = torch.mm(hidden[c], weight.t(), out=None if gradient is None else gradient[c])
             losses[c] = row_loss(c, logits, differentiable)
         if gradient is not None:
