@@ -112,6 +112,8 @@ def _page_of(table_ptr, numbers_ptr, count_ptr, fault_ptr, place, places, fresh)
 @triton.jit
 def _down_scales(
     pair_ptr,
+    used_key,
+    used_value,
     page_ptr,
     key_1,
     key_2,
@@ -124,8 +126,6 @@ def _down_scales(
     PAGE: tl.constexpr,
 ):
     """Factors that bring key and value into their page's range; raises its exponents if need be."""
-    used_key = tl.load(pair_ptr, mask=stored, other=0).to(tl.int32)
-    used_value = tl.load(pair_ptr + 1, mask=stored, other=0).to(tl.int32)
     if stored:
         used_key = _raised_exponent(page_ptr, used_key, key_1, key_2, fresh, D, D_PAD, PAGE)
         used_value = _raised_exponent(
@@ -248,6 +248,10 @@ def _append_kernel(
     )
     place = slot // PAGE
     fresh = grown & (slot % PAGE == 0)
+    if QUANTISED:  # with the page's number, not after it
+        pair_ptr = exponent_ptr + (lane * places + place) * 2
+        used_key = tl.load(pair_ptr, mask=place < places, other=0).to(tl.int32)
+        used_value = tl.load(pair_ptr + 1, mask=place < places, other=0).to(tl.int32)
     page, stored = _page_of(
         table_ptr + lane * places, numbers_ptr, count_ptr, fault_ptr, place, places, fresh
     )
@@ -258,10 +262,10 @@ def _append_kernel(
     key_1, key_2 = raw_1 * cos - raw_2 * sin, raw_2 * cos + raw_1 * sin
     page_at = pages_ptr + page.to(tl.int64) * (2 * PAGE * D)
     if QUANTISED:
-        pair_ptr = exponent_ptr + (lane * places + place) * 2
         down_key, down_value = _down_scales(
-            pair_ptr, page_at, key_1, key_2, value_1, value_2, fresh, stored, D, D_PAD, PAGE
-        )
+            pair_ptr, used_key, used_value, page_at, key_1, key_2, value_1, value_2, fresh, stored,
+            D, D_PAD, PAGE,
+        )  # fmt: skip
         key_1, key_2 = key_1 * down_key, key_2 * down_key
         value_1, value_2 = value_1 * down_value, value_2 * down_value
     kind = pages_ptr.dtype.element_ty
