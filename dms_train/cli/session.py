@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from dms_train.observe.state_files import StateFiles
 from dms_train.training import loop
 from dms_train.training.loop import LoopParts
 from dms_train.training.reporting import Reporter
+from dms_train.training.saving import Saver
 from dms_train.training.stages import Stage
 from dms_train.training.state import TrainState
 
@@ -128,6 +130,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     leads = view.rank == 0
     _agree(prepared, view)
+    prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
     engine = _build_engine(prepared, view)
     state = prepared.start.state
     train, valid = _datasets(prepared, view)
@@ -161,13 +164,18 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
                 validator=validator,
                 reporter=reporter,
                 watch=watch,
+                saver=Saver(
+                    engine=engine,
+                    reporter=reporter,
+                    options=config.run,
+                    folder=prepared.folder / "checkpoints",
+                    leads=leads,
+                    provenance=provenance,
+                ),
                 options=config.run,
-                checkpoints=prepared.folder / "checkpoints",
-                leads=leads,
                 global_batch_size=config.data.global_batch_size,
                 eval_batches=eval_batches,
                 every_integer_cr=_exports_integers(config),
-                provenance=provenance,
             ),
         )
     finally:

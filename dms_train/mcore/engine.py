@@ -14,8 +14,18 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels import api as kernels
-from dms_train.mcore import checkpoint, compat, families, footprint, optim, retention, weights
+from dms_train.mcore import (
+    checkpoint,
+    checkpoint_state,
+    compat,
+    families,
+    footprint,
+    optim,
+    retention,
+    weights,
+)
 from dms_train.mcore.attention import MethodState
+from dms_train.mcore.checkpoint_saving import CheckpointSaver
 from dms_train.mcore.errors import DivergenceError, ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import DMSModel, transformer_config
@@ -63,6 +73,7 @@ class McoreEngine:
         self._method = MethodState(spec, self._attend)
         self._config = transformer_config(architecture, options.parallel)
         self._models = self._build_chunks(self._method, source)
+        self._saver = CheckpointSaver(leads=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
         self._optimizer: Any = None
         self._scheduler: Any = None
@@ -212,31 +223,61 @@ class McoreEngine:
         read = gradients.__getitem__
         return dict(weights.gather(self._models, self.architecture, self.view, read))
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint that any parallel layout can load."""
+    def save(self, path: Path, state: dict[str, Any], *, wait: bool = True) -> None:
+        """Write a checkpoint that any parallel layout can load.
+
+        Args:
+            path: Its folder, which appears when it is complete.
+            state: Stored with it.
+            wait: Return when it is complete; otherwise `finish_save` says when that is.
+
+        Raises:
+            SaveError: It cannot be written; the same on every rank.
+        """
         self._save(path, self._optimizer, state)
+        if wait:
+            self._saver.finish(wait=True)
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """The checkpoint whose writing has ended, or has to end now; None when there is none.
+
+        Raises:
+            SaveError: It could not be written; the same on every rank.
+        """
+        return self._saver.finish(wait=wait)
 
     def annotate(self, path: Path, state: dict[str, Any]) -> None:
         """Change values in the JSON state of a checkpoint, if there is one at `path`."""
         if self.view.rank == 0 and path.is_dir():
-            checkpoint.annotate(path, state)
+            checkpoint_state.annotate(path, state)
 
     def save_weights(self, path: Path, state: dict[str, Any]) -> None:
-        """Write the weights alone, in the same form."""
+        """Write the weights alone, in the same form; SaveError as `save`."""
         self._save(path, None, state)
+        self._saver.finish(wait=True)
 
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
-        leads = self.view.rank == 0
-        checkpoint.save(path, self._models, optimizer, described, leads=leads)
+        self._saver.begin(path, self._models, optimizer, described)
 
-    def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
-        """Load a checkpoint and return its JSON state."""
+    def load(self, path: Path, *, with_optimizer: bool, verified: bool = False) -> dict[str, Any]:
+        """Load a checkpoint and return its JSON state.
+
+        Args:
+            path: Its folder.
+            with_optimizer: Load the optimizer's state too.
+            verified: Its checksums were compared already; otherwise all ranks do that first.
+
+        Raises:
+            CheckpointError: As `checkpoint.verify` and `checkpoint.load`.
+        """
+        if not verified:
+            checkpoint.verify(path, self.view)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         if self._optimizer is not None and not with_optimizer:
             self._optimizer.reload_model_params()
-        return checkpoint.read_state(path)
+        return checkpoint_state.read_state(path)
 
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by those of a Hugging Face directory."""

@@ -27,8 +27,20 @@ class TrainEngine(Protocol):
         """Zero the borrowed neuron's projection and its optimizer state."""
         ...
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Write weights, optimizer and the JSON state."""
+    def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
+        """Write weights, optimizer and the JSON state, in the background unless `wait` is set.
+
+        Raises:
+            ValueError: It cannot be written; the same on every rank.
+        """
+        ...
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """The checkpoint whose writing has ended, or has to end now; None when there is none.
+
+        Raises:
+            ValueError: It could not be written; the same on every rank.
+        """
         ...
 
     def annotate(self, path: Path, state: dict[str, Any]) -> None:

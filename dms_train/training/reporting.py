@@ -78,9 +78,15 @@ class Reporter:
         self.throughput.pause()
 
     def saved(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint was written."""
+        """A checkpoint is complete; training was held up for `seconds`."""
         self._log(step, {"checkpoint_seconds": seconds}, "train/")
-        logger().info("step %d saved %s in %.1f s", step, path, seconds)
+        logger().info("step %d saved %s, %.1f s", step, path, seconds)
+        self.throughput.pause()
+
+    def save_failed(self, step: int, failures: int, why: str) -> None:
+        """A checkpoint could not be written, the `failures`-th since the start; the run goes on."""
+        self._log(step, {"failed_checkpoints": failures}, "train/")
+        logger().warning("step %d: training goes on without %s", step, why)
         self.throughput.pause()
 
     def note(self, text: str) -> None:

@@ -24,6 +24,7 @@ from dms_train.training.options import (
     ZeroNeuronOptions,
 )
 from dms_train.training.reporting import Reporter
+from dms_train.training.saving import Saver
 from dms_train.training.stages import build_stages
 from dms_train.training.state import TrainState
 
@@ -78,10 +79,13 @@ class World:
     def hand_over_lane(self) -> None:
         self.events.append(("hand_over",))
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
+    def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "run_state.json").write_text(json.dumps(state))
         self.events.append(("save", path.name, state["permanent"]))
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        return None
 
     def annotate(self, path: Path, state: dict[str, Any]) -> None:
         file = path / "run_state.json"
@@ -152,6 +156,7 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
         means=Means(),
         compute=Compute(forward_flops=10.0, devices=2),
     )
+    run_options = RunOptions(**{**defaults, **options})
     return LoopParts(
         engine=world,
         source=world,
@@ -159,13 +164,18 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
         validator=world,
         reporter=reporter,
         watch=world,
-        options=RunOptions(**{**defaults, **options}),
-        checkpoints=folder / "checkpoints",
-        leads=leads,
+        saver=Saver(
+            engine=world,
+            reporter=reporter,
+            options=run_options,
+            folder=folder / "checkpoints",
+            leads=leads,
+            provenance={"architecture": {"family": "llama"}},
+        ),
+        options=run_options,
         global_batch_size=BATCH,
         eval_batches=["valid"] if evaluates else [],
         every_integer_cr=every,
-        provenance={"architecture": {"family": "llama"}},
     )
 
 
