@@ -14,7 +14,7 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels import api as kernels
-from dms_train.mcore import checkpoint, compat, families, footprint, optim, retention, weights
+from dms_train.mcore import checkpoint, compat, families, optim, retention, weights
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.errors import DivergenceError, ModelError
 from dms_train.mcore.groups import ParallelView
@@ -146,7 +146,7 @@ class McoreEngine:
             batches,
             grad_norm=float(grad_norm),
             learning_rate=learning_rate,
-            memory_bytes=footprint.most_memory(self.view.device),
+            memory_bytes=totals.memory_bytes,
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
