@@ -19,7 +19,6 @@ from dms_train.mcore import (
     checkpoint_state,
     compat,
     families,
-    footprint,
     fusions,
     optim,
     retention,
@@ -160,7 +159,7 @@ class McoreEngine:
             batches,
             grad_norm=float(grad_norm),
             learning_rate=learning_rate,
-            memory_bytes=footprint.most_memory(self.view.device),
+            memory_bytes=totals.memory_bytes,
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
