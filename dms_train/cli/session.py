@@ -37,6 +37,7 @@ from dms_train.training import loop
 from dms_train.training.loop import LoopParts
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
+from dms_train.training.skipping import SkipRecord
 from dms_train.training.stages import Stage
 from dms_train.training.state import TrainState
 
@@ -171,6 +172,11 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
                     folder=prepared.folder / "checkpoints",
                     leads=leads,
                     provenance=provenance,
+                ),
+                skips=SkipRecord(
+                    folder=prepared.folder / "skipped",
+                    most=config.run.max_skipped_steps,
+                    leads=leads,
                 ),
                 options=config.run,
                 global_batch_size=config.data.global_batch_size,

@@ -16,7 +16,7 @@ class TrainEngine(Protocol):
         ...
 
     def train_step(self, plan: StepPlan, batches: list[Any]) -> StepResult:
-        """One optimizer step; a ValueError of the engine when the loss is not finite."""
+        """One optimizer step; a skipped one, on every rank, when it would not be finite."""
         ...
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
