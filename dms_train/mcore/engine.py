@@ -26,7 +26,7 @@ from dms_train.mcore import (
 )
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.checkpoint_saving import CheckpointSaver
-from dms_train.mcore.errors import DivergenceError, ModelError
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import DMSModel, transformer_config
 from dms_train.mcore.options import OptimOptions, ParallelOptions
@@ -34,9 +34,6 @@ from dms_train.mcore.recording import Recording, record
 from dms_train.mcore.step import PassContext, PassTotals, run_pass, to_device, token_scale
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import DMSSpec
-
-# A run keeps its learning rate, so it cannot be resumed with another one.
-_START_AGAIN = "Lower optim.lr in another run.dir; run.load starts it from a checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,29 +134,22 @@ class McoreEngine:
     def train_step(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
         """One optimizer step on this rank's microbatches of the global batch.
 
-        Raises:
-            DivergenceError: The loss is not finite; weights and optimizer are untouched.
+        Weights and optimizer stay as they are, on all ranks alike, when the loss or the gradient
+        norm is not finite.
         """
         optim.set_step(self._scheduler, plan.stage_step)
         totals = self.forward_backward(plan, batches)
-        if not math.isfinite(totals.token_loss + totals.aux_loss):
-            raise DivergenceError(
-                f"step {plan.step}: loss is {totals.token_loss + totals.aux_loss}; the checkpoints "
-                f"are untouched. {_START_AGAIN}"
-            )
-        _, grad_norm, _ = self._optimizer.step()
-        if not math.isfinite(grad_norm):
-            raise DivergenceError(
-                f"step {plan.step}: the gradient norm is {grad_norm}; the checkpoints are "
-                f"untouched. {_START_AGAIN}"
-            )
-        learning_rate = self._optimizer.param_groups[0]["lr"]
+        grad_norm = math.nan
+        if math.isfinite(totals.token_loss + totals.aux_loss):
+            grad_norm = optim.step(self._optimizer)
+        learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
             totals,
             batches,
-            grad_norm=float(grad_norm),
+            grad_norm=grad_norm,
             learning_rate=learning_rate,
             memory_bytes=totals.memory_bytes,
+            skipped=not math.isfinite(grad_norm),
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
@@ -183,7 +173,7 @@ class McoreEngine:
             token_loss=totals.token_loss,
             aux_loss=totals.aux_loss,
             alpha=totals.alpha / totals.samples,
-            cr_factor=length * totals.samples / totals.live,
+            cr_factor=length * totals.samples / totals.live if totals.live else math.nan,
             kv_reads=length * totals.reads / totals.samples,
             **extra,
         )

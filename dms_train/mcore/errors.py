@@ -17,7 +17,3 @@ class SaveError(CheckpointError):
 
 class ModelError(ValueError):
     """Weights or an architecture this room cannot build."""
-
-
-class DivergenceError(ValueError):
-    """A loss or gradient norm that is not finite; checkpoints on disk are untouched."""

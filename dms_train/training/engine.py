@@ -16,7 +16,7 @@ class TrainEngine(Protocol):
         ...
 
     def train_step(self, plan: StepPlan, batches: list[Any]) -> StepResult:
-        """One optimizer step; a ValueError of the engine when the loss is not finite."""
+        """One optimizer step; a skipped one, on every rank, when it would not be finite."""
         ...
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
@@ -71,8 +71,8 @@ class Validator(Protocol):
 class Watch(Protocol):
     """Connects the loop with whoever started it: is it alive, may it go on, what is finished."""
 
-    def beat(self) -> None:
-        """A step was taken."""
+    def beat(self, step: int) -> None:
+        """Step `step` was taken."""
         ...
 
     def must_stop(self) -> bool:

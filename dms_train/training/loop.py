@@ -10,6 +10,7 @@ from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Valida
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
+from dms_train.training.skipping import SkipRecord
 from dms_train.training.stages import Action, Stage
 from dms_train.training.state import TrainState
 
@@ -30,6 +31,7 @@ class LoopParts:
     reporter: Reporter
     watch: Watch
     saver: Saver
+    skips: SkipRecord
     options: RunOptions
     global_batch_size: int
     eval_batches: list[Any]
@@ -112,13 +114,15 @@ def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
 def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     plan = stage.plan(state.step, state.stage_step)
     batches = parts.source.microbatches(state.consumed_samples)
+    samples = range(state.consumed_samples, state.consumed_samples + parts.global_batch_size)
     result = parts.engine.train_step(plan, batches)
     state.advance(parts.global_batch_size)
+    parts.skips.count(plan, result, state, samples)
     state.neuron_scale = plan.neuron_scale
     if stage.borrows_lane:
         state.target_cr = plan.target_cr
-    parts.reporter.step(state.step, state.stage_step, plan, result)
-    parts.watch.beat()
+    parts.reporter.step(state, plan, result)
+    parts.watch.beat(state.step)
 
 
 def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
