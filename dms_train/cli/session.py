@@ -15,7 +15,7 @@ from dms_train.cli.plan import describe
 from dms_train.cli.preparation import Prepared, prepare
 from dms_train.cli.start_point import load_start
 from dms_train.cli.validator import ModelValidator
-from dms_train.cli.watch import RunWatch
+from dms_train.cli.watch import RunWatch, end_hanging_run
 from dms_train.config.build import ConfigError
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
@@ -29,6 +29,7 @@ from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.weights import RandomWeights
 from dms_train.observe import log
+from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
@@ -91,10 +92,10 @@ def _start(config: RunConfig, count: int, files: StateFiles) -> None:
     _announce_kernels(config)
     run_folder.write(config, leads=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
-    watch = RunWatch(files, view)
-    watch.listen()
     if view.rank == 0:
         files.begin()
+    watch = RunWatch(files, view, _heartbeats(config, view, files))
+    watch.listen()
     try:
         state = _run(prepared, view, watch, count)
     except RuntimeError as error:
@@ -104,8 +105,21 @@ def _start(config: RunConfig, count: int, files: StateFiles) -> None:
                 "says why. Start the same command again to resume from the newest checkpoint"
             ) from error
         raise
+    finally:
+        watch.leave()
     _say_done(prepared, state, files)
     groups.stop()
+
+
+def _heartbeats(config: RunConfig, view: ParallelView, files: StateFiles) -> Heartbeats:
+    return Heartbeats(
+        folder=files.state / "ranks",
+        rank=view.rank,
+        ranks=view.world_size,
+        # before the collectives give up, which cannot say for whom they waited
+        patience=config.parallel.distributed_timeout_minutes * 60 / 2,
+        hang=end_hanging_run(files),
+    )
 
 
 def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:

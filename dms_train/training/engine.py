@@ -71,8 +71,8 @@ class Validator(Protocol):
 class Watch(Protocol):
     """Connects the loop with whoever started it: is it alive, may it go on, what is finished."""
 
-    def beat(self) -> None:
-        """A step was taken."""
+    def beat(self, step: int) -> None:
+        """Step `step` was taken."""
         ...
 
     def must_stop(self) -> bool:

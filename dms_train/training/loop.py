@@ -122,7 +122,7 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     if stage.borrows_lane:
         state.target_cr = plan.target_cr
     parts.reporter.step(state, plan, result)
-    parts.watch.beat()
+    parts.watch.beat(state.step)
 
 
 def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:

@@ -114,8 +114,8 @@ class World:
         self.events.append(("validate",))
         return {"cr_factor": 2.5}
 
-    def beat(self) -> None:
-        self.events.append(("beat",))
+    def beat(self, step: int) -> None:
+        self.events.append(("beat", step))
 
     def must_stop(self) -> bool:
         return self.stops_at is not None and len(self.of("train")) >= self.stops_at
