@@ -1,10 +1,10 @@
 """Signs of life of every rank in the run folder, so that a rank that hangs can be named.
 
 A thread of each rank writes `state/ranks/N` every few seconds, also while the rank waits for
-others, and looks at the file of the next rank. A process that is stopped, or a machine that is gone,
-falls silent; whoever waits for it in a collective could not say for whom. Ages are differences
-between times of files of one file system, so clocks of machines need not agree. Standard library
-only.
+others, and looks at the file of the next rank. A process that is stopped, or a machine that is
+gone, falls silent; whoever waits for it in a collective could not say for whom. Ages are
+differences between times of files of one file system, so clocks of machines need not agree.
+Standard library only.
 """
 
 from __future__ import annotations
