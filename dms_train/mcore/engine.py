@@ -20,6 +20,7 @@ from dms_train.mcore import (
     families,
     footprint,
     fusions,
+    layers,
     optim,
     retention,
     weights,
@@ -69,6 +70,7 @@ class McoreEngine:
         self.view = view
         self._options = options
         self._attend = kernels.backend(kernels.choose(options.kernels, view.device))
+        self._kit = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
         fused = fusions.apply(self._config, view.device)
         self._method = MethodState(spec, self._attend, fused=fused)
@@ -86,12 +88,17 @@ class McoreEngine:
         count = self._options.parallel.virtual_pipeline_model_parallel_size
         stages = [None] if count is None else list(range(count))
         chunks = [
-            DMSModel(self._config, self.architecture, method, vp_stage=stage).to(self.view.device)
+            DMSModel(self._config, self.architecture, method, self._kit, vp_stage=stage)
             for stage in stages
         ]
+        chunks = [chunk.to(self.view.device) for chunk in chunks]
         if source is not None:
             weights.load(chunks, source, self.architecture, self.view)
         return chunks
+
+    def describe_layers(self) -> str:
+        """Whose layers, norms and optimizer these are, and why: one line for the log."""
+        return self._kit.describe(self._optimizer)
 
     def attach_teacher(self, source: weights.WeightSource) -> None:
         """Build the frozen original in the same layout; it costs weights only."""
@@ -199,7 +206,8 @@ class McoreEngine:
             for layer in model.decoder.layers:
                 projection = layer.self_attention.linear_qkv
                 for parameter in (projection.weight, projection.bias):
-                    if parameter is not None:
+                    # Transformer Engine has an empty tensor where there is no bias
+                    if parameter is not None and parameter.numel():
                         parameter.data[rows] = 0
                         if self._optimizer is not None:
                             compat.zero_optimizer_rows(self._optimizer, parameter, rows)
