@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 from megatron.core import parallel_state
@@ -61,6 +63,32 @@ def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: lis
     optimizer = get_megatron_optimizer(config, chunks)
     fusions.fuse_adam(optimizer)
     return optimizer
+
+
+class _NotFinite(Exception):
+    """Ends megatron's step between the reduced gradients and the update."""
+
+
+def step(optimizer: Any) -> float:
+    """Clip and update; the gradient norm before clipping, the same on every rank.
+
+    Megatron updates with gradients that are not finite unless a loss scaler looks at them, which
+    bf16 and fp32 have none of. Here neither weights nor optimizer change then.
+    """
+    norms: list[float] = []
+    measure = type(optimizer).get_grad_norm
+
+    def checked() -> float:
+        norms.append(float(measure(optimizer)))
+        if not math.isfinite(norms[0]):
+            raise _NotFinite
+        return norms[0]
+
+    optimizer.get_grad_norm = checked
+    with contextlib.suppress(_NotFinite):
+        optimizer.step()
+    del optimizer.get_grad_norm
+    return norms[0]
 
 
 def build_scheduler(optimizer: Any, rate: LearningRate, weight_decay: float) -> Any:

@@ -23,7 +23,8 @@ class ParallelOptions:
         recompute_num_layers: Layers per recomputed unit with `full`.
         layers: Whose linear layers and norms: `auto`, `local` (megatron-core's own) or
             `transformer_engine`; see `mcore.layers`.
-        distributed_timeout_minutes: After this long without an answer a rank counts as dead.
+        distributed_timeout_minutes: After this long without an answer a collective gives up; a rank
+            without a sign of life for half of it counts as dead.
     """
 
     tensor_model_parallel_size: int = 1

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
+from dms_train.mcore.footprint import own_memory
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.stage_tensor import stage_seq_length
 from dms_train.method.losses import compression_hinge
@@ -36,7 +37,7 @@ class PassTotals(NamedTuple):
     """Sums over all samples of a pass, the same on every rank.
 
     `token_loss` and `aux_loss` are the two terms of the objective; `alpha`, `live` and `reads` are
-    per-decision means summed over samples.
+    per-decision means summed over samples. `memory_bytes` is that of the fullest process.
     """
 
     token_loss: float
@@ -45,6 +46,7 @@ class PassTotals(NamedTuple):
     live: float
     reads: float
     samples: float
+    memory_bytes: float
 
 
 def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
@@ -136,12 +138,15 @@ def run_pass(
         forward_only=forward_only,
     )
     view = context.view
-    totals = torch.zeros(6, dtype=torch.float64, device=view.device)
+    # six sums, then one place for each rank's memory, so that one collective brings everything
+    totals = torch.zeros(6 + view.world_size, dtype=torch.float64, device=view.device)
     if view.reports and reports:
         stacked = torch.stack([r["report"] for r in reports])
         totals[:5] = stacked.sum(0)
         totals[5] = sum(len(batch.samples) for batch in batches)
+    totals[6 + view.rank] = own_memory(view.device)
     dist.all_reduce(totals)
     microbatches = len(batches) * view.dp_size
     totals[:2] /= microbatches
-    return PassTotals(*totals.tolist())
+    totals[6] = totals[6:].max()
+    return PassTotals(*totals[:7].tolist())
