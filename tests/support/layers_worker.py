@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-if sys.argv[1] == "torch":
+if sys.argv[1:2] == ["torch"]:
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 import torch
