@@ -190,6 +190,7 @@ class McoreEngine:
 
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
         """
+        optim.settle(self._chunks)
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
         groups = self.architecture.num_query_groups // self.view.tp_size
@@ -211,6 +212,7 @@ class McoreEngine:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
+        optim.settle(self._chunks)
         return weights.gather(self._models, self.architecture, self.view)
 
     def hf_gradients(self) -> dict[str, Tensor]:
@@ -259,6 +261,7 @@ class McoreEngine:
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
+        optim.settle(self._chunks)
         self._saver.begin(path, self._models, optimizer, described)
 
     def load(self, path: Path, *, with_optimizer: bool, verified: bool = False) -> dict[str, Any]:
@@ -274,6 +277,7 @@ class McoreEngine:
         """
         if not verified:
             checkpoint.verify(path, self.view)
+        optim.settle(self._chunks)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         if self._optimizer is not None and not with_optimizer:
             self._optimizer.reload_model_params()
@@ -281,6 +285,7 @@ class McoreEngine:
 
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by those of a Hugging Face directory."""
+        optim.settle(self._chunks)
         weights.load(self._models, source, self.architecture, self.view)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
