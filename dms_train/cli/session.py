@@ -24,7 +24,7 @@ from dms_train.data.manifest import read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.hf.directory import WeightReader
 from dms_train.kernels import api as kernels
-from dms_train.mcore import groups
+from dms_train.mcore import groups, layers
 from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.weights import RandomWeights
@@ -134,8 +134,9 @@ def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
 
 
 def _announce_kernels(config: RunConfig) -> None:
-    """Refuse a backend that cannot train on this machine; say which one will."""
+    """Refuse a backend and layers that cannot train on this machine; say which one will."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers.choose(config.parallel.layers, device)
     name = kernels.choose(config.kernels, device)
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 
@@ -230,6 +231,7 @@ def _build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     # weights that a student's replace need not be read
     source = None if start.student is not None else original or random
     engine = McoreEngine(prepared.architecture, prepared.spec, view, options, source)
+    log.logger().info("layers: %s", engine.describe_layers())
     remaining = prepared.stages[start.state.stage :]
     if original is not None and any(
         isinstance(s, Stage) and s.loss == "distill" for s in remaining

@@ -530,6 +530,16 @@ CONFIG = {
         arrange=_train("kernels=flex"),
         says=r"kernels=flex: training runs on the CPU and FlexAttention has no backward pass",
     ),
+    "unknown-layers": Case(
+        done="`parallel.layers=te`",
+        arrange=_train("parallel.layers=te"),
+        says=r"parallel\.layers=te: choose one of auto, local, transformer_engine",
+    ),
+    "transformer-engine-on-cpu": Case(
+        done="`parallel.layers=transformer_engine` without a GPU",
+        arrange=_train("parallel.layers=transformer_engine"),
+        says=r"parallel\.layers=transformer_engine: Transformer Engine needs a GPU and training",
+    ),
     "several-problems": Case(
         done="`optim.lr=0 run.log_interval=0`: a line for each problem",
         arrange=_train("optim.lr=0", "run.log_interval=0"),
