@@ -19,6 +19,7 @@ _INT64 = 8
 _ROW_TILE = 128  # the attention's statistics are padded to whole tiles of queries
 # float32 numbers of a KV head and token: alpha, the negated logit and log(1 - alpha)
 _DECISION_VALUES = 3
+_FUSED_DECISION_VALUES = 1  # the logit alone
 # Backends that keep float32 copies of q, k and v instead of tiles' statistics.
 _WIDE_KERNELS = ("blockwise", "reference")
 
@@ -35,6 +36,7 @@ class Microbatch:
     Attributes:
         distills: Whether the frozen teacher runs beside the student.
         kernels: Backend of the attention.
+        fused: Whether the kernels beside the attention run too, as on every GPU.
     """
 
     architecture: Architecture
@@ -43,6 +45,7 @@ class Microbatch:
     length: int
     distills: bool
     kernels: str = "triton"
+    fused: bool = True
 
     @property
     def width(self) -> int:
@@ -108,10 +111,15 @@ def norm_statistics(m: Microbatch) -> int:
     return m.own_tokens * _FP32
 
 
+def _heads(m: Microbatch) -> tuple[int, int]:
+    """Query and KV heads on a rank."""
+    a = m.architecture
+    return a.num_attention_heads // m.tp, a.num_query_groups // m.tp
+
+
 def attention_kernel(m: Microbatch) -> int:
     """What the attention keeps besides q, k, v: the output, a sum per row, the bias."""
-    a = m.architecture
-    heads, groups = a.num_attention_heads // m.tp, a.num_query_groups // m.tp
+    heads, groups = _heads(m)
     if m.kernels in _WIDE_KERNELS:
         wide = (m.query + 2 * m.key) // m.width * _FP32
         return m.query + wide + m.tokens * groups * _FP32
@@ -119,39 +127,53 @@ def attention_kernel(m: Microbatch) -> int:
     return m.query + (padded * heads + m.tokens * groups) * _FP32
 
 
+def _projected(m: Microbatch, recompute: str | None) -> int:
+    """Queries, keys and values on their way from the projection to the attention."""
+    heads, groups = _heads(m)
+    statistics = 0
+    mixed = rotated = m.query + 2 * m.key
+    if m.architecture.qk_layernorm:
+        # q is copied out of the projection before its norm, k is a view
+        statistics = m.query + m.tokens * (heads + groups) * _FP32
+    elif m.fused:
+        mixed = 0  # split and rotated at once
+    if m.architecture.qk_layernorm or not m.fused:
+        rotated -= m.key  # the values are a view of the projection
+    if m.kernels in _WIDE_KERNELS and recompute != "selective":
+        mixed = rotated = 0  # copied, not kept
+    return statistics + mixed + rotated
+
+
 def layer(m: Microbatch, recompute: str | None) -> int:
     """Bytes a decoder layer keeps from its forward to its backward pass.
 
     Args:
         m: The microbatch.
-        recompute: None or `selective`; with `full` see `recomputed_unit`.
+        recompute: None or `selective`; what `full` keeps is in `chunk`.
     """
-    a = m.architecture
-    groups = a.num_query_groups // m.tp
+    _, groups = _heads(m)
     norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
-    projected = m.query + 2 * m.key  # one tensor, of which the values are a view
-    if a.qk_layernorm:
-        # q is copied out of the projection before its norm, k is a view
-        norms += m.query + m.tokens * (a.num_attention_heads // m.tp + groups) * _FP32
-    rotated = m.query + m.key
-    tables = 4 * m.length * a.kv_channels * m.width  # sine and cosine, for q and for k
-    decisions = _DECISION_VALUES * m.tokens * groups * _FP32
-    mlp = 5 * m.mlp_half  # both halves in one tensor, silu, the other half plus 0, their product
-    attention = m.query if recompute == "selective" else attention_kernel(m)
-    if m.kernels in _WIDE_KERNELS and recompute != "selective":
-        projected = rotated = 0  # copied, not kept
-    return norms + projected + rotated + tables + decisions + attention + mlp
+    # sine and cosine, for q and for k; the fused kernel has one table for all layers
+    tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
+    values = _FUSED_DECISION_VALUES if m.fused else _DECISION_VALUES
+    attention = attention_kernel(m)
+    if recompute == "selective":
+        attention, values = m.query, values + 1  # the output, and log(1 - alpha) by key
+    decisions = values * m.tokens * groups * _FP32
+    # both halves in one tensor and their product; plain operations keep silu and the other half
+    mlp = (3 if m.fused else 5) * m.mlp_half
+    return norms + _projected(m, recompute) + tables + decisions + attention + mlp
 
 
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
     """Bytes a chunk of `layers` layers keeps of one microbatch in flight, without the head."""
     p = m.parallel
+    frequencies = m.length * m.architecture.kv_channels * _FP32
     if p.recompute_granularity == "full":
         units = -(-layers // p.recompute_num_layers)
-        frequencies = m.length * m.architecture.kv_channels * _FP32
         kept = units * m.residual + frequencies
     else:
-        kept = layers * layer(m, p.recompute_granularity)
+        kept = layers * layer(m, p.recompute_granularity) + frequencies * m.fused
     # the first layer's input is the embedding's output or a view of the received tensor
     received = (
         2 * m.tokens * _INT64 if first else m.stage_tensor - m.residual
@@ -162,15 +184,15 @@ def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
 
 def head_kept(m: Microbatch) -> int:
     """Bytes the last stage keeps behind its layers: the final norm and the gradient of the logits."""
-    return 2 * m.residual + norm_statistics(m) + m.logits
+    return m.residual + norm_statistics(m) + m.gathered + m.logits
 
 
 def head_workspace(m: Microbatch) -> int:
-    """Bytes that exist only while the loss is computed: logits of a chunk of tokens."""
+    """Bytes that exist only while the loss is computed: the teacher's logits, a chunk at a time."""
+    if not m.distills:
+        return 0
     share = padded_vocab(m.architecture) // m.tp
-    models = 2 if m.distills else 1
-    gathered = m.gathered if m.parallel.sequence_parallel else 0
-    return models * min(LOGITS_CHUNK, m.tokens * share) * m.width + gathered
+    return min(LOGITS_CHUNK, m.tokens * share) * m.width + m.gathered
 
 
 def forward_workspace(m: Microbatch) -> int:
@@ -180,7 +202,7 @@ def forward_workspace(m: Microbatch) -> int:
     """
     if not m.distills and m.parallel.recompute_granularity != "full":
         return 0
-    return 5 * m.mlp_half + 2 * m.residual + m.gathered
+    return (3 if m.fused else 5) * m.mlp_half + 2 * m.residual + m.gathered
 
 
 def backward_workspace(m: Microbatch) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from dms_train.config import activations
 from dms_train.config.activations import Microbatch, padded_vocab
+from dms_train.config.gpus import Calibration
 from dms_train.config.pipeline import passes
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
@@ -54,6 +55,14 @@ class MemoryEstimate:
     def total(self) -> int:
         """Sum of the parts."""
         return self.fixed + self.activations + self.logits + self.workspace
+
+    def allocated(self, c: Calibration) -> float:
+        """What torch's allocator hands out at most, the measured corrections included."""
+        return self.fixed + c.activation_factor * (self.total - self.fixed) + c.constant_bytes
+
+    def needed(self, c: Calibration) -> float:
+        """Memory a GPU must have: with the allocator's holes and what lies outside it."""
+        return self.allocated(c) * c.reserved_share + c.outside_bytes
 
     def kinds(self) -> dict[str, int]:
         """The parts by name."""
@@ -131,6 +140,11 @@ def estimate_stages(
     config: RunConfig, architecture: Architecture, world_size: int
 ) -> list[MemoryEstimate]:
     """Memory of a process of every pipeline stage; those of one stage are alike."""
+    return [of_stage(stage) for stage in stages_of(config, architecture, world_size)]
+
+
+def stages_of(config: RunConfig, architecture: Architecture, world_size: int) -> list[Stage]:
+    """The pipeline stages of a configuration that passed `check`, on GPUs."""
     parallel, data = config.parallel, config.data
     pp = parallel.pipeline_model_parallel_size
     copies = world_size // (parallel.tensor_model_parallel_size * pp)
@@ -144,7 +158,7 @@ def estimate_stages(
     )
     count = data.global_batch_size // (data.micro_batch_size * copies)
     return [
-        of_stage(Stage(microbatch=microbatch, rank=rank, copies=copies, microbatches=count))
+        Stage(microbatch=microbatch, rank=rank, copies=copies, microbatches=count)
         for rank in range(pp)
     ]
 
@@ -168,8 +182,9 @@ def of_stage(stage: Stage) -> MemoryEstimate:
 
 
 def _update(stage: Stage) -> _Moment:
-    """The optimizer's step: torch's AdamW makes one fp32 copy of this process's share."""
-    return _Moment(workspace=stage.parameters * _FP32 // stage.copies)
+    """The optimizer's step: torch's AdamW, where not fused, copies this process's share once."""
+    fused = stage.microbatch.fused
+    return _Moment(workspace=0 if fused else stage.parameters * _FP32 // stage.copies)
 
 
 def _moments(stage: Stage) -> list[_Moment]:
@@ -222,7 +237,7 @@ def _backward(stage: Stage, held: int, has_head: bool) -> list[_Moment]:
     waiting = stage.largest_gradient if tied else 0
     moments = [_Moment(held, 0, activations.backward_workspace(m) + waiting + transit)]
     if has_head:
-        work = stage.largest_gradient + m.gathered + transit
+        work = stage.largest_gradient + 3 * m.gathered + transit
         moments.append(_Moment(held, activations.head_kept(m), work))
     return moments
 
