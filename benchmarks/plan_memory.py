@@ -191,9 +191,7 @@ def fit(rows: dict[str, Any]) -> Calibration:
     )
 
 
-def _solve(
-    one: tuple[float, float, float], two: tuple[float, float, float]
-) -> tuple[float, float]:
+def _solve(one: tuple[float, float, float], two: tuple[float, float, float]) -> tuple[float, float]:
     """x, y of a x + b y = c, twice."""
     (a, b, c), (d, e, f) = one, two
     determinant = a * e - b * d

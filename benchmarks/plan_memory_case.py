@@ -58,7 +58,9 @@ def _stages(view: ParallelView, pp: int) -> list[dict[str, float]]:
         own = (
             torch.cuda.max_memory_allocated(view.device),
             torch.cuda.max_memory_reserved(view.device),
-            total - free + torch.cuda.max_memory_reserved(view.device)
+            total
+            - free
+            + torch.cuda.max_memory_reserved(view.device)
             - torch.cuda.memory_reserved(view.device),
         )
         bytes_of[view.pp_rank] = torch.tensor(own, dtype=torch.float64)

@@ -45,7 +45,7 @@ class Microbatch:
     length: int
     distills: bool
     kernels: str = "triton"
-    fused: bool = True
+    fused: bool = False
 
     @property
     def width(self) -> int:
@@ -175,9 +175,7 @@ def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
     else:
         kept = layers * layer(m, p.recompute_granularity) + frequencies * m.fused
     # the first layer's input is the embedding's output or a view of the received tensor
-    received = (
-        2 * m.tokens * _INT64 if first else m.stage_tensor - m.residual
-    )
+    received = 2 * m.tokens * _INT64 if first else m.stage_tensor - m.residual
     sent = 0 if last else m.stage_tensor
     return kept + received + sent
 

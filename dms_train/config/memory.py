@@ -21,7 +21,7 @@ from dms_train.hf.architecture import Architecture
 _FP32 = 4
 _ADAM_MOMENTS = 2
 # More microbatches than this many rounds of the pipeline repeat what was before.
-_ROUNDS = 4
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
