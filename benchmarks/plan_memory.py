@@ -5,8 +5,9 @@
 
 Every case takes steps of the real engine with random weights in processes of its own, and is
 written to `plan_memory.json` in the device's folder as soon as it is measured; cases that are not
-run again stay. Two of them calibrate: `--fit` chooses the constants in `dms_train/assets/planning.json`
-so that the fullest process and the time of those two are right. The others are checked only.
+run again stay. Two of them calibrate: `--fit` chooses the constants in
+`dms_train/assets/planning.json` so that memory and time of those two are right. The others are only
+checked.
 """
 
 from __future__ import annotations

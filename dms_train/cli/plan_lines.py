@@ -1,4 +1,4 @@
-"""What `dms-plan` says about a layout: memory by kind, operations, expected time; the ranked table."""
+"""What `dms-plan` says about layouts: memory by kind, operations, expected time; a ranked table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _chosen(config: RunConfig) -> Gpu:
 
 
 def layout_lines(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
-    """Memory of every stage, operations and time of a step of a configuration that passed `check`."""
+    """Memory of every stage, operations and time of a step, once `check` has passed."""
     gpu, c = _chosen(config), calibration()
     layout = layouts.planned(config, architecture, world_size, gpu)
     per_stage = world_size // len(layout.stages)

@@ -1,4 +1,4 @@
-"""Bytes that one microbatch occupies on a rank: what a layer keeps for its backward pass, and peaks.
+"""Bytes that one microbatch occupies on a rank: kept for the backward pass, and for a moment only.
 
 Counted from the modules of `mcore` one saved tensor at a time; the tests compare the counts with
 the tensors that a real step holds. Letters: t tokens of a microbatch, b its samples, h hidden size,
@@ -181,7 +181,7 @@ def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
 
 
 def head_kept(m: Microbatch) -> int:
-    """Bytes the last stage keeps behind its layers: the final norm and the gradient of the logits."""
+    """Bytes the last stage keeps behind its layers: final norm and gradient of the logits."""
     return m.residual + norm_statistics(m) + m.gathered + m.logits
 
 

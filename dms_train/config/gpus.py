@@ -93,3 +93,13 @@ def gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"GPU {name!r}: unknown; choose one of {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def like(name: str, memory: int) -> Gpu:
+    """The GPU that a driver calls `name`, with the memory in bytes that it reports.
+
+    Speeds are those of the known GPU whose model the name contains, else of an H100.
+    """
+    models = {key.partition("_")[0]: known for key, known in GPUS.items()}
+    found = next((known for model, known in models.items() if model in name.lower()), GPUS["h100"])
+    return found._replace(label=name, memory_gib=memory / _GIB)

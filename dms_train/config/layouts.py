@@ -1,4 +1,4 @@
-"""Every parallel layout that divides and fits, the fastest first; what does not fit, and by how much.
+"""Parallel layouts that divide and fit, the fastest first; what does not fit, and by how much.
 
 Searched are tensor, pipeline and virtual pipeline size, recomputation and the size of a microbatch,
 for the same processes, global batch and model.
@@ -134,4 +134,7 @@ def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: 
         if found:
             words = " ".join(found[0].words(config))
             return f"no layout of {world_size} {gpu.label} fits; {more} would do with {words}"
-    return f"no layout fits on up to {_MOST_PROCESSES} {gpu.label}; use a larger GPU or shorter samples"
+    return (
+        f"no layout fits on up to {_MOST_PROCESSES} {gpu.label}; use a larger GPU or shorter "
+        "samples"
+    )

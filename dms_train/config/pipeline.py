@@ -1,4 +1,4 @@
-"""The order in which a pipeline stage runs its forward and backward passes, as megatron-core does."""
+"""The order in which megatron-core's pipeline stages run their forward and backward passes."""
 
 from __future__ import annotations
 
