@@ -45,7 +45,7 @@ class Microbatch:
     length: int
     distills: bool
     kernels: str = "triton"
-    fused: bool = False
+    fused: bool = True
 
     @property
     def width(self) -> int:

@@ -156,7 +156,7 @@ class DMSModel(GPTModel):
         """This chunk's layers (and final norm); side sums [b, 3] are added up through them."""
         config, count = self.config, len(self.decoder.layers)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        rope = self.rotary_pos_emb.get_emb(hidden.shape[0] * shards)
+        rope = self.method.rope(self.rotary_pos_emb.get_emb(hidden.shape[0] * shards))
         recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
         unit = config.recompute_num_layers if recompute else max(count, 1)
         fork = config.sequence_parallel
@@ -216,7 +216,7 @@ class DMSModel(GPTModel):
         with torch.no_grad():
             t_hidden = None if teacher is None else teacher.embed(tokens)
         return StageState(
-            hidden, t_hidden, torch.zeros(tokens.shape[0], SIDE_VALUES).to(hidden.device)
+            hidden, t_hidden, torch.zeros(tokens.shape[0], SIDE_VALUES, device=hidden.device)
         )
 
     def forward(
