@@ -40,8 +40,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA_FILE = ROOT / "dms_train" / "assets" / "planning.json"
 MODULE = "benchmarks.plan_memory_case"
 _GPU = GPUS["h200"]
-# Backward 2.5 times the forward pass: benchmarks/attention.py measures 414 TFLOP/s at 8,192.
-_CONSTANT_GUESS = 2e8
 
 
 def _case(shape: str, kind: str, layout: str, microbatches: int, recompute: str | None) -> Case:
@@ -177,8 +175,7 @@ def fit(rows: dict[str, Any]) -> Calibration:
     # factor * varying + constant = measured - fixed, for both
     factor, constant = _solve((varying_1, 1.0, rest_1), (varying_2, 1.0, rest_2))
     if constant < 0 or factor <= 0:
-        constant = _CONSTANT_GUESS
-        factor = (rest_1 + rest_2 - 2 * constant) / (varying_1 + varying_2)
+        constant, factor = 0.0, (rest_1 + rest_2) / (varying_1 + varying_2)
     old = gpus.calibration()
     matmul, traffic = _speeds(first, second, old)
     found = [stage for row in rows.values() for stage in row.get("stages", ())]

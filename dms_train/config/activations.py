@@ -151,10 +151,12 @@ def layer(m: Microbatch, recompute: str | None) -> int:
         m: The microbatch.
         recompute: None or `selective`; what `full` keeps is in `chunk`.
     """
-    _, groups = _heads(m)
+    heads, groups = _heads(m)
     norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
-    # sine and cosine, for q and for k; the fused kernel has one table for all layers
-    tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
+    # sine and cosine, for q and for k, and the borrowed lane's mask of a group's heads; the fused
+    # kernel has one table for all layers
+    rows = 4 * m.length + heads // groups
+    tables = 0 if m.fused else rows * m.architecture.kv_channels * m.width
     values = _FUSED_DECISION_VALUES if m.fused else _DECISION_VALUES
     attention = attention_kernel(m)
     if recompute == "selective":

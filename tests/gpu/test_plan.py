@@ -57,9 +57,7 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
     )
     keys = torch.arange(samples, device=view.device)
     side = torch.zeros(samples, 3, device=view.device)
-    rope = model.rotary_pos_emb.get_emb(LENGTH)
-    if hasattr(model.method, "rope"):
-        rope = model.method.rope(rope)
+    rope = model.method.rope(model.rotary_pos_emb.get_emb(LENGTH))  # of all layers
     run = model._layers(0, 1)
     run(hidden, side, keys, rope)  # compiled and tuned
     counted = layer(
@@ -68,5 +66,5 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
         ),
         recompute,
     )
-    kept = saved_bytes(lambda: run(hidden, side, keys, rope), model.parameters())
+    kept = saved_bytes(lambda: run(hidden, side, keys, rope), [*model.parameters(), rope])
     assert kept == pytest.approx(counted, rel=0.01)

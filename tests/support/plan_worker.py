@@ -29,7 +29,7 @@ from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import configs
-from tests.support.live_memory import LiveBytes
+from tests.support.live_memory import LiveBytes, saved_bytes
 
 SIZES = {
     "num_layers": 8,
@@ -90,8 +90,21 @@ def _batches(case: dict[str, Any]) -> list[Batch]:
     return [one] * case["microbatches"]
 
 
+def _layer_bytes(engine: McoreEngine, case: dict[str, Any], parallel: ParallelOptions) -> int:
+    """Bytes that the first layer of this rank keeps."""
+    model = engine._models[0].train()
+    shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    shape = (case["length"] // shards, case["samples"], SIZES["hidden_size"])
+    dtype = engine._config.params_dtype
+    hidden = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    keys, side = torch.zeros(shape[1], dtype=torch.int64), torch.zeros(shape[1], 3)
+    rope = model.rotary_pos_emb.get_emb(case["length"])
+    run = model._layers(0, 1)
+    return saved_bytes(lambda: run(hidden, side, keys, rope), model.parameters())
+
+
 def step_bytes(case: dict[str, Any]) -> dict[str, int]:
-    """Bytes of the model, and the most that a step adds to them."""
+    """Bytes of the model, the most that a step adds to them, and what one layer keeps."""
     parallel = ParallelOptions(**case["parallel"])
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     rank = case["stage"] * tp
@@ -111,8 +124,10 @@ def step_bytes(case: dict[str, Any]) -> dict[str, int]:
         loss = "distill" if case["distills"] else "lm"
         plan = StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0, loss=loss)
         engine.forward_backward(plan, _batches(case))
+        peak = live.peak
+    kept = _layer_bytes(engine, case, parallel)
     groups.stop()
-    return {"fixed": fixed, "step": live.peak - fixed}
+    return {"fixed": fixed, "step": peak - fixed, "layer": kept}
 
 
 def main() -> None:
