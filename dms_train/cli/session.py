@@ -11,6 +11,7 @@ import torch
 
 from dms_train.cli import errors, launcher, run_folder
 from dms_train.cli.exporter import ModelExporter, run_provenance
+from dms_train.cli.memory_check import check_memory
 from dms_train.cli.plan import describe
 from dms_train.cli.preparation import Prepared, prepare
 from dms_train.cli.start_point import load_start
@@ -146,6 +147,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     leads = view.rank == 0
     _agree(prepared, view)
+    check_memory(config, prepared.architecture, view)
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
     engine = _build_engine(prepared, view)
     state = prepared.start.state
