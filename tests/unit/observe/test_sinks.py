@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import http.server
 import json
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -258,6 +262,44 @@ def test_online_without_a_key_asks_nothing(wandb, tmp_path, monkeypatch):
         (warning,) = record(tmp_path, 0, range(1, 3), wandb="online")
     assert "no API key" in warning
     assert len(wandb_file.find(tmp_path)) == 1
+
+
+@contextlib.contextmanager
+def server(status: int) -> Iterator[tuple[str, list[str]]]:
+    """Answers every request with a status; its address, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as opened:
+        threading.Thread(target=opened.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{opened.server_port}", asked
+        opened.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_server_that_refuses_leaves_an_offline_run(wandb, tmp_path, monkeypatch, status):
+    with server(status) as (url, asked):
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        warnings = record(tmp_path, 0, range(1, 3), wandb="online")
+    assert "/graphql" in asked
+    assert warnings[-1].endswith("recording offline"), warnings
+    assert KEY not in "".join(warnings)
+    assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert all(KEY.encode() not in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
 
 
 @pytest.mark.slow
