@@ -52,7 +52,7 @@ def _tokenizer_dir(wanted: str | None, model: str | None) -> Path | None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Write the directory; errors as in `checkpoint.read_state` and `hf.export.write_export`."""
+    """Write the directory; errors as in `checkpoint.check` and `hf.export.write_export`."""
     state = checkpoint.check(args.checkpoint)
     architecture, spec = described_model(args.checkpoint, state)
     check_replaceable(args.out)

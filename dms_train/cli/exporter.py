@@ -15,7 +15,7 @@ from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.export import check_replaceable, write_export
 from dms_train.hf.selftest import SelfTest
-from dms_train.mcore import checkpoint
+from dms_train.mcore import checkpoint_state
 from dms_train.mcore.engine import McoreEngine
 from dms_train.method.accounting import cr_factor
 from dms_train.method.plan import StepPlan
@@ -69,7 +69,7 @@ def check_folder(exports: Path, options: ExportOptions, target_cr: float) -> Non
     ratios = range(1, int(target_cr) + 1) if options.every_integer_cr else ()
     for name in ("final", *(f"cr{ratio}" for ratio in ratios)):
         check_replaceable(exports / name / "hf")
-        checkpoint.check_replaceable(exports / name / "megatron")
+        checkpoint_state.check_replaceable(exports / name / "megatron")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

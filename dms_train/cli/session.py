@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dms_train.cli.plan import describe
 from dms_train.cli.preparation import Prepared, prepare
 from dms_train.cli.start_point import load_start
 from dms_train.cli.validator import ModelValidator
-from dms_train.cli.watch import RunWatch
+from dms_train.cli.watch import RunWatch, end_hanging_run
 from dms_train.config.build import ConfigError
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
@@ -28,6 +29,7 @@ from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.weights import RandomWeights
 from dms_train.observe import log
+from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
@@ -35,6 +37,8 @@ from dms_train.observe.state_files import StateFiles
 from dms_train.training import loop
 from dms_train.training.loop import LoopParts
 from dms_train.training.reporting import Reporter
+from dms_train.training.saving import Saver
+from dms_train.training.skipping import SkipRecord
 from dms_train.training.stages import Stage
 from dms_train.training.state import TrainState
 
@@ -99,10 +103,10 @@ def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
     _announce_kernels(config)
     run_folder.write(config, leads=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
-    watch = RunWatch(files, view)
-    watch.listen()
     if view.rank == 0:
         files.begin()
+    watch = RunWatch(files, view, _heartbeats(config, view, files))
+    watch.listen()
     try:
         state = _run(prepared, view, watch, count)
     except RuntimeError as error:
@@ -112,8 +116,21 @@ def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
                 "says why. Start the same command again to resume from the newest checkpoint"
             ) from error
         raise
+    finally:
+        watch.leave()
     _say_done(prepared, state, files)
     groups.stop()
+
+
+def _heartbeats(config: RunConfig, view: ParallelView, files: StateFiles) -> Heartbeats:
+    return Heartbeats(
+        folder=files.state / "ranks",
+        rank=view.rank,
+        ranks=view.world_size,
+        # before the collectives give up, which cannot say for whom they waited
+        patience=config.parallel.distributed_timeout_minutes * 60 / 2,
+        hang=end_hanging_run(files),
+    )
 
 
 def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
@@ -139,6 +156,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     leads = view.rank == 0
     _agree(prepared, view)
+    prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
     engine = _build_engine(prepared, view)
     state = prepared.start.state
     train, valid = _datasets(prepared, view)
@@ -172,13 +190,23 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
                 validator=validator,
                 reporter=reporter,
                 watch=watch,
+                saver=Saver(
+                    engine=engine,
+                    reporter=reporter,
+                    options=config.run,
+                    folder=prepared.folder / "checkpoints",
+                    leads=leads,
+                    provenance=provenance,
+                ),
+                skips=SkipRecord(
+                    folder=prepared.folder / "skipped",
+                    most=config.run.max_skipped_steps,
+                    leads=leads,
+                ),
                 options=config.run,
-                checkpoints=prepared.folder / "checkpoints",
-                leads=leads,
                 global_batch_size=config.data.global_batch_size,
                 eval_batches=eval_batches,
                 every_integer_cr=_exports_integers(config),
-                provenance=provenance,
             ),
         )
     finally:

@@ -12,6 +12,7 @@ from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.mcore import checkpoint
+from dms_train.mcore.checkpoint_state import STATE_FILE
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import CheckpointError
 from dms_train.method.spec import DMSSpec
@@ -108,7 +109,7 @@ def _whole_model(directory: Path) -> Architecture:
 
 def with_student(start: StartPoint, student: Path) -> StartPoint:
     """`start` with the weights of `run.load` in place of the original's."""
-    if (student / checkpoint.STATE_FILE).is_file():
+    if (student / STATE_FILE).is_file():
         stored = checkpoint.check(student)
         _require_whole_lane(student, stored)
         architecture, trained = described_model(student, stored)
@@ -119,7 +120,7 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
         ratio = formats.read_target_cr(student)
     else:
         raise ConfigError(
-            f"run.load={student}: neither a checkpoint folder ({checkpoint.STATE_FILE}) nor a "
+            f"run.load={student}: neither a checkpoint folder ({STATE_FILE}) nor a "
             "Hugging Face directory (config.json); correct the path"
         )
     if asdict(architecture) != asdict(start.architecture):
@@ -135,7 +136,7 @@ def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, DM
         return architecture, DMSSpec.from_dict(state["spec"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: {checkpoint.STATE_FILE} does not describe its model ({error}); "
+            f"checkpoint {path}: {STATE_FILE} does not describe its model ({error}); "
             "use another checkpoint"
         ) from error
 
@@ -150,10 +151,13 @@ def _require_whole_lane(student: Path, stored: dict[str, Any]) -> None:
 
 
 def load_start(engine: McoreEngine, start: StartPoint) -> None:
-    """Load the student's weights, and the optimizer's state when the run resumes."""
+    """Load the student's weights, and the optimizer's state when the run resumes.
+
+    The checksums of a checkpoint were compared before (`run_folder.verified`).
+    """
     if start.student is None:
         return
-    if (start.student / checkpoint.STATE_FILE).is_file():
-        engine.load(start.student, with_optimizer=start.resumes)
+    if (start.student / STATE_FILE).is_file():
+        engine.load(start.student, with_optimizer=start.resumes, verified=True)
     else:
         engine.load_hf(WeightReader(start.student))

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 
+from dms_train.cli import errors, launcher
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
+from dms_train.observe.heartbeats import Heartbeats, Silent
 from dms_train.observe.log import logger
 from dms_train.observe.state_files import StateFiles
 
 # SIGUSR1: the time is nearly up. SIGTERM: a preemption, a node that is drained, a person.
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+def end_hanging_run(files: StateFiles) -> Callable[[list[Silent]], None]:
+    """What to do about silent ranks: name them and end this process, whose main thread waits."""
+
+    def end(silent: list[Silent]) -> None:
+        who = ", ".join(map(str, silent))
+        error = errors.PeerLost(
+            f"{who} did not answer; the run ends here. Start the same command again to resume from "
+            "the newest checkpoint"
+        )
+        lines = errors.describe(error)
+        attempt = launcher.attempt()
+        with contextlib.suppress(OSError):
+            if attempt is not None:
+                files.failed(launcher.rank(), attempt, error, lines)
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.flush()
+        os._exit(errors.REFUSED)
+
+    return end
 
 
 @dataclass(slots=True)
@@ -25,18 +52,26 @@ class RunWatch:
 
     files: StateFiles
     view: ParallelView
+    heartbeats: Heartbeats
     signalled: str | None = field(default=None, init=False)
 
     def listen(self) -> None:
         """From here on a signal stops the run after the current step instead of ending it."""
         for number in _SIGNALS:
             signal.signal(number, self._remember)
+        if self.view.world_size > 1:
+            self.heartbeats.start()
+
+    def leave(self) -> None:
+        """The run is over, or this rank's part of it."""
+        self.heartbeats.stop()
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.signalled = signal.Signals(number).name
 
-    def beat(self) -> None:
+    def beat(self, step: int) -> None:
         """Touch the heartbeat."""
+        self.heartbeats.reached(step)
         if self.view.rank == 0:
             self.files.beat()
 

@@ -49,6 +49,7 @@ _AT_LEAST = {
     "optim.clip_grad": 0,
     "optim.lr_warmup_steps": 0,
     "run.seed": 0,
+    "run.max_skipped_steps": 1,
     "run.save_interval": 0,
     "run.keep_checkpoints": 1,
     "run.eval_interval": 0,

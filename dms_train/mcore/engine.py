@@ -14,19 +14,26 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels import api as kernels
-from dms_train.mcore import checkpoint, compat, families, optim, retention, weights
+from dms_train.mcore import (
+    checkpoint,
+    checkpoint_state,
+    compat,
+    families,
+    fusions,
+    optim,
+    retention,
+    weights,
+)
 from dms_train.mcore.attention import MethodState
-from dms_train.mcore.errors import DivergenceError, ModelError
+from dms_train.mcore.checkpoint_saving import CheckpointSaver
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import DMSModel, transformer_config
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.recording import Recording, record
-from dms_train.mcore.step import PassContext, PassTotals, count_loss_tokens, run_pass
+from dms_train.mcore.step import PassContext, PassTotals, run_pass, to_device, token_scale
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import DMSSpec
-
-# A run keeps its learning rate, so it cannot be resumed with another one.
-_START_AGAIN = "Lower optim.lr in another run.dir; run.load starts it from a checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +67,11 @@ class McoreEngine:
         self.view = view
         self._options = options
         self._attend = kernels.backend(kernels.choose(options.kernels, view.device))
-        self._method = MethodState(spec, self._attend)
         self._config = transformer_config(architecture, options.parallel)
+        fused = fusions.apply(self._config, view.device)
+        self._method = MethodState(spec, self._attend, fused=fused)
         self._models = self._build_chunks(self._method, source)
+        self._saver = CheckpointSaver(leads=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
         self._optimizer: Any = None
         self._scheduler: Any = None
@@ -85,7 +94,8 @@ class McoreEngine:
 
     def attach_teacher(self, source: weights.WeightSource) -> None:
         """Build the frozen original in the same layout; it costs weights only."""
-        teachers = self._build_chunks(MethodState(self.spec, self._attend), source)
+        method = MethodState(self.spec, self._attend, fused=self._method.fused)
+        teachers = self._build_chunks(method, source)
         for student, teacher in zip(self._models, teachers, strict=True):
             student.set_teacher(teacher.to(self._config.params_dtype))
 
@@ -96,14 +106,14 @@ class McoreEngine:
         )
 
     def _context(self, plan: StepPlan, batches: list[Batch]) -> PassContext:
-        tokens = count_loss_tokens(batches, self.view)
-        scale = len(batches) * self.view.dp_size / max(tokens, 1.0)
+        scale = token_scale(batches, self.view)
         return PassContext(self.spec, plan, self.architecture, self.view, self._options.seed, scale)
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> PassTotals:
         if plan.loss == "distill" and not self._models[0].has_teacher:
             raise ModelError("the plan distills but no teacher is attached; name it in model.path")
         self._method.plan = plan
+        batches = to_device(batches, self.view.device)
         return run_pass(
             self._chunks,
             batches,
@@ -124,29 +134,22 @@ class McoreEngine:
     def train_step(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
         """One optimizer step on this rank's microbatches of the global batch.
 
-        Raises:
-            DivergenceError: The loss is not finite; weights and optimizer are untouched.
+        Weights and optimizer stay as they are, on all ranks alike, when the loss or the gradient
+        norm is not finite.
         """
         optim.set_step(self._scheduler, plan.stage_step)
         totals = self.forward_backward(plan, batches)
-        if not math.isfinite(totals.token_loss + totals.aux_loss):
-            raise DivergenceError(
-                f"step {plan.step}: loss is {totals.token_loss + totals.aux_loss}; the checkpoints "
-                f"are untouched. {_START_AGAIN}"
-            )
-        _, grad_norm, _ = self._optimizer.step()
-        if not math.isfinite(grad_norm):
-            raise DivergenceError(
-                f"step {plan.step}: the gradient norm is {grad_norm}; the checkpoints are "
-                f"untouched. {_START_AGAIN}"
-            )
-        learning_rate = self._optimizer.param_groups[0]["lr"]
+        grad_norm = math.nan
+        if math.isfinite(totals.token_loss + totals.aux_loss):
+            grad_norm = optim.step(self._optimizer)
+        learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
             totals,
             batches,
-            grad_norm=float(grad_norm),
+            grad_norm=grad_norm,
             learning_rate=learning_rate,
             memory_bytes=totals.memory_bytes,
+            skipped=not math.isfinite(grad_norm),
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
@@ -170,7 +173,7 @@ class McoreEngine:
             token_loss=totals.token_loss,
             aux_loss=totals.aux_loss,
             alpha=totals.alpha / totals.samples,
-            cr_factor=length * totals.samples / totals.live,
+            cr_factor=length * totals.samples / totals.live if totals.live else math.nan,
             kv_reads=length * totals.reads / totals.samples,
             **extra,
         )
@@ -212,31 +215,61 @@ class McoreEngine:
         read = gradients.__getitem__
         return dict(weights.gather(self._models, self.architecture, self.view, read))
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint that any parallel layout can load."""
+    def save(self, path: Path, state: dict[str, Any], *, wait: bool = True) -> None:
+        """Write a checkpoint that any parallel layout can load.
+
+        Args:
+            path: Its folder, which appears when it is complete.
+            state: Stored with it.
+            wait: Return when it is complete; otherwise `finish_save` says when that is.
+
+        Raises:
+            SaveError: It cannot be written; the same on every rank.
+        """
         self._save(path, self._optimizer, state)
+        if wait:
+            self._saver.finish(wait=True)
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """The checkpoint whose writing has ended, or has to end now; None when there is none.
+
+        Raises:
+            SaveError: It could not be written; the same on every rank.
+        """
+        return self._saver.finish(wait=wait)
 
     def annotate(self, path: Path, state: dict[str, Any]) -> None:
         """Change values in the JSON state of a checkpoint, if there is one at `path`."""
         if self.view.rank == 0 and path.is_dir():
-            checkpoint.annotate(path, state)
+            checkpoint_state.annotate(path, state)
 
     def save_weights(self, path: Path, state: dict[str, Any]) -> None:
-        """Write the weights alone, in the same form."""
+        """Write the weights alone, in the same form; SaveError as `save`."""
         self._save(path, None, state)
+        self._saver.finish(wait=True)
 
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
-        leads = self.view.rank == 0
-        checkpoint.save(path, self._models, optimizer, described, leads=leads)
+        self._saver.begin(path, self._models, optimizer, described)
 
-    def load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
-        """Load a checkpoint and return its JSON state."""
+    def load(self, path: Path, *, with_optimizer: bool, verified: bool = False) -> dict[str, Any]:
+        """Load a checkpoint and return its JSON state.
+
+        Args:
+            path: Its folder.
+            with_optimizer: Load the optimizer's state too.
+            verified: Its checksums were compared already; otherwise all ranks do that first.
+
+        Raises:
+            CheckpointError: As `checkpoint.verify` and `checkpoint.load`.
+        """
+        if not verified:
+            checkpoint.verify(path, self.view)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         if self._optimizer is not None and not with_optimizer:
             self._optimizer.reload_model_params()
-        return checkpoint.read_state(path)
+        return checkpoint_state.read_state(path)
 
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by those of a Hugging Face directory."""

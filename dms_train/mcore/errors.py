@@ -7,9 +7,13 @@ class CheckpointError(ValueError):
     """A checkpoint folder that cannot be used."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that was not finished or has changed since; an older one may do."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written, the same on every rank; older ones are untouched."""
+
+
 class ModelError(ValueError):
     """Weights or an architecture this room cannot build."""
-
-
-class DivergenceError(ValueError):
-    """A loss or gradient norm that is not finite; checkpoints on disk are untouched."""

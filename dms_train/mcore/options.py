@@ -20,7 +20,8 @@ class ParallelOptions:
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (core attention) or `full` (whole layers).
         recompute_num_layers: Layers per recomputed unit with `full`.
-        distributed_timeout_minutes: After this long without an answer a rank counts as dead.
+        distributed_timeout_minutes: After this long without an answer a collective gives up; a rank
+            without a sign of life for half of it counts as dead.
     """
 
     tensor_model_parallel_size: int = 1

@@ -8,7 +8,6 @@ with gloo. With CUDA nothing is patched.
 from __future__ import annotations
 
 import logging
-import queue
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -72,12 +71,7 @@ class _CpuRuntime:
         self._replace(torch.cuda, "get_rng_state", get_state)
         self._replace(torch.cuda.random, "get_rng_state", get_state)
         # Imported after the replacements above: importing must not see half a runtime.
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.tensor_parallel import random as megatron_random
-
-        # Checkpoints are written before `save` returns, by this process. Megatron's own queue of
-        # results is a server process that outlives a run which is killed.
-        self._replace(filesystem_async, "_results_queue", queue.SimpleQueue())
 
         set_state = lambda state, *_, **__: generator.set_state(state)  # noqa: E731
         self._replace(megatron_random, "_set_cuda_rng_state", set_state)

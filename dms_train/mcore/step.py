@@ -30,7 +30,7 @@ class PassContext(NamedTuple):
     architecture: Architecture
     view: ParallelView
     seed: int
-    token_scale: float  # number of microbatches over all data ranks / loss tokens of the step
+    token_scale: Tensor  # number of microbatches over all data ranks / loss tokens of the step
 
 
 class PassTotals(NamedTuple):
@@ -49,12 +49,18 @@ class PassTotals(NamedTuple):
     memory_bytes: float
 
 
-def count_loss_tokens(batches: list[Batch], view: ParallelView) -> float:
-    """Loss positions of the global batch."""
+def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """The same batches where the training computes; on a GPU the host does not wait for it."""
+    if device.type != "cuda":
+        return batches
+    return [Batch(*(t.pin_memory().to(device, non_blocking=True) for t in b)) for b in batches]
+
+
+def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
+    """Microbatches of the global batch over its loss positions, without waiting for the device."""
     count = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double()
-    count = count.to(view.device)
     dist.all_reduce(count, group=view.dp_group)
-    return count.item()
+    return len(batches) * view.dp_size / count.clamp(min=1.0)
 
 
 def _loss_function(
@@ -66,8 +72,7 @@ def _loss_function(
 
     def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         losses, side = output
-        mask = batch.loss_mask.t().to(losses.device)
-        token_loss = (losses.float() * mask).sum() * context.token_scale
+        token_loss = (losses.float() * batch.loss_mask.t()).sum() * context.token_scale
         target = evicted_fraction(plan.target_cr)
         aux_loss = compression_hinge(side[:, 0], decisions, target, spec.aux_form)
         alpha, live, reads = side.detach().double().sum(0)
@@ -80,13 +85,10 @@ def _loss_function(
 
 
 def _forward_step(context: PassContext) -> Callable[..., Any]:
-    device = context.view.device
-
     def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         batch = next(batches)
-        samples = batch.samples.to(device)
-        keys = sample_keys(context.seed, context.plan.step, samples)
-        output = model(batch.tokens.to(device), batch.labels.to(device), keys)
+        keys = sample_keys(context.seed, context.plan.step, batch.samples)
+        output = model(batch.tokens, batch.labels, keys)
         return output, _loss_function(context, batch)
 
     return forward_step

@@ -46,6 +46,7 @@ class StepResult:
         grad_norm: Before clipping; 0 for an evaluation.
         learning_rate: Of this step; 0 for an evaluation.
         memory_bytes: Of the fullest process; 0 for an evaluation.
+        skipped: Whether the step changed nothing because its loss or gradient norm is not finite.
         kept: Share of the tokens held at the end of a sample, [layers][KV heads], by the inference
             rule; empty for a training step and for an evaluation without evictions.
     """
@@ -59,6 +60,7 @@ class StepResult:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     memory_bytes: float = 0.0
+    skipped: bool = False
     kept: tuple[tuple[float, ...], ...] = ()
 
 

@@ -16,7 +16,7 @@ class TrainEngine(Protocol):
         ...
 
     def train_step(self, plan: StepPlan, batches: list[Any]) -> StepResult:
-        """One optimizer step; a ValueError of the engine when the loss is not finite."""
+        """One optimizer step; a skipped one, on every rank, when it would not be finite."""
         ...
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
@@ -27,8 +27,20 @@ class TrainEngine(Protocol):
         """Zero the borrowed neuron's projection and its optimizer state."""
         ...
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
-        """Write weights, optimizer and the JSON state."""
+    def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
+        """Write weights, optimizer and the JSON state, in the background unless `wait` is set.
+
+        Raises:
+            ValueError: It cannot be written; the same on every rank.
+        """
+        ...
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """The checkpoint whose writing has ended, or has to end now; None when there is none.
+
+        Raises:
+            ValueError: It could not be written; the same on every rank.
+        """
         ...
 
     def annotate(self, path: Path, state: dict[str, Any]) -> None:
@@ -59,8 +71,8 @@ class Validator(Protocol):
 class Watch(Protocol):
     """Connects the loop with whoever started it: is it alive, may it go on, what is finished."""
 
-    def beat(self) -> None:
-        """A step was taken."""
+    def beat(self, step: int) -> None:
+        """Step `step` was taken."""
         ...
 
     def must_stop(self) -> bool:

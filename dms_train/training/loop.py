@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dms_train.method.plan import StepPlan, StepResult
 from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Validator, Watch
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
+from dms_train.training.saving import Saver
+from dms_train.training.skipping import SkipRecord
 from dms_train.training.stages import Action, Stage
 from dms_train.training.state import TrainState
 
@@ -21,11 +20,8 @@ class LoopParts:
     """What the loop works with.
 
     Attributes:
-        checkpoints: Folder of the run's checkpoints.
-        leads: Whether this process removes old checkpoints.
         global_batch_size: Samples per optimizer step.
         eval_batches: This rank's microbatches of one evaluation; empty to evaluate nothing.
-        provenance: Stored with every checkpoint.
     """
 
     engine: TrainEngine
@@ -34,13 +30,12 @@ class LoopParts:
     validator: Validator
     reporter: Reporter
     watch: Watch
+    saver: Saver
+    skips: SkipRecord
     options: RunOptions
-    checkpoints: Path
-    leads: bool
     global_batch_size: int
     eval_batches: list[Any]
     every_integer_cr: bool
-    provenance: dict[str, Any]
 
 
 def run(stages: list[Stage | Action], state: TrainState, parts: LoopParts) -> TrainState:
@@ -77,7 +72,7 @@ def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
     else:
         parts.reporter.validation(state.step, parts.validator.validate())
     state.next_stage()
-    parts.engine.annotate(_checkpoint(state, parts), state.to_dict())
+    parts.engine.annotate(parts.saver.path(state), state.to_dict())
 
 
 def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
@@ -102,7 +97,10 @@ def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
         if ends:
             _finish(stage, state, parts)
         elif stops or ratio is not None or _due(state.step, parts.options.save_interval):
-            _save(state, parts, permanent=ratio is not None)
+            exports = ratio is not None
+            parts.saver.save(state, permanent=exports, owed=stops, wait=exports)
+        else:
+            parts.saver.poll(state.step)
         if stops and not ends:
             parts.reporter.end_stage(state.step)
             return True  # an export that is due is written when the run continues
@@ -116,13 +114,15 @@ def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
 def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     plan = stage.plan(state.step, state.stage_step)
     batches = parts.source.microbatches(state.consumed_samples)
+    samples = range(state.consumed_samples, state.consumed_samples + parts.global_batch_size)
     result = parts.engine.train_step(plan, batches)
     state.advance(parts.global_batch_size)
+    parts.skips.count(plan, result, state, samples)
     state.neuron_scale = plan.neuron_scale
     if stage.borrows_lane:
         state.target_cr = plan.target_cr
-    parts.reporter.step(state.step, state.stage_step, plan, result)
-    parts.watch.beat()
+    parts.reporter.step(state, plan, result)
+    parts.watch.beat(state.step)
 
 
 def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
@@ -130,7 +130,7 @@ def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
         _hand_over(stage, state, parts)
     state.next_stage()
     parts.reporter.end_stage(state.step)
-    _save(state, parts, permanent=True)
+    parts.saver.save(state, permanent=True, owed=True)
 
 
 def _due(step: int, interval: int) -> bool:
@@ -160,7 +160,7 @@ def _export_due(state: TrainState, parts: LoopParts) -> None:
     _export(state.due_export, state, parts)
     state.due_export = None
     settled = {"exported": state.exported, "due_export": None}
-    parts.engine.annotate(_checkpoint(state, parts), settled)
+    parts.engine.annotate(parts.saver.path(state), settled)
 
 
 def _export_final(state: TrainState, parts: LoopParts) -> None:
@@ -174,38 +174,3 @@ def _export(name: str, state: TrainState, parts: LoopParts) -> None:
     path = parts.exporter.export(name, state.to_dict())
     state.exported = name
     parts.reporter.note(f"exported {path}")
-
-
-def _checkpoint(state: TrainState, parts: LoopParts) -> Path:
-    return parts.checkpoints / f"step_{state.step:08d}"
-
-
-def _save(state: TrainState, parts: LoopParts, *, permanent: bool) -> None:
-    path = _checkpoint(state, parts)
-    described = {**state.to_dict(), "permanent": permanent, **parts.provenance}
-    seconds = parts.reporter.timed(lambda: parts.engine.save(path, described))
-    parts.reporter.saved(state.step, path, seconds)
-    if parts.leads:
-        remove_old(path, parts.options.keep_checkpoints)
-
-
-def _is_temporary(path: Path) -> bool:
-    """Whether a checkpoint may be deleted; what cannot be read stays."""
-    try:
-        return not json.loads((path / "run_state.json").read_text())["permanent"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def remove_old(saved: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` temporary checkpoints; returns what was deleted.
-
-    Folders of later steps than `saved` do not count: a run that goes back behind a damaged
-    checkpoint must not delete its own in favour of that one.
-    """
-    found = sorted(saved.parent.glob("step_????????"))
-    temporary = [path for path in found if path.name <= saved.name and _is_temporary(path)]
-    old = temporary[: max(0, len(temporary) - keep)]
-    for path in old:
-        shutil.rmtree(path)
-    return old

@@ -95,7 +95,9 @@ class RunOptions:
         resume: `auto` continues from the newest valid checkpoint in `dir`, `never` refuses a
             folder that already holds one.
         load: Megatron checkpoint whose weights the student starts from, instead of the model's.
+        max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
+        async_save: Write them in the background while training goes on; off, training waits.
         keep_checkpoints: Newest checkpoints to keep; those of integer ratios and stage ends stay.
         eval_interval: Steps between evaluations; 0 evaluates at the ends of stages only.
         eval_samples: Validation samples per evaluation; 0 evaluates nothing.
@@ -107,7 +109,9 @@ class RunOptions:
     seed: int = 1234
     resume: str = "auto"
     load: str | None = None
+    max_skipped_steps: int = 3
     save_interval: int = 100
+    async_save: bool = True
     keep_checkpoints: int = 2
     eval_interval: int = 0
     eval_samples: int = 64

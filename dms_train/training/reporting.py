@@ -17,6 +17,7 @@ from dms_train.observe.log import logger
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import Progress
 from dms_train.observe.sinks import Sink
+from dms_train.training.state import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +40,22 @@ class Reporter:
         self.throughput.pause()
         self.progress.start(name, steps, done)
 
-    def step(self, step: int, stage_step: int, plan: StepPlan, result: StepResult) -> None:
-        """An optimizer step ended."""
+    def step(self, state: TrainState, plan: StepPlan, result: StepResult) -> None:
+        """An optimizer step ended, skipped or not; `state` is the position after it."""
         rate = self.throughput.step(self.tokens_per_step)
-        values = {**_described(plan, result), "tokens_per_second": rate}
-        self.progress.step(stage_step, values)
+        finite = {} if result.skipped else _described(plan, result)
+        values = {**finite, "tokens_per_second": rate}
+        self.progress.step(state.stage_step, values)
         measured = {
-            "grad_norm": result.grad_norm,
+            **({} if result.skipped else {"grad_norm": result.grad_norm}),
             "lr": result.learning_rate,
             "memory_gib": result.memory_bytes / 2**30,
             **self.compute.at(rate, distills=plan.loss == "distill"),
         }
         self.means.add({**values, **measured})
-        if step % self.log_interval == 0:
-            self._log(step, self.means.take(), "train/")
+        if state.step % self.log_interval == 0:
+            counted = {"skipped_steps": state.skipped_steps} if state.skipped_steps else {}
+            self._log(state.step, self.means.take() | counted, "train/")
 
     def end_stage(self, step: int) -> None:
         """Write what the last, shorter interval measured."""
@@ -78,9 +81,15 @@ class Reporter:
         self.throughput.pause()
 
     def saved(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint was written."""
+        """A checkpoint is complete; training was held up for `seconds`."""
         self._log(step, {"checkpoint_seconds": seconds}, "train/")
-        logger().info("step %d saved %s in %.1f s", step, path, seconds)
+        logger().info("step %d saved %s, %.1f s", step, path, seconds)
+        self.throughput.pause()
+
+    def save_failed(self, step: int, failures: int, why: str) -> None:
+        """A checkpoint could not be written, the `failures`-th since the start; the run goes on."""
+        self._log(step, {"failed_checkpoints": failures}, "train/")
+        logger().warning("step %d: training goes on without %s", step, why)
         self.throughput.pause()
 
     def note(self, text: str) -> None:

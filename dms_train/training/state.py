@@ -19,6 +19,8 @@ class TrainState:
         target_cr: Compression ratio of the last retrofit step.
         neuron_scale: Factor on the borrowed neuron in the last step; 1 is the original model.
         lane_borrowed: Whether the query neuron has been handed over to the decisions.
+        skipped_steps: Steps in all whose loss or gradient was not finite; they changed nothing.
+        skipped_in_a_row: How many of them came last.
         exported: Name of the export that holds the current weights, if one does.
         due_export: Name of the export that these weights still have to become.
     """
@@ -31,6 +33,8 @@ class TrainState:
     target_cr: float = 1.0
     neuron_scale: float = 1.0
     lane_borrowed: bool = False
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     exported: str | None = None
     due_export: str | None = None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support import launch
+from tests.support import launch, refusals
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 STEPS = 16
@@ -109,6 +110,30 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(
     assert not (run / "state" / "STOPPED").exists()
     assert (run / "state" / "DONE").is_file()
     assert losses(run) == losses(room / "whole")
+
+
+def test_a_rank_that_hangs_is_named_and_the_run_ends(room: Path) -> None:
+    words = [*command(room, "hang"), "stage.pretrain.steps=4000"]
+    words.append("parallel.distributed_timeout_minutes=0.4")
+    run = room / "hang"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stderr = room / "hang.stderr"
+    ranks = refusals.start_ranks(["train", *words[2:]], port, stderr)
+    try:
+        metrics = run / "metrics.jsonl"
+        while not (metrics.is_file() and len(losses(run)) >= 4):
+            assert ranks[0].poll() is None, stderr.with_suffix(".0").read_text()
+            time.sleep(0.05)
+        ranks[1].send_signal(signal.SIGSTOP)
+        assert ranks[0].wait(timeout=24 + 10) != 0  # the timeout, and this machine's other work
+        told = stderr.with_suffix(".0").read_text().splitlines()[-1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert re.search(r"error: rank 1 \(.*, after step \d+, silent for \d+ s\) did not answer", told)
 
 
 def test_a_run_can_leave_after_a_stage_and_be_continued_from_its_own_file(room: Path) -> None:

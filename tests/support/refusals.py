@@ -26,6 +26,7 @@ from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import groups
 from dms_train.mcore.weights import RandomWeights
 from tests.support import launch
+from tests.support.disks import small_disk
 
 COMMANDS = {
     "train": "dms_train.cli.train",
@@ -112,10 +113,6 @@ def write_model(path: Path, tokenizer: Path, **changes: object) -> None:
     )
 
 
-class CannotArrange(Exception):
-    """This machine does not permit what a case needs."""
-
-
 @dataclass(frozen=True, slots=True)
 class Room:
     """A folder with copies of the assets, to be spoilt; `closing` is undone when it is left."""
@@ -164,12 +161,7 @@ class Room:
 
     def small_disk(self, path: Path, kibibytes: int) -> None:
         """Put an empty file system of that size at `path`; CannotArrange without permission."""
-        path.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={kibibytes}k"]
-        command = ["mount", *options, "tmpfs", str(path)]
-        if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-            raise CannotArrange("mounting a small file system needs root")
-        self.closing.callback(subprocess.run, ["umount", "-l", str(path)], check=True)
+        self.closing.enter_context(small_disk(path, kibibytes))
 
     def stand_in(self, **programs: str) -> None:
         """Nothing but these programs on PATH, each a shell script."""

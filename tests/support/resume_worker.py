@@ -88,8 +88,9 @@ def same_layout(layout: str, dtype: str, view: ParallelView, out: Path) -> None:
     keep(engine, train(engine, 0, STEPS), out / f"{name}-whole")
     engine = build(layout, dtype, view, 1)
     rows = train(engine, 0, HALF)
-    engine.save(checkpoint, {"step": HALF})
+    engine.save(checkpoint, {"step": HALF}, wait=False)  # written while the weights change
     keep(engine, rows + train(engine, HALF, STEPS), out / f"{name}-saved")
+    assert engine.finish_save(wait=True) == checkpoint
     engine = build(layout, dtype, view, 55)
     assert engine.load(checkpoint, with_optimizer=True)["step"] == HALF
     keep(engine, train(engine, HALF, STEPS), out / f"{name}-resumed")

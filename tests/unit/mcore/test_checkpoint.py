@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -14,8 +13,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from dms_train.mcore import checkpoint
-from dms_train.mcore.errors import CheckpointError
+from dms_train.mcore import checkpoint, checkpoint_state, checksums
+from dms_train.mcore.errors import CheckpointError, DamagedError
+from dms_train.mcore.groups import ParallelView
 
 
 def write(folder: Path, files: dict[str, bytes], **state: Any) -> Path:
@@ -23,54 +23,68 @@ def write(folder: Path, files: dict[str, bytes], **state: Any) -> Path:
     folder.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    sizes = {name: len(content) for name, content in files.items()}
-    (folder / checkpoint.STATE_FILE).write_text(json.dumps({**state, "files": sizes}))
+    checkpoint_state.seal(folder, state, checksums.records(folder.iterdir()))
     return folder
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+PLAIN = {
+    ".metadata": pickle.dumps(Metadata({}, storage_data={})),
+    "common.pt": saved({"lr": 0.5}),
+    "a.distcp": bytes(range(256)) * 20,
+}
 
 
 @pytest.fixture
 def sealed(tmp_path: Path) -> Path:
-    return write(tmp_path / "step_00000010", {"a.distcp": b"12345", "common.pt": b"1"}, step=10)
+    return write(tmp_path / "step_00000010", PLAIN, step=10, spec={"window": 4})
 
 
 def test_a_whole_folder_gives_its_state(sealed: Path) -> None:
-    assert checkpoint.read_state(sealed)["step"] == 10
+    assert checkpoint_state.read_state(sealed)["step"] == 10
 
 
 DAMAGE = {
     "absent": lambda p: shutil.rmtree(p),
-    "unsealed": lambda p: (p / checkpoint.STATE_FILE).unlink(),
+    "unsealed": lambda p: (p / checkpoint_state.STATE_FILE).unlink(),
     "file_missing": lambda p: (p / "a.distcp").unlink(),
     "file_truncated": lambda p: (p / "a.distcp").write_bytes(b"1234"),
     "file_grown": lambda p: (p / "a.distcp").write_bytes(b"123456"),
     "file_is_folder": lambda p: ((p / "a.distcp").unlink(), (p / "a.distcp").mkdir()),
-    "state_truncated": lambda p: (p / checkpoint.STATE_FILE).write_text('{"step": 1'),
-    "state_empty": lambda p: (p / checkpoint.STATE_FILE).write_text(""),
-    "state_without_files": lambda p: (p / checkpoint.STATE_FILE).write_text('{"step": 10}'),
-    "state_is_a_list": lambda p: (p / checkpoint.STATE_FILE).write_text("[1]"),
+    "state_truncated": lambda p: (p / checkpoint_state.STATE_FILE).write_text('{"step": 1'),
+    "state_empty": lambda p: (p / checkpoint_state.STATE_FILE).write_text(""),
+    "state_without_files": lambda p: (p / checkpoint_state.STATE_FILE).write_text('{"step": 10}'),
+    "state_is_a_list": lambda p: (p / checkpoint_state.STATE_FILE).write_text("[1]"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused_in_one_line_with_the_folder(sealed: Path, damage: str) -> None:
     DAMAGE[damage](sealed)
-    with pytest.raises(CheckpointError, match=str(sealed)) as caught:
-        checkpoint.read_state(sealed)
+    with pytest.raises(DamagedError, match=str(sealed)) as caught:
+        checkpoint_state.read_state(sealed)
     assert "\n" not in str(caught.value)
 
 
 def test_newest_passes_damaged_folders_and_says_why(tmp_path: Path) -> None:
     for step in (8, 9, 10, 100):
-        write(tmp_path / f"step_{step:08d}", {"a": b"12"}, step=step)
-    write(tmp_path / "step_00000200.partial", {"a": b"12"})
-    (tmp_path / "step_00000100" / "a").write_bytes(b"1")
-    (tmp_path / "step_00000010" / checkpoint.STATE_FILE).unlink()
+        write(tmp_path / f"step_{step:08d}", PLAIN, step=step)
+    write(tmp_path / "step_00000200.1a2b.partial", PLAIN)
+    (tmp_path / "step_00000100" / "a.distcp").write_bytes(b"1")
+    (tmp_path / "step_00000010" / checkpoint_state.STATE_FILE).unlink()
     path, passed = checkpoint.newest(tmp_path)
     assert path == tmp_path / "step_00000009"
     assert len(passed) == 2
     assert "step_00000100" in passed[0]
-    assert "1 bytes instead of 2" in passed[0]
+    assert "1 bytes instead of 5120" in passed[0]
     assert "step_00000010" in passed[1]
+    older, passed = checkpoint.newest(tmp_path, before="step_00000009")
+    assert (older, passed) == (tmp_path / "step_00000008", [])
 
 
 def test_newest_of_nothing_is_none(tmp_path: Path) -> None:
@@ -123,12 +137,6 @@ def test_metadata_naming_foreign_code_is_refused_before_it_runs(
     assert not ran.exists()
 
 
-def saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize("place", ["common.pt", "x.distcp"])
 def test_pickles_outside_the_metadata_are_refused_before_they_run(
     tmp_path: Path, place: str
@@ -141,3 +149,53 @@ def test_pickles_outside_the_metadata_are_refused_before_they_run(
     with pytest.raises(CheckpointError, match="do not load files"):
         checkpoint.load(write(tmp_path / "step_00000001", files), [])
     assert not ran.exists()
+
+
+def flipped(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, checkpoint_state.STATE_FILE])
+def test_one_flipped_bit_anywhere_is_found(sealed: Path, view: ParallelView, name: str) -> None:
+    checkpoint.verify(sealed, view)
+    bits = 8 * (sealed / name).stat().st_size
+    step = 1 if name == checkpoint_state.STATE_FILE else 97
+    for bit in range(0, bits, step):
+        flipped(sealed / name, bit)
+        with pytest.raises(DamagedError, match=str(sealed)):
+            checkpoint.verify(sealed, view)
+        flipped(sealed / name, bit)
+    checkpoint.verify(sealed, view)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_damaged_pickle_is_passed_and_a_foreign_one_refused(sealed: Path, name: str) -> None:
+    write(sealed.with_name("step_00000009"), PLAIN)
+    (sealed / name).write_bytes(b"x" * (sealed / name).stat().st_size)
+    path, passed = checkpoint.newest(sealed.parent)
+    assert path == sealed.with_name("step_00000009")
+    assert f"the content of {name} is not what was saved" in passed[0]
+    state = checkpoint_state.read_state(sealed)
+    checkpoint_state.seal(sealed, state, checksums.records(sealed / file for file in PLAIN))
+    with pytest.raises(CheckpointError, match="do not load files") as caught:
+        checkpoint.newest(sealed.parent)
+    assert not isinstance(caught.value, DamagedError)
+
+
+def test_ranks_share_the_files(sealed: Path) -> None:
+    recorded = checkpoint_state.recorded_files(sealed)
+    shares = [checksums.share(recorded, rank, 2) for rank in range(2)]
+    assert shares[0].keys() | shares[1].keys() == recorded.keys() == PLAIN.keys()
+    assert not shares[0].keys() & shares[1].keys()
+    assert list(checksums.share(recorded, 0, 3)) == [
+        "a.distcp"
+    ]  # the largest file has a rank alone
+
+
+def test_an_annotation_keeps_the_folder_valid(sealed: Path, view: ParallelView) -> None:
+    checkpoint_state.annotate(sealed, {"exported": "cr2"})
+    checkpoint.verify(sealed, view)
+    assert checkpoint_state.read_state(sealed)["exported"] == "cr2"
+    assert checkpoint_state.read_state(sealed)["step"] == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import NoProgress
 from dms_train.training import loop
+from dms_train.training.errors import DivergenceError
 from dms_train.training.loop import LoopParts
 from dms_train.training.options import (
     ExportOptions,
@@ -24,6 +26,8 @@ from dms_train.training.options import (
     ZeroNeuronOptions,
 )
 from dms_train.training.reporting import Reporter
+from dms_train.training.saving import Saver
+from dms_train.training.skipping import SkipRecord
 from dms_train.training.stages import build_stages
 from dms_train.training.state import TrainState
 
@@ -38,6 +42,7 @@ RESULT = StepResult(
     memory_bytes=2.0**31,
     kept=((0.5, 1.0),),
 )
+SKIPPED = replace(RESULT, loss=math.nan, token_loss=math.nan, grad_norm=math.nan, skipped=True)
 ALL = ("pretrain", "zero_neuron", "retrofit", "hold", "export")
 # pretrain 2, zero_neuron 3, retrofit (4 - 1) * 2 = 6, hold 3
 OPTIONS = StageOptions(
@@ -60,6 +65,7 @@ class World:
 
     def __init__(self, dies_at: int | str | None = None, stops_at: int | None = None) -> None:
         self.events: list[tuple[Any, ...]] = []
+        self.skips: set[int] = set()  # steps, counted from 0, that are not finite
         self.stops_at = stops_at  # the step after which a signal is known
         self.dies_at = dies_at  # a step, the name of an export or "validate"
 
@@ -69,7 +75,7 @@ class World:
     def train_step(self, plan: StepPlan, batches: list[Any]) -> StepResult:
         self._may_die(plan.step)
         self.events.append(("train", plan, batches))
-        return RESULT
+        return SKIPPED if plan.step in self.skips else RESULT
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
         self.events.append(("evaluate", plan, batches))
@@ -78,10 +84,13 @@ class World:
     def hand_over_lane(self) -> None:
         self.events.append(("hand_over",))
 
-    def save(self, path: Path, state: dict[str, Any]) -> None:
+    def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "run_state.json").write_text(json.dumps(state))
         self.events.append(("save", path.name, state["permanent"]))
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        return None
 
     def annotate(self, path: Path, state: dict[str, Any]) -> None:
         file = path / "run_state.json"
@@ -105,8 +114,8 @@ class World:
         self.events.append(("validate",))
         return {"cr_factor": 2.5}
 
-    def beat(self) -> None:
-        self.events.append(("beat",))
+    def beat(self, step: int) -> None:
+        self.events.append(("beat", step))
 
     def must_stop(self) -> bool:
         return self.stops_at is not None and len(self.of("train")) >= self.stops_at
@@ -152,6 +161,7 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
         means=Means(),
         compute=Compute(forward_flops=10.0, devices=2),
     )
+    run_options = RunOptions(**{**defaults, **options})
     return LoopParts(
         engine=world,
         source=world,
@@ -159,13 +169,21 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
         validator=world,
         reporter=reporter,
         watch=world,
-        options=RunOptions(**{**defaults, **options}),
-        checkpoints=folder / "checkpoints",
-        leads=leads,
+        saver=Saver(
+            engine=world,
+            reporter=reporter,
+            options=run_options,
+            folder=folder / "checkpoints",
+            leads=leads,
+            provenance={"architecture": {"family": "llama"}},
+        ),
+        skips=SkipRecord(
+            folder=folder / "skipped", most=run_options.max_skipped_steps, leads=leads
+        ),
+        options=run_options,
         global_batch_size=BATCH,
         eval_batches=["valid"] if evaluates else [],
         every_integer_cr=every,
-        provenance={"architecture": {"family": "llama"}},
     )
 
 
@@ -175,9 +193,11 @@ def run(
     state: TrainState | None = None,
     dies_at: int | str | None = None,
     stops_at: int | None = None,
+    skips: set[int] | None = None,
     **options: Any,
 ) -> World:
     world = World(dies_at, stops_at)
+    world.skips = skips or set()
     built = build_stages(stages, 1e-4, 0)
     try:
         loop.run(built, state or TrainState(), parts(world, folder, **options))
@@ -415,6 +435,8 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "target_cr": 3.0,
         "neuron_scale": 0.0,
         "lane_borrowed": True,
+        "skipped_steps": 0,
+        "skipped_in_a_row": 0,
         "exported": "cr3",
         "due_export": None,
         "permanent": True,
@@ -544,3 +566,42 @@ def test_the_last_short_interval_of_a_stage_is_reported_too(tmp_path: Path) -> N
     rows = [(step, set(values)) for step, values in run(tmp_path, log_interval=4).of("log")]
     reported = [step for step, names in rows if "train/loss" in names]
     assert reported == [2, 4, 5, 8, 11, 12, 14]
+
+
+def test_a_skipped_step_is_counted_and_the_schedules_go_on(tmp_path: Path) -> None:
+    world = run(tmp_path, skips={3, 4, 8})
+    assert world.plans == run(tmp_path / "other").plans
+    rows = {step: values for step, values in world.of("log") if "train/lr" in values}
+    assert sorted(rows) == list(range(1, STEPS + 1))
+    counted = [rows[step].get("train/skipped_steps", 0) for step in sorted(rows)]
+    assert counted == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert [step for step, row in rows.items() if "train/loss" not in row] == [4, 5, 9]
+
+
+def test_the_samples_of_a_skipped_step_are_written_down(tmp_path: Path) -> None:
+    world = run(tmp_path, skips={7})
+    (file,) = (tmp_path / "skipped").iterdir()
+    described = json.loads(file.read_text())
+    assert file.name == "step_00000008.json"
+    assert described["step"] == 8
+    assert described["samples"] == list(range(7 * BATCH, 8 * BATCH))
+    assert StepPlan(**described["plan"]) == world.plans[7]
+    assert described["loss"] == "nan"
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path, most: int) -> None:
+    with pytest.raises(DivergenceError, match=rf"step {5 + most}: loss is nan, .* {most} in a row"):
+        run(
+            tmp_path,
+            skips={2, *range(5, 12)} - ({2} if most == 1 else set()),
+            max_skipped_steps=most,
+        )
+    assert len(list((tmp_path / "skipped").iterdir())) == most + (most > 1)
+
+
+def test_a_resumed_run_remembers_the_skipped_steps_before(tmp_path: Path) -> None:
+    world = run(tmp_path, skips={6, 7}, dies_at=8, save_interval=1)
+    assert world.of("died")
+    with pytest.raises(DivergenceError, match=r"step 9: .* skipped step 3 in a row"):
+        run(tmp_path, state=restored(tmp_path, 8), skips={8})

@@ -1,0 +1,251 @@
+"""Writing distributed checkpoints with megatron's writers, in the background where wanted.
+
+What is saved is copied to host memory (on the CPU: kept by forking), then processes of each rank
+write their files and take the checksums while training goes on. When all ranks are done the folder
+is sealed and renamed; until then its name ends in `.partial` and nobody takes it for a checkpoint.
+A failure is every rank's: nobody waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import queue
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dms_train.mcore import checksums, groups
+from dms_train.mcore.checkpoint import COMMON_FILE, sharded_state
+from dms_train.mcore.checkpoint_state import seal
+from dms_train.mcore.errors import SaveError
+
+_PARTIAL = ".partial"
+# What stands before the reason when a writer of megatron failed.
+_WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
+# What torch.save says when a file cannot be written; the rest speaks of positions in it.
+_TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
+# What megatron's writers log here they also raise.
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
+
+
+class _Mailbox:
+    """Carries one value from a forked process to its parent, which may read it after the end.
+
+    Megatron's own queue is a server process that outlives a run which is killed; a pipe would
+    block the writer until somebody reads.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
+
+    def put(self, value: Any) -> None:
+        self._file.seek(0)
+        self._file.write(pickle.dumps(value))
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """Take the value out; queue.Empty when there is none."""
+        self._file.seek(0)
+        content = self._file.read()
+        self._file.seek(0)
+        self._file.truncate()
+        if not content:
+            raise queue.Empty
+        return pickle.loads(content)
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's, with rank 0 keeping a failure to write the index until all ranks can hear it."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+        self.failure: Exception | None = None
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        finish = writer.finish
+
+        def kept(*arguments: Any) -> None:
+            try:
+                finish(*arguments)
+            except (OSError, RuntimeError) as error:
+                self.failure = error
+
+        writer.finish = kept
+        return super()._get_save_and_finalize_callbacks(writer, planned)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """A save under way."""
+
+    path: Path
+    partial: Path
+    state: dict[str, Any]
+    common: dict[str, Any]
+    strategy: _Strategy
+    records: _Mailbox
+
+
+class CheckpointSaver:
+    """Writes checkpoints one after the other; every rank calls every method."""
+
+    def __init__(self, *, leads: bool) -> None:
+        """`leads`: whether this rank makes, seals and renames the folder."""
+        self._leads = leads
+        self._queue = AsyncCallsQueue()
+        self._save: _Save | None = None
+        filesystem_async._results_queue = _Mailbox()
+
+    def begin(self, path: Path, chunks: list[Any], optimizer: Any, state: dict[str, Any]) -> None:
+        """Copy model, optimizer (unless None) and JSON state, and start to write them to `path`.
+
+        Raises:
+            SaveError: The folder cannot be written; nothing is left behind.
+        """
+        if self._save is not None:
+            raise RuntimeError(f"{self._save.path}: still being written")
+        token = groups.value_of_rank_0(f"{time.time_ns():x}")
+        folder = path.with_name(f"{path.name}.{token}{_PARTIAL}")
+        self._on_leader(path, lambda: folder.mkdir(parents=True))
+        tensors, common = save_preprocess(sharded_state(chunks, optimizer, loading=False))
+        save = _Save(
+            path=path,
+            partial=folder,
+            state=state,
+            common=common,
+            strategy=_Strategy(),
+            records=_Mailbox(),
+        )
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelSaveStrategyWrapper(save.strategy, group)
+        request = strategy.async_save(tensors, folder)
+        if request.async_fn is not None:
+            request = request._replace(async_fn=partial(_write, request.async_fn, save.records))
+        request.add_finalize_fn(lambda: self._publish(save))
+        self._save = save
+        self._queue.schedule_async_request(request)
+
+    def finish(self, *, wait: bool) -> Path | None:
+        """The checkpoint that was begun, if it is complete by now or `wait` is set; else None.
+
+        Raises:
+            SaveError: It could not be written; nothing is left behind.
+        """
+        save = self._save
+        if save is None:
+            return None
+        try:
+            if not self._queue.maybe_finalize_async_calls(blocking=wait, no_dist=False):
+                return None
+        except (CheckpointException, CheckpointingException) as error:
+            self._save = None
+            self._discard(save, error)
+        except SaveError:
+            self._save = None
+            raise
+        self._save = None
+        return save.path
+
+    def _publish(self, save: _Save) -> None:
+        """Seal the folder and give it its name."""
+        try:
+            mine = save.records.get_nowait()
+        except queue.Empty:  # this rank had nothing to write
+            mine = {}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, gathered if self._leads else None)
+        self._on_leader(save.path, lambda: _seal(save, gathered), save.partial)
+
+    def _discard(self, save: _Save, error: BaseException) -> NoReturn:
+        """Remove what was written; a failure that only rank 0 knows is told to all."""
+
+        def fail() -> None:
+            raise error
+
+        self._on_leader(save.path, fail, save.partial)
+        raise error
+
+    def _on_leader(
+        self, path: Path, action: Callable[[], object], folder: Path | None = None
+    ) -> None:
+        """Let one rank act; SaveError on every rank, and without `folder`, when that fails."""
+        reason = None
+        if self._leads:
+            try:
+                action()
+            except (Exception, CheckpointException) as error:  # torch's is no Exception
+                reason = _why_not_written(error)
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                if reason is None:
+                    raise
+        reason = groups.value_of_rank_0(reason)
+        if reason is not None:
+            raise SaveError(
+                f"checkpoint {path}: cannot be written ({reason}); older checkpoints are "
+                "untouched: make room and start the same command again"
+            )
+
+
+def _write(write: Callable[..., None], records: _Mailbox, *arguments: Any, **options: Any) -> None:
+    """Megatron's writing, then the checksums; in a process of its own when asynchronous."""
+    write(*arguments, **options)
+    buckets = arguments[1]  # (rank, write buckets, results queue)
+    written = [Path(file) for file, *_ in buckets]
+    if all(file.is_file() for file in written):
+        records.put(checksums.records(written))
+
+
+def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
+    """What rank 0 writes at the end, and the name."""
+    if save.strategy.failure is not None:
+        raise save.strategy.failure
+    folder = save.partial
+    torch.save(save.common, folder / COMMON_FILE)
+    save_config(CheckpointingConfig(save.strategy.backend, save.strategy.version), str(folder))
+    known = {name: record for records in gathered for name, record in records.items()}
+    rest = [file for file in folder.iterdir() if file.name not in known]
+    seal(folder, save.state, known | checksums.records(rest))
+    old = save.partial.with_name(f"{save.path.name}.old{_PARTIAL}")
+    if save.path.exists():
+        save.path.rename(old)
+    folder.rename(save.path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _why_not_written(error: BaseException) -> str | None:
+    """The storage's reason; None when the error is about something else."""
+    text = str(error)
+    if isinstance(error, CheckpointException):
+        # rank 0 alone is told what happened where
+        failures = [failure for failure, _ in error.failures.values()]
+        text = _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
+    if any(name in text for name in _TORCH_WRITER):
+        return "a file could not be written whole; is the disk full?"
+    if isinstance(error, OSError):
+        return error.strerror or text
+    return text if isinstance(error, CheckpointException | CheckpointingException) else None

@@ -1,0 +1,7 @@
+"""Refusals of this room, each one line: what, where, how to fix."""
+
+from __future__ import annotations
+
+
+class DivergenceError(ValueError):
+    """Too many steps in a row without a finite loss and gradient; checkpoints are untouched."""

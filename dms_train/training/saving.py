@@ -1,0 +1,131 @@
+"""When checkpoints are written, which ones stay, and what happens when one cannot be written.
+
+A checkpoint is owed when the run is about to leave the weights behind: at the end of a stage and
+when it stops. The others only limit what an accident costs, so training goes on without one of
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dms_train.training.engine import TrainEngine
+from dms_train.training.options import RunOptions
+from dms_train.training.reporting import Reporter
+from dms_train.training.state import TrainState
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """Writes the run's checkpoints; every rank calls every method.
+
+    Attributes:
+        folder: Folder of the run's checkpoints.
+        leads: Whether this process removes old checkpoints.
+        provenance: Stored with every checkpoint.
+    """
+
+    engine: TrainEngine
+    reporter: Reporter
+    options: RunOptions
+    folder: Path
+    leads: bool
+    provenance: dict[str, Any]
+    _failures: int = field(default=0, init=False)
+    _held_up: float = field(default=0.0, init=False)  # seconds that the save cost the training
+
+    def path(self, state: TrainState) -> Path:
+        """The checkpoint of this position of the run."""
+        return self.folder / f"step_{state.step:08d}"
+
+    def save(self, state: TrainState, *, permanent: bool, owed: bool, wait: bool = False) -> None:
+        """Save where the run stands, after finishing what is still being written.
+
+        Args:
+            state: Where it stands.
+            permanent: Never delete this checkpoint.
+            owed: The run cannot go on without it.
+            wait: Return when it is complete; so it is when it is owed.
+
+        Raises:
+            ValueError: Of the engine: an owed checkpoint cannot be written.
+        """
+        self.settle(state.step)
+        if self.leads:
+            remove_unfinished(self.folder)
+        described = {**state.to_dict(), "permanent": permanent, **self.provenance}
+        waits = wait or owed or not self.options.async_save
+        try:
+            self._held_up = self.reporter.timed(
+                lambda: self.engine.save(self.path(state), described, wait=waits)
+            )
+        except ValueError as error:
+            if owed:
+                raise
+            self._failed(state.step, error)
+        else:
+            if waits:
+                self._saved(state.step, self.path(state))
+
+    def poll(self, step: int) -> None:
+        """Take note, after step `step`, of a checkpoint that has become complete."""
+        self._finish(step, wait=False)
+
+    def settle(self, step: int) -> None:
+        """Wait for what is still being written."""
+        self._finish(step, wait=True)
+
+    def _finish(self, step: int, *, wait: bool) -> None:
+        finished: list[Path | None] = []
+        try:
+            seconds = self.reporter.timed(
+                lambda: finished.append(self.engine.finish_save(wait=wait))
+            )
+        except ValueError as error:
+            self._failed(step, error)
+            return
+        path = finished[0]
+        if path is not None:
+            self._held_up += seconds
+            self._saved(step, path)
+
+    def _saved(self, step: int, path: Path) -> None:
+        self.reporter.saved(step, path, self._held_up)
+        if self.leads:
+            remove_old(path, self.options.keep_checkpoints)
+
+    def _failed(self, step: int, error: ValueError) -> None:
+        self._failures += 1
+        self.reporter.save_failed(step, self._failures, str(error).rpartition(": ")[0])
+
+
+def _is_temporary(path: Path) -> bool:
+    """Whether a checkpoint may be deleted; what cannot be read stays."""
+    try:
+        return not json.loads((path / "run_state.json").read_text())["permanent"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def remove_old(saved: Path, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` temporary checkpoints; returns what was deleted.
+
+    Folders of later steps than `saved` do not count: a run that goes back behind a damaged
+    checkpoint must not delete its own in favour of that one.
+    """
+    found = sorted(saved.parent.glob("step_????????"))
+    temporary = [path for path in found if path.name <= saved.name and _is_temporary(path)]
+    old = temporary[: max(0, len(temporary) - keep)]
+    for path in old:
+        shutil.rmtree(path)
+    return old
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what interrupted saves left behind."""
+    for path in folder.glob("step_*.partial"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""Steps that must not change the weights: what is kept of them, and when there are too many.
+
+The engine leaves weights and optimizer alone when the loss or the norm of the gradients is not
+finite, and the schedules go on: they are functions of the step. What the step computed on is
+written to `skipped/step_*.json`: its samples and its plan.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dms_train.method.plan import StepPlan, StepResult
+from dms_train.observe.log import logger
+from dms_train.training.errors import DivergenceError
+from dms_train.training.state import TrainState
+
+# A run keeps its learning rate, so it cannot be resumed with another one.
+_START_AGAIN = "Lower optim.lr in another run.dir; run.load starts it from a checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipRecord:
+    """Counts skipped steps; every rank calls it with the same numbers.
+
+    Attributes:
+        folder: Where the files go.
+        most: Stop at this many in a row.
+        leads: Whether this process writes.
+    """
+
+    folder: Path
+    most: int
+    leads: bool
+
+    def count(self, plan: StepPlan, result: StepResult, state: TrainState, samples: range) -> None:
+        """Take note of a step that has ended; `state` is the position after it.
+
+        Raises:
+            DivergenceError: It was the last of `most` skipped steps in a row.
+        """
+        if not result.skipped:
+            state.skipped_in_a_row = 0
+            return
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
+        reason = _reason(result)
+        file = self.folder / f"step_{state.step:08d}.json"
+        if self.leads:
+            self._write(file, plan, result, state, samples)
+        if state.skipped_in_a_row >= self.most:
+            raise DivergenceError(
+                f"step {state.step}: {reason}, skipped step {state.skipped_in_a_row} in a row "
+                f"({self.folder} names the samples); the checkpoints are untouched. {_START_AGAIN}"
+            )
+        if self.leads:
+            logger().warning("step %d skipped: %s; its samples are in %s", state.step, reason, file)
+
+    def _write(
+        self, file: Path, plan: StepPlan, result: StepResult, state: TrainState, samples: range
+    ) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        described = {
+            "step": state.step,
+            "stage": state.stage,
+            "loss": str(result.loss),
+            "grad_norm": str(result.grad_norm),
+            "samples": list(samples),
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "plan": asdict(plan),
+        }
+        file.write_text(json.dumps(described, indent=1) + "\n")
+
+
+def _reason(result: StepResult) -> str:
+    if math.isfinite(result.loss):
+        return f"the gradient norm is {result.grad_norm}"
+    return f"loss is {result.loss}"

@@ -1,0 +1,32 @@
+"""All ranks skip a step that is bad on one of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import launch
+from tests.support import skip_worker as worker
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("skip")
+    launch.checked(launch.torchrun(worker.PROCESSES, "-m", "tests.support.skip_worker", str(out)))
+    return out
+
+
+@pytest.mark.parametrize("layout", worker.NAMES)
+def test_all_ranks_agree(folder: Path, layout: str) -> None:
+    told = [json.loads((folder / f"{layout}-{rank}.json").read_text()) for rank in range(2)]
+    for where in worker.WHERE:
+        # a batch reaches the loss where it is computed: rank 1 does that except in tensor parallel
+        expected = not (where == "batch" and layout == "tp2")
+        assert [rank[where]["skipped"] for rank in told] == [expected] * 2, where
+        assert told[0][where]["changed"] == 0 or not expected
+    assert [rank["None"]["skipped"] for rank in told] == [False] * 2
+    assert told[0]["None"]["changed"] > 0

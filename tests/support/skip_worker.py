@@ -1,0 +1,63 @@
+"""Gradients and batches that are not finite on one rank only, in several layouts.
+
+torchrun ... -m tests.support.skip_worker OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.options import ParallelOptions
+from dms_train.method.plan import StepPlan
+from tests.support import tiny
+from tests.support.resume_worker import LAYOUTS, build
+
+PROCESSES = 2
+NAMES = ("dp2", "tp2", "pp2")
+WHERE = ("gradient", "batch")
+
+
+def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
+    """A step that only rank 1 could know to be bad; what this rank made of it."""
+    view = engine.view
+    batches = [tiny.batch(2 * group) for group in range(view.dp_rank, 4, view.dp_size)]
+    inner = engine.forward_backward
+    if where == "batch" and view.rank == 1:
+        mask = batches[0].loss_mask * math.nan
+        batches[0] = batches[0]._replace(loss_mask=mask)
+
+    def poisoned(plan: StepPlan, given: Any) -> Any:
+        totals = inner(plan, given)
+        if where == "gradient" and view.rank == 1:
+            for model in engine._models:
+                for parameter in model.parameters():
+                    parameter.main_grad.fill_(math.nan)
+        return totals
+
+    engine.forward_backward = poisoned  # type: ignore[method-assign]
+    before = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+    result = engine.train_step(StepPlan(eviction="soft", neuron_scale=0.0, target_cr=4.0), batches)
+    engine.forward_backward = inner  # type: ignore[method-assign]
+    after = dict(engine.hf_tensors())
+    changed = [name for name, tensor in before.items() if not tensor.equal(after[name])]
+    return {"skipped": result.skipped, "changed": len(changed)}
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    for name in NAMES:
+        view = groups.start(ParallelOptions(**LAYOUTS[name]), seed=1)
+        engine = build(name, "fp32", view, 1)
+        told = {str(where): spoilt(engine, where) for where in (*WHERE, None)}
+        (out / f"{name}-{view.rank}.json").write_text(json.dumps(told))
+        groups.stop(keep_process_group=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A checkpoint holds the weights of the moment it was asked for, or does not exist."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dms_train.mcore import checkpoint
+from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.errors import DamagedError, SaveError
+from dms_train.method.plan import LearningRate, StepPlan
+from tests.support import tiny
+from tests.support.disks import CannotArrange, small_disk
+
+RATE = LearningRate(max_lr=1e-2, min_lr=1e-2, steps=9, warmup_steps=0, style="constant")
+Build = Callable[..., McoreEngine]
+
+
+@pytest.fixture
+def engine(build: Build) -> McoreEngine:
+    made = build("llama", "dms")
+    made.begin_stage(RATE)
+    step(made, 0)
+    return made
+
+
+def step(engine: McoreEngine, number: int) -> None:
+    engine.train_step(StepPlan(step=number, loss="lm"), [tiny.batch(8 * number)])
+
+
+def weights(engine: McoreEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.hf_tensors()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_it_holds_the_weights_of_its_beginning(engine: McoreEngine, tmp_path: Path) -> None:
+    path, asked = tmp_path / "step_00000001", weights(engine)
+    engine.save(path, {"step": 1}, wait=False)
+    step(engine, 1)
+    after = weights(engine)
+    assert not equal(asked, after)
+    assert engine.finish_save(wait=True) == path
+    assert engine.finish_save(wait=True) is None
+    assert equal(weights(engine), after)
+    assert engine.load(path, with_optimizer=True)["step"] == 1
+    assert equal(weights(engine), asked)
+    step(engine, 1)
+    assert equal(weights(engine), after)  # so the optimizer's state is of that moment too
+
+
+def test_it_appears_whole_and_at_once(
+    engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, fsync = tmp_path / "go", os.fsync
+
+    def slow(file: int) -> None:
+        """What the writing process calls at its end."""
+        while not go.exists():
+            time.sleep(0.01)
+        fsync(file)
+
+    path = tmp_path / "step_00000001"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", slow)
+        engine.save(path, {"step": 1}, wait=False)
+    assert engine.finish_save(wait=False) is None
+    (partial,) = tmp_path.glob("step_*")
+    assert partial.suffix == ".partial"
+    assert checkpoint.newest(tmp_path) == (None, [])
+    with pytest.raises(DamagedError):
+        engine.load(partial, with_optimizer=False)
+    go.touch()
+    assert engine.finish_save(wait=True) == path
+    assert list(tmp_path.glob("step_*")) == [path]
+
+
+def test_saving_a_step_again_replaces_it(engine: McoreEngine, tmp_path: Path) -> None:
+    path = tmp_path / "step_00000001"
+    for turn in range(2):
+        engine.save(path, {"turn": turn})
+    assert engine.load(path, with_optimizer=True)["turn"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Makes a folder with room for so many kibibytes."""
+    mounted = []
+
+    def mount(kibibytes: int) -> Path:
+        try:
+            mounted.append(small_disk(tmp_path / "disk", kibibytes))
+            return mounted[0].__enter__()
+        except CannotArrange as reason:
+            mounted.clear()
+            pytest.skip(str(reason))
+
+    yield mount
+    for manager in mounted:
+        manager.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.97, 0.999])
+def test_a_full_disk_costs_this_checkpoint_only(
+    engine: McoreEngine, tmp_path: Path, disk: Callable[[int], Path], share: float, wait: bool
+) -> None:
+    whole, kept = tmp_path / "step_00000001", weights(engine)
+    engine.save(whole, {"step": 1})
+    size = sum(-(-file.stat().st_size // 4096) * 4 for file in whole.iterdir())
+    folder = disk(int(size * (1 + share)) // 4 * 4)
+    first = folder / "step_00000001"
+    engine.save(first, {"step": 1})
+    step(engine, 1)
+
+    def save() -> None:
+        engine.save(folder / "step_00000002", {"step": 2}, wait=wait)
+        engine.finish_save(wait=True)
+
+    with pytest.raises(SaveError, match=r"step_00000002: cannot be written \(.*\); older checkpoi"):
+        save()
+    assert list(folder.iterdir()) == [first]
+    step(engine, 2)
+    engine.load(first, with_optimizer=True)
+    assert equal(weights(engine), kept)
+    engine.save(tmp_path / "step_00000003", {"step": 3})  # the next one has room
+    assert checkpoint.newest(tmp_path)[0] == tmp_path / "step_00000003"
