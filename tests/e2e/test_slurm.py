@@ -71,6 +71,7 @@ class Site:
             "stage.validate.problems=null",
             "run.eval_samples=8",
             "observe.wandb=disabled",
+            "parallel.distributed_timeout_minutes=60",  # held ranks are no lost ones
             "cluster.nodes=2",
             "cluster.time=01:00:00",
             "cluster.signal_seconds=90",
