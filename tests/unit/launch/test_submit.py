@@ -156,6 +156,14 @@ def test_a_container_is_given_to_srun_with_the_run_mounted() -> None:
     ]
 
 
+def test_the_experiments_of_the_examples_exist() -> None:
+    files = [ROOT / "docs" / "cluster.md", ROOT / "README.md", ROOT / "launch" / "local.sh"]
+    named = {name for file in files for name in re.findall(r"experiment=(\w+)", file.read_text())}
+    there = {file.stem for file in (ROOT / "dms_train" / "conf" / "experiment").glob("*.yaml")}
+    assert named
+    assert named <= there
+
+
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda f: f.name)
 def test_shell_syntax(file: Path) -> None:
     done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
@@ -219,6 +227,21 @@ def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: P
     assert done.stdout.count("#SBATCH --job-name=run-") == 7
     assert "every node must have: 16.7 MiB free in the run folder\n" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_no_verb_needs_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    programs, run = tmp_path / "bin", tmp_path / "run"
+    programs.mkdir()
+    for name, says in (("sbatch", "echo 7"), ("squeue", ":"), ("scancel", ":"), ("scontrol", ":")):
+        (programs / name).write_text(f"#!/bin/sh\n{says}\n")
+        (programs / name).chmod(0o755)
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": f"{programs}:/usr/bin:/bin"}
+    verbs = (["status", str(run)], ["cancel", str(run)], ["resume", str(run)])
+    for words in ([*WORDS, f"run.dir={run}"], *verbs):
+        done = dms_submit(tmp_path, *words, **path)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.count("job 7") == 7
 
 
 @pytest.mark.parametrize(
