@@ -6,7 +6,10 @@ import builtins
 import contextlib
 import http.server
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ from PIL import Image
 from dms_train.observe import sinks
 from dms_train.observe.options import ObserveOptions
 from dms_train.observe.sinks import JsonlSink, WandbSink, open_sinks, reachable, wandb_run_id
-from tests.support import wandb_file
+from tests.support import wandb_file, wandb_server
 
 KEY = "0123456789abcdef" * 2 + "deadbeef"
 
@@ -312,3 +315,35 @@ def test_a_server_that_never_answers_costs_seconds(wandb, tmp_path, monkeypatch)
     assert warning.endswith("recording offline")
     assert KEY not in warning
     assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
+
+
+def uploaded(received: wandb_server.Received, run_dir: Path) -> list[tuple[int, float]]:
+    """Steps and losses of the only run that the server got."""
+    assert list(received.rows) == [(run_dir / "wandb_id").read_text().strip()]
+    found = received.rows[next(iter(received.rows))].values()
+    return sorted((row["step"], row["train/loss"]) for row in found if "train/loss" in row)
+
+
+@pytest.mark.slow
+def test_an_online_run_arrives_at_a_server(wandb, tmp_path, monkeypatch):
+    with wandb_server.serve() as received:
+        monkeypatch.setenv("WANDB_BASE_URL", received.url)
+        assert record(tmp_path, 0, range(1, 5), wandb="online") == []
+    assert uploaded(received, tmp_path) == [(step, 1 / step) for step in range(1, 5)]
+    assert not any(KEY.encode() in body for body in received.bodies)
+
+
+@pytest.mark.slow
+def test_offline_segments_are_synchronized_as_one_run(wandb, tmp_path, monkeypatch):
+    record(tmp_path, 0, range(1, 5))
+    record(tmp_path, 3, range(4, 7))
+    segments = [str(path.parent) for path in wandb_file.find(tmp_path)]
+    assert len(segments) == 2
+    with wandb_server.serve() as received:
+        environment = {**os.environ, "WANDB_BASE_URL": received.url, "WANDB_API_KEY": KEY}
+        command = [sys.executable, "-m", "wandb", "sync", *segments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert uploaded(received, tmp_path) == [(step, 1 / step) for step in range(1, 7)]
+    assert {"config.yaml", "wandb-summary.json"} <= received.files
+    assert not any(KEY.encode() in body for body in received.bodies)
