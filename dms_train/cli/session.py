@@ -59,13 +59,24 @@ def run(config: RunConfig, until: str | None = None) -> None:
     """
     log.configure(launcher.rank())
     files = StateFiles(Path(config.run.dir))
+    prepared = None
     try:
-        _start(config, _stage_count(config, until), files)
+        count = _stage_count(config, until)
+        prepared = prepare(config)
+        _start(prepared, count, files)
     except Exception as error:
-        attempt = launcher.attempt()
-        if attempt is not None:
-            files.failed(launcher.rank(), attempt, error, errors.describe(error))
+        _say_why(error, files, begun=prepared is not None)
         raise
+
+
+def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
+    """Leave for the launch scripts why this rank ends, and whether trying again is of use."""
+    attempt, lines = launcher.attempt(), errors.describe(error)
+    if attempt is None:
+        return
+    files.failed(launcher.rank(), attempt, error, lines)
+    if not begun and launcher.rank() == 0 and errors.is_refusal(error):
+        files.refused(lines)
 
 
 def _stage_count(config: RunConfig, until: str | None) -> int:
@@ -78,8 +89,8 @@ def _stage_count(config: RunConfig, until: str | None) -> int:
     return len(names) - names[::-1].index(until)
 
 
-def _start(config: RunConfig, count: int, files: StateFiles) -> None:
-    prepared = prepare(config)
+def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
+    config = prepared.config
     if config.run.dry_run:
         if launcher.rank() == 0:
             ratio = prepared.start.state.loaded_cr
