@@ -293,7 +293,7 @@ class Campaign:
         skipped = [
             row["step"] for row in whole.rows() if "train/lr" in row and "train/loss" not in row
         ]
-        before = {step: loss for step, loss in self.reference.items() if step <= bad[0]}
+        before = {step: loss for step, loss in self.reference.items() if step < bad[0]}
         assert difference(whole, {**whole.losses(), **before}) == 0  # the same until then
         return {
             "faults": len(skipped),
