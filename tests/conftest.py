@@ -13,13 +13,16 @@ import tempfile
 import pytest
 import torch
 
+# Here and not below: conftest files of folders named on the command line are imported before that
+# is called, and megatron imports triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before transformers and triton are imported, which read these variables once."""
     os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are too small to share out
 
 

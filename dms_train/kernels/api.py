@@ -74,5 +74,10 @@ def choose(name: str, device: torch.device) -> str:
     return name
 
 
+def fuses(device: torch.device) -> bool:
+    """Whether the kernels beside attention run on a device: activation, RoPE and decisions."""
+    return device.type == "cuda" and _has_triton()
+
+
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -112,6 +112,8 @@ def _page_of(table_ptr, numbers_ptr, count_ptr, fault_ptr, place, places, fresh)
 @triton.jit
 def _down_scales(
     pair_ptr,
+    used_key,
+    used_value,
     page_ptr,
     key_1,
     key_2,
@@ -124,8 +126,6 @@ def _down_scales(
     PAGE: tl.constexpr,
 ):
     """Factors that bring key and value into their page's range; raises its exponents if need be."""
-    used_key = tl.load(pair_ptr, mask=stored, other=0).to(tl.int32)
-    used_value = tl.load(pair_ptr + 1, mask=stored, other=0).to(tl.int32)
     if stored:
         used_key = _raised_exponent(page_ptr, used_key, key_1, key_2, fresh, D, D_PAD, PAGE)
         used_value = _raised_exponent(
@@ -138,8 +138,20 @@ def _down_scales(
 
 
 @triton.jit
+def _query_halves(query_ptr, half, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr):
+    """The query heads of a KV head as two halves of their channels, float32 [R_PAD, D_PAD / 2]."""
+    member = tl.arange(0, R_PAD)[:, None]
+    real = (member < R) & (half < D // 2)[None, :]
+    at = member * D + half[None, :]
+    first = tl.load(query_ptr + at, mask=real, other=0.0)
+    second = tl.load(query_ptr + at + D // 2, mask=real, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
 def _rotate_query(
-    query_ptr,
+    first,
+    second,
     rotated_ptr,
     cos,
     sin,
@@ -156,8 +168,6 @@ def _rotate_query(
     member = tl.arange(0, R_PAD)[:, None]
     real = (member < R) & (half < HALF)[None, :]
     at = member * D + half[None, :]
-    first = tl.load(query_ptr + at, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(query_ptr + at + HALF, mask=real, other=0.0).to(tl.float32)
     borrowed_1 = (member == 0) & (half[None, :] == CHANNEL)
     borrowed_2 = (member == 0) & (half[None, :] + HALF == CHANNEL)
     if CLEAR:
@@ -234,6 +244,7 @@ def _append_kernel(
     value_1 = tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
     value_2 = tl.load(value_at + HALF, mask=inside, other=0.0).to(tl.float32)
     query_base = query_ptr + batch.to(tl.int64) * query_stride + head * R * D
+    first, second = _query_halves(query_base, half, R, R_PAD, D)
     bit = 1
     if SOURCE == _LANE:
         lane_value = tl.load(query_base + CHANNEL).to(tl.float32)
@@ -242,14 +253,18 @@ def _append_kernel(
         bit = (tl.load(signal_ptr + batch * heads + head) != 0).to(tl.int32)
     entry_ptr = ring_ptr + lane * RING
     slot, grown, entry = _claim(entry_ptr, time, length, bit, SOURCE, SHIFT, RING)
-    rotated_at = rotated_ptr + (batch * heads + head).to(tl.int64) * R * D
-    _rotate_query(  # while the page table is on its way
-        query_base, rotated_at, cos, sin, half, CHANNEL, CLEAR, CLEAR_AFTER, R, R_PAD, D
-    )
     place = slot // PAGE
     fresh = grown & (slot % PAGE == 0)
+    if QUANTISED:  # with the page's number, not after it
+        pair_ptr = exponent_ptr + (lane * places + place) * 2
+        used_key = tl.load(pair_ptr, mask=place < places, other=0).to(tl.int32)
+        used_value = tl.load(pair_ptr + 1, mask=place < places, other=0).to(tl.int32)
     page, stored = _page_of(
         table_ptr + lane * places, numbers_ptr, count_ptr, fault_ptr, place, places, fresh
+    )
+    rotated_at = rotated_ptr + (batch * heads + head).to(tl.int64) * R * D
+    _rotate_query(  # while the page's number is on its way
+        first, second, rotated_at, cos, sin, half, CHANNEL, CLEAR, CLEAR_AFTER, R, R_PAD, D
     )
     tl.debug_barrier()  # every warp has read the lane's state
     tl.store(length_ptr + lane, length + 1, mask=stored & grown)
@@ -258,10 +273,10 @@ def _append_kernel(
     key_1, key_2 = raw_1 * cos - raw_2 * sin, raw_2 * cos + raw_1 * sin
     page_at = pages_ptr + page.to(tl.int64) * (2 * PAGE * D)
     if QUANTISED:
-        pair_ptr = exponent_ptr + (lane * places + place) * 2
         down_key, down_value = _down_scales(
-            pair_ptr, page_at, key_1, key_2, value_1, value_2, fresh, stored, D, D_PAD, PAGE
-        )
+            pair_ptr, used_key, used_value, page_at, key_1, key_2, value_1, value_2, fresh, stored,
+            D, D_PAD, PAGE,
+        )  # fmt: skip
         key_1, key_2 = key_1 * down_key, key_2 * down_key
         value_1, value_2 = value_1 * down_value, value_2 * down_value
     kind = pages_ptr.dtype.element_ty

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -23,8 +26,13 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 _REGISTERS = 168
 
 
+@functools.cache  # asked for at every launch
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
+
+
 def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
+    layout = _layout(tuple(block), x.dtype)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 

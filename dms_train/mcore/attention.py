@@ -23,6 +23,8 @@ from dms_train.method.plan import StepPlan
 from dms_train.method.spec import DMSSpec
 from dms_train.method.visibility import align_to_keys
 
+_Heads = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value and lane
+
 
 class MethodState:
     """What every layer of a model shares: constants, the kernel and the current step's plan.
@@ -31,10 +33,31 @@ class MethodState:
     again in another microbatch.
     """
 
-    def __init__(self, spec: DMSSpec, attend: DMSAttention) -> None:
+    def __init__(self, spec: DMSSpec, attend: DMSAttention, *, fused: bool = False) -> None:
         self.spec = spec
         self.attend = attend
+        self.fused = fused  # whether the fused kernels beside attention run; they need triton
         self.plan = StepPlan()
+        self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
+
+    def rope(self, frequencies: Tensor) -> Tensor:
+        """What the layers are given of megatron's frequencies [s, 1, 1, d]."""
+        if not self.fused:
+            return frequencies
+        from dms_train.kernels.triton_rope import rope_table
+
+        return rope_table(frequencies)
+
+    def dense_side(self, lane: Tensor) -> Tensor:
+        """Side sums [b, 3] where every slot stays: (alpha, live slots, reads / length)."""
+        s, b, g = lane.shape
+        found = self._dense_sides.get((s, b, g))
+        if found is None or found.device != lane.device:
+            # filled on the device: a tensor of Python numbers would wait for a copy
+            values = (0.0, float(s * g), g * (s + 1) / 2)
+            found = torch.stack([torch.full((b,), v, device=lane.device) for v in values], 1)
+            self._dense_sides[s, b, g] = found
+        return found
 
 
 class CoreAttention(MegatronModule):
@@ -79,13 +102,9 @@ class DMSSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within hidden_states [s, b, h]; the mask is always causal."""
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        s, b, n, d = query.shape
-        grouped = query.view(s, b, key.shape[2], -1, d)
-        lane = decisions.borrowed_lane(grouped, self.method.spec.channel)
+        heads = self._fused_heads if self.method.fused else self._plain_heads
+        query, key, value, lane = heads(hidden_states, rotary_pos_emb)
         log_keep, self.side = self._decide(lane)
-        query = self._rotate_query(grouped, rotary_pos_emb).reshape(s, b, n, d)
-        key = self._rotate(key, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(
                 self.core_attention, False, query, key, value, log_keep
@@ -93,6 +112,33 @@ class DMSSelfAttention(SelfAttention):
         else:
             context = self.core_attention(query, key, value, log_keep)
         return self.linear_proj(context)
+
+    def _plain_heads(self, hidden_states: Tensor, rotary_pos_emb: Tensor | None) -> _Heads:
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        s, b, n, d = query.shape
+        grouped = query.view(s, b, key.shape[2], -1, d)
+        lane = decisions.borrowed_lane(grouped, self.method.spec.channel)
+        query = self._rotate_query(grouped, rotary_pos_emb).reshape(s, b, n, d)
+        return query, self._rotate(key, rotary_pos_emb), value, lane
+
+    def _fused_heads(self, hidden_states: Tensor, table: Tensor | None) -> _Heads:
+        """The same in one kernel each way, from the projection's output where nothing norms it."""
+        from dms_train.kernels import triton_rope
+
+        assert table is not None
+        spec, d = self.method.spec, self.hidden_size_per_attention_head
+        lane = triton_rope.Lane(
+            spec.channel % d, self.method.plan.neuron_scale, spec.clear_after_rope
+        )
+        if not self.config.qk_layernorm:
+            mixed, _ = self.linear_qkv(hidden_states)
+            groups = self.num_query_groups_per_partition
+            mixed = mixed.view(*mixed.shape[:2], groups, -1, d)
+            return triton_rope.split_and_rotate(mixed, table, lane)
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        grouped = query.view(*key.shape[:3], -1, d)
+        query, key, raw = triton_rope.rotate(grouped, key, table, lane)
+        return query, key, value, raw
 
     def _rotate(self, x: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
         return apply_rotary_pos_emb(
@@ -125,12 +171,12 @@ class DMSSelfAttention(SelfAttention):
     def _decide(self, lane: Tensor) -> tuple[Tensor | None, Tensor]:
         """From lane [s, b, g]: log(1 - alpha) by key [b, g, s], or None, and side sums [b, 3]."""
         spec, plan = self.method.spec, self.method.plan
-        s, b, g = lane.shape
         if plan.eviction == "none":
-            # every slot stays: (alpha, live slots, reads / length) of a dense cache
-            values = (0.0, float(s * g), g * (s + 1) / 2)
-            # filled on the device: a tensor of Python numbers would wait for a copy in every layer
-            return None, torch.stack([torch.full((b,), v, device=lane.device) for v in values], 1)
+            return None, self.method.dense_side(lane)
+        watched = self.recorded is not None or self.held is not None
+        if self.method.fused and plan.eviction == "soft" and not watched:
+            return self._decide_fused(lane)
+        s, _, g = lane.shape
         logits = decisions.eviction_logits(lane, spec)
         if self.recorded is not None:
             self.recorded.append(logits.detach())
@@ -151,6 +197,16 @@ class DMSSelfAttention(SelfAttention):
         reads = live.sum((1, 2)).float() / s
         side = torch.stack([counted.sum((0, 2)), live[..., -1].sum(1).float(), reads], dim=-1)
         return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), side
+
+    def _decide_fused(self, lane: Tensor) -> tuple[Tensor, Tensor]:
+        from dms_train.kernels.triton_decide import Noise, decide
+
+        noise = None
+        if self.method.plan.noise:
+            assert self.noise_keys is not None
+            first_head = self.pg_collection.tp.rank() * lane.shape[-1]
+            noise = Noise(self.noise_keys, self.layer_number, first_head)
+        return decide(lane, self.method.spec, noise)
 
     def _noise(self, length: int, heads: int) -> Tensor:
         assert self.noise_keys is not None

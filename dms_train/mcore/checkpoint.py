@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from dms_train.mcore import checksums, compat, optimizer_shards
+from dms_train.mcore import checksums, compat, fusions, optimizer_shards
 from dms_train.mcore.checkpoint_state import (
     damaged_files,
     read_state,
@@ -196,3 +196,4 @@ def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
         chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"], strict=True)
     if optimizer is not None:
         compat.load_optimizer_state(optimizer, state["optimizer"])
+        fusions.fuse_adam(optimizer)

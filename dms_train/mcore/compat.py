@@ -13,6 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def run_forward_pre_hooks(module: torch.nn.Module) -> None:
+    """What megatron does before a module is called: wait for weights that are still gathered."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
 def optimizer_parts(optimizer: Any) -> list[Any]:
     """The distributed optimizers behind megatron's (possibly chained) optimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))

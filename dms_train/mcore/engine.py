@@ -19,7 +19,7 @@ from dms_train.mcore import (
     checkpoint_state,
     compat,
     families,
-    footprint,
+    fusions,
     optim,
     retention,
     weights,
@@ -31,7 +31,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model import DMSModel, transformer_config
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.recording import Recording, record
-from dms_train.mcore.step import PassContext, PassTotals, count_loss_tokens, run_pass
+from dms_train.mcore.step import PassContext, PassTotals, run_pass, to_device, token_scale
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import DMSSpec
 
@@ -67,8 +67,9 @@ class McoreEngine:
         self.view = view
         self._options = options
         self._attend = kernels.backend(kernels.choose(options.kernels, view.device))
-        self._method = MethodState(spec, self._attend)
         self._config = transformer_config(architecture, options.parallel)
+        fused = fusions.apply(self._config, view.device)
+        self._method = MethodState(spec, self._attend, fused=fused)
         self._models = self._build_chunks(self._method, source)
         self._saver = CheckpointSaver(leads=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
@@ -93,7 +94,8 @@ class McoreEngine:
 
     def attach_teacher(self, source: weights.WeightSource) -> None:
         """Build the frozen original in the same layout; it costs weights only."""
-        teachers = self._build_chunks(MethodState(self.spec, self._attend), source)
+        method = MethodState(self.spec, self._attend, fused=self._method.fused)
+        teachers = self._build_chunks(method, source)
         for student, teacher in zip(self._models, teachers, strict=True):
             student.set_teacher(teacher.to(self._config.params_dtype))
 
@@ -104,14 +106,14 @@ class McoreEngine:
         )
 
     def _context(self, plan: StepPlan, batches: list[Batch]) -> PassContext:
-        tokens = count_loss_tokens(batches, self.view)
-        scale = len(batches) * self.view.dp_size / max(tokens, 1.0)
+        scale = token_scale(batches, self.view)
         return PassContext(self.spec, plan, self.architecture, self.view, self._options.seed, scale)
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> PassTotals:
         if plan.loss == "distill" and not self._models[0].has_teacher:
             raise ModelError("the plan distills but no teacher is attached; name it in model.path")
         self._method.plan = plan
+        batches = to_device(batches, self.view.device)
         return run_pass(
             self._chunks,
             batches,
@@ -146,7 +148,7 @@ class McoreEngine:
             batches,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            memory_bytes=footprint.most_memory(self.view.device),
+            memory_bytes=totals.memory_bytes,
             skipped=not math.isfinite(grad_norm),
         )
 

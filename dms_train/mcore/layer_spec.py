@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from torch import Tensor
 
 from dms_train.mcore.attention import CoreAttention, DMSSelfAttention, MethodState
 
@@ -36,6 +38,13 @@ class RMSNorm(torch.nn.RMSNorm):
         device = torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+def _swiglu() -> Callable[[Tensor], Tensor]:
+    """The activation as one kernel; megatron's slot for it takes functions too."""
+    from dms_train.kernels.triton_swiglu import swiglu
+
+    return swiglu
 
 
 def layer_spec(method: MethodState, *, qk_layernorm: bool) -> ModuleSpec:
@@ -52,7 +61,11 @@ def layer_spec(method: MethodState, *, qk_layernorm: bool) -> ModuleSpec:
             k_layernorm=norm,
         ),
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        activation_func=_swiglu() if method.fused else None,
+        linear_fc2=RowParallelLinear,
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

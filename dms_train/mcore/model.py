@@ -9,13 +9,18 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore import vocab_losses
+from dms_train.kernels.vocab_loss import Divergence
+from dms_train.mcore import compat, vocab_losses
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layer_spec import block_spec
@@ -151,7 +156,7 @@ class DMSModel(GPTModel):
         """This chunk's layers (and final norm); side sums [b, 3] are added up through them."""
         config, count = self.config, len(self.decoder.layers)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        rope = self.rotary_pos_emb.get_emb(hidden.shape[0] * shards)
+        rope = self.method.rope(self.rotary_pos_emb.get_emb(hidden.shape[0] * shards))
         recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
         unit = config.recompute_num_layers if recompute else max(count, 1)
         fork = config.sequence_parallel
@@ -188,6 +193,18 @@ class DMSModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else None
         return self.output_layer(hidden, weight=weight)[0]
 
+    def _projection(self, hidden: Tensor) -> vocab_losses.Projection:
+        """What `logits` multiplies, for losses that make logits chunk by chunk."""
+        # The output layer itself is not called.
+        compat.run_forward_pre_hooks(self.output_layer)
+        group, tied = self.pg_collection.tp, self.share_embeddings_and_output_weights
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return vocab_losses.Projection(hidden, weight)
+
     def _input_state(self, tokens: Tensor, teacher: DMSModel | None) -> StageState:
         if not self.pre_process:
             assert self._stage_input is not None
@@ -199,7 +216,7 @@ class DMSModel(GPTModel):
         with torch.no_grad():
             t_hidden = None if teacher is None else teacher.embed(tokens)
         return StageState(
-            hidden, t_hidden, torch.zeros(tokens.shape[0], SIDE_VALUES).to(hidden.device)
+            hidden, t_hidden, torch.zeros(tokens.shape[0], SIDE_VALUES, device=hidden.device)
         )
 
     def forward(
@@ -230,13 +247,13 @@ class DMSModel(GPTModel):
         return self._loss(hidden, t_hidden, labels), side
 
     def _loss(self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor) -> Tensor:
-        logits, group = self.logits(hidden), self.pg_collection.tp
-        vocab_size = self.architecture.vocab_size
         if self.records_logits:
-            return logits
+            return self.logits(hidden)
+        student, group = self._projection(hidden), self.pg_collection.tp
+        vocab_size, spec = self.architecture.vocab_size, self.method.spec
         if self.teacher is None or t_hidden is None:
-            return vocab_losses.next_token_loss(logits, labels, vocab_size, group)
+            return vocab_losses.next_token_loss(student, labels, vocab_size, group)
         with torch.no_grad():
-            t_logits = self.teacher.logits(t_hidden)
-        direction = self.method.spec.kl_direction
-        return vocab_losses.distillation_kl(logits, t_logits, direction, vocab_size, group)
+            teacher = self.teacher._projection(t_hidden)
+        divergence = Divergence(spec.kl_direction, spec.kl_temperature)
+        return vocab_losses.distillation_kl(student, teacher, divergence, vocab_size, group)

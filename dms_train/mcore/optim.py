@@ -6,6 +6,7 @@ import contextlib
 import math
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -16,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from dms_train.mcore import fusions
 from dms_train.mcore.options import OptimOptions
 from dms_train.method.plan import LearningRate
 
@@ -26,13 +28,23 @@ def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
 
 
 def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
-    """Gradient buckets with fp32 reduction around this rank's chunks."""
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    config.finalize_model_grads_func = finalize_model_grads
-    return [
+    """Gradient buckets with fp32 reduction, which overlaps the backward pass of several copies."""
+    overlap = parallel_state.get_data_parallel_world_size() > 1
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+    )
+    wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        # one function, or one for each chunk of the interleaved schedule
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        start = [chunk.start_grad_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        config.grad_sync_func = start if len(wrapped) > 1 else start[0]
+    return wrapped
 
 
 def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: list[Any]) -> Any:
@@ -48,7 +60,9 @@ def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: lis
         bf16=model.bf16,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, chunks)
+    optimizer = get_megatron_optimizer(config, chunks)
+    fusions.fuse_adam(optimizer)
+    return optimizer
 
 
 class _NotFinite(Exception):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
+from dms_train.mcore.footprint import own_memory
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.stage_tensor import stage_seq_length
 from dms_train.method.losses import compression_hinge
@@ -29,14 +30,14 @@ class PassContext(NamedTuple):
     architecture: Architecture
     view: ParallelView
     seed: int
-    token_scale: float  # number of microbatches over all data ranks / loss tokens of the step
+    token_scale: Tensor  # number of microbatches over all data ranks / loss tokens of the step
 
 
 class PassTotals(NamedTuple):
     """Sums over all samples of a pass, the same on every rank.
 
     `token_loss` and `aux_loss` are the two terms of the objective; `alpha`, `live` and `reads` are
-    per-decision means summed over samples.
+    per-decision means summed over samples. `memory_bytes` is that of the fullest process.
     """
 
     token_loss: float
@@ -45,14 +46,21 @@ class PassTotals(NamedTuple):
     live: float
     reads: float
     samples: float
+    memory_bytes: float
 
 
-def count_loss_tokens(batches: list[Batch], view: ParallelView) -> float:
-    """Loss positions of the global batch."""
+def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """The same batches where the training computes; on a GPU the host does not wait for it."""
+    if device.type != "cuda":
+        return batches
+    return [Batch(*(t.pin_memory().to(device, non_blocking=True) for t in b)) for b in batches]
+
+
+def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
+    """Microbatches of the global batch over its loss positions, without waiting for the device."""
     count = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double()
-    count = count.to(view.device)
     dist.all_reduce(count, group=view.dp_group)
-    return count.item()
+    return len(batches) * view.dp_size / count.clamp(min=1.0)
 
 
 def _loss_function(
@@ -64,8 +72,7 @@ def _loss_function(
 
     def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         losses, side = output
-        mask = batch.loss_mask.t().to(losses.device)
-        token_loss = (losses.float() * mask).sum() * context.token_scale
+        token_loss = (losses.float() * batch.loss_mask.t()).sum() * context.token_scale
         target = evicted_fraction(plan.target_cr)
         aux_loss = compression_hinge(side[:, 0], decisions, target, spec.aux_form)
         alpha, live, reads = side.detach().double().sum(0)
@@ -78,13 +85,10 @@ def _loss_function(
 
 
 def _forward_step(context: PassContext) -> Callable[..., Any]:
-    device = context.view.device
-
     def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         batch = next(batches)
-        samples = batch.samples.to(device)
-        keys = sample_keys(context.seed, context.plan.step, samples)
-        output = model(batch.tokens.to(device), batch.labels.to(device), keys)
+        keys = sample_keys(context.seed, context.plan.step, batch.samples)
+        output = model(batch.tokens, batch.labels, keys)
         return output, _loss_function(context, batch)
 
     return forward_step
@@ -134,12 +138,15 @@ def run_pass(
         forward_only=forward_only,
     )
     view = context.view
-    totals = torch.zeros(6, dtype=torch.float64, device=view.device)
+    # six sums, then one place for each rank's memory, so that one collective brings everything
+    totals = torch.zeros(6 + view.world_size, dtype=torch.float64, device=view.device)
     if view.reports and reports:
         stacked = torch.stack([r["report"] for r in reports])
         totals[:5] = stacked.sum(0)
         totals[5] = sum(len(batch.samples) for batch in batches)
+    totals[6 + view.rank] = own_memory(view.device)
     dist.all_reduce(totals)
     microbatches = len(batches) * view.dp_size
     totals[:2] /= microbatches
-    return PassTotals(*totals.tolist())
+    totals[6] = totals[6:].max()
+    return PassTotals(*totals[:7].tolist())

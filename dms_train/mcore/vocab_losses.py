@@ -1,14 +1,45 @@
-"""Per-token losses on vocabulary-sharded logits; with one shard they equal `method.losses`."""
+"""Per-token losses behind a vocabulary-parallel output layer; on one rank `method.losses`' values.
+
+The output layer and the loss are one differentiable function of the hidden states. It takes
+positions chunk by chunk: the logits of a chunk, their statistics, one exchange of a few numbers per
+position over the tensor-parallel group, and the loss's gradient written over the student's logits
+in their own dtype. The teacher's logits exist for one chunk only, and without gradients the
+student's too. The incoming gradient, one number per position, multiplies rows of the hidden size
+instead of rows of the vocabulary.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from torch import Tensor
+
+from dms_train.kernels import vocab_loss
+from dms_train.kernels.vocab_loss import Divergence
+
+# Logits of one model that exist at a time, beside those that become the student's gradient. On a
+# GPU large enough for its matrix products, elsewhere small enough for a cache.
+_CHUNK = {"cuda": 2**28, "cpu": 2**22}
+
+
+class Projection(NamedTuple):
+    """What logits are made of.
+
+    Attributes:
+        hidden: [s, b, h], all positions, the same on every rank of the tensor-parallel group. Its
+            gradient is this rank's part of a sum over the group.
+        weight: [padded vocabulary / tp, h].
+    """
+
+    hidden: Tensor
+    weight: Tensor
+
+
+# (positions, their logits, whether to replace the logits by the gradient) -> losses
+_RowLoss = Callable[[slice, Tensor, bool], Tensor]
 
 
 def valid_columns(width: int, vocab_size: int, shard: int) -> int:
@@ -16,91 +47,112 @@ def valid_columns(width: int, vocab_size: int, shard: int) -> int:
     return max(0, min(width, vocab_size - width * shard))
 
 
-# Positions whose logits exist in fp32 at a time.
-_CHUNK = 512
-
-
-def _ordered(student: Tensor, teacher: Tensor, direction: str) -> tuple[Tensor, Tensor]:
-    """(p, q) of KL(p || q), in fp32."""
-    pair = (teacher, student) if direction == "teacher_student" else (student, teacher)
-    return pair[0].float(), pair[1].float()
-
-
-def _row_maxima(logits: Tensor) -> Tensor:
-    if logits.shape[-1] == 0:
-        return torch.full(logits.shape[:-1], float("-inf"), device=logits.device)
-    return logits.amax(-1).float()
-
-
-class _KL(torch.autograd.Function):
-    """KL(p || q) per position for p = softmax(a), q = softmax(b), with a gradient to the student.
-
-    Two all-reduces of a few numbers per position forward, none backward. What is kept for the
-    backward pass has the dtype of the logits; fp32 copies exist for one chunk at a time.
-    """
+class _LinearLoss(torch.autograd.Function):
+    """Loss [rows] of hidden [rows, h] and weight [width, h]."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, direction: str, group: Any) -> Tensor:
-        top = torch.stack([_row_maxima(student), _row_maxima(teacher)])
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        top_p, top_q = top.flip(0) if direction == "teacher_student" else top
-        chunks = [slice(i, i + _CHUNK) for i in range(0, student.shape[0], _CHUNK)]
-        sums = student.new_zeros(3, *student.shape[:-1], dtype=torch.float32)
-        for c in chunks:
-            p, q = _ordered(student[c], teacher[c], direction)
-            exp_p = (p - top_p[c, ..., None]).exp()
-            sums[0, c] = exp_p.sum(-1)
-            sums[1, c] = (q - top_q[c, ..., None]).exp().sum(-1)
-            sums[2, c] = (exp_p * (p - q)).sum(-1)
-        dist.all_reduce(sums, group=group)
-        log_p, log_q = sums[0].log() + top_p, sums[1].log() + top_q  # log partition functions
-        kl = sums[2] / sums[0] - (log_p - log_q)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, row_loss: _RowLoss, differentiable: bool
+    ) -> Tensor:
+        rows, width = hidden.shape[0], weight.shape[0]
+        losses = hidden.new_empty(rows, dtype=torch.float32)
+        gradient = hidden.new_empty(rows, width) if differentiable else None
+        step = max(1, _CHUNK[hidden.device.type] // width)
+        for first in range(0, rows, step):
+            c = slice(first, min(first + step, rows))
+            logits = torch.mm(hidden[c], weight.t(), out=None if gradient is None else gradient[c])
+            losses[c] = row_loss(c, logits, differentiable)
+        if gradient is not None:
+            ctx.save_for_backward(hidden, weight, gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, gradient = ctx.saved_tensors
+        d_hidden = d_weight = None
         if ctx.needs_input_grad[0]:
-            gradient = torch.empty_like(student)
-            for c in chunks:
-                p, q = _ordered(student[c], teacher[c], direction)
-                p, q = p - log_p[c, ..., None], q - log_q[c, ..., None]  # log probabilities
-                if direction == "teacher_student":
-                    gradient[c] = (q.exp() - p.exp()).to(student.dtype)
-                else:
-                    gradient[c] = (p.exp() * (p - q - kl[c, ..., None])).to(student.dtype)
-            ctx.save_for_backward(gradient)
-        return kl
+            d_hidden = (gradient @ weight * d_losses[:, None]).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            d_weight = gradient.t() @ (hidden * d_losses[:, None]).to(hidden.dtype)
+        return d_hidden, d_weight, None, None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        out = torch.empty_like(gradient)
-        for first in range(0, gradient.shape[0], _CHUNK):
-            c = slice(first, first + _CHUNK)
-            out[c] = (gradient[c].float() * grad[c, ..., None]).to(gradient.dtype)
-        return out, None, None, None
+
+def _apply(student: Projection, row_loss: _RowLoss) -> Tensor:
+    hidden, weight = student
+    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    losses = _LinearLoss.apply(hidden.flatten(0, 1), weight, row_loss, differentiable)
+    return losses.view(hidden.shape[:2])
+
+
+def _from_all_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...], the same on all of them."""
+    if group.size() == 1:
+        return x[None]
+    out = x.new_empty(group.size(), *x.shape)
+    dist.all_gather(list(out.unbind()), x, group=group)
+    return out
 
 
 def distillation_kl(
-    student: Tensor, teacher: Tensor, direction: str, vocab_size: int, group: dist.ProcessGroup
+    student: Projection,
+    teacher: Projection,
+    divergence: Divergence,
+    vocab_size: int,
+    group: dist.ProcessGroup,
 ) -> Tensor:
-    """KL per position, in nats, of the direction named as in `DMSSpec.kl_direction`.
+    """KL per position, in nats times temperature squared.
 
     Args:
-        student: [s, b, padded vocabulary / tp], with gradient.
-        teacher: The same shape, without.
-        direction: `teacher_student` is KL(teacher || student).
+        student: With gradients to both of its tensors.
+        teacher: Without.
+        divergence: Direction and temperature.
         vocab_size: Columns beyond it are padding and do not count.
         group: Tensor-parallel group the vocabulary is sharded over.
 
     Returns:
         float32 [s, b], equal on all ranks of the group.
     """
-    valid = valid_columns(student.shape[-1], vocab_size, group.rank())
-    return _KL.apply(student[..., :valid], teacher[..., :valid], direction, group)
+    columns = valid_columns(student.weight.shape[0], vocab_size, group.rank())
+    hidden, weight = teacher.hidden.detach().flatten(0, 1), teacher.weight.detach()
+    temperature = divergence.temperature
+
+    def row_loss(c: slice, logits: Tensor, differentiable: bool) -> Tensor:
+        kernels = vocab_loss.backend(logits.device)
+        p, q = divergence.ordered(logits, hidden[c] @ weight.t())
+        statistics = kernels.divergence_statistics(p, q, columns, temperature)
+        kl, rows = vocab_loss.merge_divergence(_from_all_ranks(statistics, group))
+        if differentiable:
+            kernels.divergence_gradient_(p, q, columns, rows, divergence)
+        return kl * temperature**2
+
+    return _apply(student, row_loss)
 
 
 def next_token_loss(
-    logits: Tensor, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
+    student: Projection, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Cross-entropy [s, b] of logits [s, b, padded vocabulary / tp] and labels [b, s]."""
-    width = logits.shape[-1]
-    valid = valid_columns(width, vocab_size, group.rank())
-    masked = F.pad(logits[..., :valid].float(), (0, width - valid), value=float("-inf"))
-    return tensor_parallel.vocab_parallel_cross_entropy(masked, labels.t().contiguous())
+    """Cross-entropy float32 [s, b] in nats, equal on all ranks of the group.
+
+    Args:
+        student: With gradients to both of its tensors.
+        labels: int64 [b, s].
+        vocab_size: Columns beyond it are padding and do not count.
+        group: Tensor-parallel group the vocabulary is sharded over.
+    """
+    width = student.weight.shape[0]
+    columns = valid_columns(width, vocab_size, group.rank())
+    local = labels.t().flatten() - group.rank() * width
+
+    def row_loss(c: slice, logits: Tensor, differentiable: bool) -> Tensor:
+        kernels = vocab_loss.backend(logits.device)
+        here = (local[c] >= 0) & (local[c] < width)
+        targets = logits.gather(1, torch.where(here, local[c], 0)[:, None])[:, 0]
+        targets = torch.where(here, targets.float(), 0.0)
+        own = torch.cat([kernels.nll_statistics(logits, columns), targets[None]])
+        everyone = _from_all_ranks(own, group)
+        nll, rows = vocab_loss.merge_nll(everyone[:, :2], everyone[:, 2].sum(0))
+        if differentiable:
+            kernels.nll_gradient_(logits, columns, rows, local[c])
+        return nll
+
+    return _apply(student, row_loss)

@@ -6,15 +6,20 @@ import torch
 from torch import Tensor
 
 
-def kl_teacher_student(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher || student) per position, in nats. Both [..., vocab]; returns [...]."""
-    t = teacher.log_softmax(-1)
-    return (t.exp() * (t - student.log_softmax(-1))).sum(-1)
+def kl_teacher_student(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(teacher || student) per position, in nats. Both [..., vocab]; returns [...].
+
+    Of softmax(logits / temperature), and times temperature squared, which keeps the size of the
+    gradient (Hinton, Vinyals and Dean, arXiv:1503.02531, section 2).
+    """
+    t = (teacher / temperature).log_softmax(-1)
+    s = (student / temperature).log_softmax(-1)
+    return (t.exp() * (t - s)).sum(-1) * temperature**2
 
 
-def kl_student_teacher(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(student || teacher) per position, in nats. Both [..., vocab]; returns [...]."""
-    return kl_teacher_student(teacher, student)
+def kl_student_teacher(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(student || teacher) per position; otherwise as `kl_teacher_student`."""
+    return kl_teacher_student(teacher, student, temperature)
 
 
 def compression_hinge(alpha_sum: Tensor, decisions: int, target: float, form: str) -> Tensor:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-_UNIFORM_BITS = 23  # so that (bits + 0.5) / 2**23 is exact in float32 and never 0 or 1
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+UNIFORM_BITS = 23  # so that (bits + 0.5) / 2**23 is exact in float32 and never 0 or 1
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -24,12 +24,12 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 def _counter(like: Tensor, value: int) -> Tensor:
     """`value` steps along the stream; multiplied as a tensor, where int64 wraps."""
     signed = (value + 2**63) % 2**64 - 2**63  # a seed may be any integer
-    return torch.full_like(like, signed) * _GOLDEN
+    return torch.full_like(like, signed) * GOLDEN
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
     return x ^ _shift_right(x, 31)
 
 
@@ -37,7 +37,7 @@ def sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:
     """One key per sample. samples: int64 [b], global sample numbers. Returns int64 [b]."""
     key = _mix(_counter(samples, seed) + 1)
     key = _mix(key + _counter(samples, step))
-    return _mix(key + samples * _GOLDEN)
+    return _mix(key + samples * GOLDEN)
 
 
 def logistic_noise(keys: Tensor, layer: int, length: int, heads: int, first_head: int) -> Tensor:
@@ -55,8 +55,8 @@ def logistic_noise(keys: Tensor, layer: int, length: int, heads: int, first_head
     """
     stream = _mix(keys + _counter(keys, layer))  # [b]
     head = torch.arange(first_head, first_head + heads, device=keys.device)
-    stream = _mix(stream[:, None] + (head + 1)[None, :] * _GOLDEN)  # [b, heads]
-    position = torch.arange(1, length + 1, device=keys.device) * _GOLDEN
-    bits = _shift_right(_mix(stream[None] + position[:, None, None]), 64 - _UNIFORM_BITS)
-    uniform = (bits.float() + 0.5) * 2.0**-_UNIFORM_BITS
+    stream = _mix(stream[:, None] + (head + 1)[None, :] * GOLDEN)  # [b, heads]
+    position = torch.arange(1, length + 1, device=keys.device) * GOLDEN
+    bits = _shift_right(_mix(stream[None] + position[:, None, None]), 64 - UNIFORM_BITS)
+    uniform = (bits.float() + 0.5) * 2.0**-UNIFORM_BITS
     return torch.log(uniform) - torch.log1p(-uniform)

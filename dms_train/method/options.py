@@ -23,6 +23,7 @@ class MethodOptions:
     aux_form: str | None = None
     eviction: str | None = None
     kl_direction: str | None = None
+    kl_temperature: float | None = None
 
     def spec(self) -> DMSSpec:
         """The resolved specification; raises ValueError for an unknown preset or value."""

@@ -38,6 +38,8 @@ class DMSSpec:
         eviction: `delayed` decides when the token is written (or one later), `immediate` when it
             leaves the window.
         kl_direction: `teacher_student` is KL(teacher || student), `student_teacher` the reverse.
+        kl_temperature: Both models' logits are divided by it in the KL, which is multiplied by its
+            square, so that the size of the gradient stays (arXiv:1503.02531, section 2).
     """
 
     preset: str
@@ -52,6 +54,7 @@ class DMSSpec:
     aux_form: str = "mean"
     eviction: str = "delayed"
     kl_direction: str = "teacher_student"
+    kl_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -67,6 +70,10 @@ class DMSSpec:
             raise ValueError(f"method.window={self.window}: use at least 1 token")
         if not 0 < self.tau < math.inf:
             raise ValueError(f"method.tau={self.tau}: use a positive temperature")
+        if not 0 < self.kl_temperature < math.inf:
+            raise ValueError(
+                f"method.kl_temperature={self.kl_temperature}: use a positive temperature"
+            )
         if not 0 < self.alpha_scale < math.inf:
             raise ValueError(f"method.alpha_scale={self.alpha_scale}: use a positive scale")
         if not math.isfinite(self.alpha_offset):

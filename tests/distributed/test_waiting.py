@@ -1,4 +1,4 @@
-"""A rank may work alone for longer than the others would wait in a collective."""
+"""What the ranks of one run tell each other, and how long they wait for it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 def test_the_wait_outlives_the_timeout_of_the_process_group() -> None:
     seconds = str(3 * TIMEOUT_SECONDS)
     launch.checked(launch.torchrun(2, "-m", "tests.support.waiting_worker", seconds))
+
+
+def test_the_memory_of_a_step_is_that_of_the_fullest_rank() -> None:
+    launch.checked(launch.torchrun(2, "-m", "tests.support.memory_worker"))

@@ -470,6 +470,11 @@ CONFIG = {
         arrange=_train("method.preset=dmz"),
         says=r"method\.preset='dmz': choose one of dms, ",
     ),
+    "kl-temperature": Case(
+        done="`method.kl_temperature=0`",
+        arrange=_train("method.kl_temperature=0"),
+        says=r"method\.kl_temperature=0\.0: use a positive temperature",
+    ),
     "unknown-stage": Case(
         done="`stage.run=[zero_neuron,retrofti]`",
         arrange=_train("stage.run=[zero_neuron,retrofti]"),

@@ -13,22 +13,30 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dms_train.kernels.vocab_loss import Divergence
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import ParallelOptions
-from dms_train.mcore.vocab_losses import distillation_kl, next_token_loss
+from dms_train.mcore.vocab_losses import Projection, distillation_kl, next_token_loss
 
 TP_SIZES = (2, 4)
-WIDTH = 128
+WIDTH, HIDDEN = 128, 8
 VOCABULARIES = (61, 100, 128)  # with 61 whole shards are padding
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TEMPERATURES = {"fp32": 2.0, "bf16": 1.0}
 LOSSES = ("teacher_student", "student_teacher", "same", "lm")
 
 
-def logits(seed: int, vocab: int, dtype: str) -> Tensor:
-    """[s=5, b=3, WIDTH] with enormous values in the padding."""
-    x = 3 * torch.randn(5, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
-    x[..., vocab:] = 1e4
+def hidden(seed: int, dtype: str) -> Tensor:
+    """[s=5, b=3, HIDDEN]."""
+    x = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return x.to(DTYPES[dtype])
+
+
+def weight(seed: int, vocab: int, dtype: str) -> Tensor:
+    """[WIDTH, HIDDEN] with enormous values in the padding."""
+    x = torch.randn(WIDTH, HIDDEN, generator=torch.Generator().manual_seed(10 + seed))
+    x[vocab:] = 1e4
     return x.to(DTYPES[dtype])
 
 
@@ -43,22 +51,31 @@ def weights() -> Tensor:
     return torch.rand(5, 3, generator=torch.Generator().manual_seed(6))
 
 
-def shard(x: Tensor, view: ParallelView) -> Tensor:
-    return x.chunk(view.tp_size, -1)[view.tp_rank].clone()
+def projection(seed: int, vocab: int, dtype: str, view: ParallelView) -> Projection:
+    shard = weight(seed, vocab, dtype).chunk(view.tp_size)[view.tp_rank].clone()
+    return Projection(hidden(seed, dtype), shard)
 
 
 def one(loss: str, vocab: int, dtype: str, view: ParallelView) -> dict[str, Tensor]:
-    """Loss per position and this rank's part of the gradient of their weighted sum."""
-    student = shard(logits(0, vocab, dtype), view).requires_grad_()
+    """Loss per position and this rank's parts of the gradients of their weighted sum."""
+    student = projection(0, vocab, dtype, view)
+    for tensor in student:
+        tensor.requires_grad_()
     if loss == "lm":
         value = next_token_loss(student, labels(vocab), vocab, view.tp_group)
     else:
-        teacher = shard(logits(0 if loss == "same" else 1, vocab, dtype), view)
+        teacher = projection(0 if loss == "same" else 1, vocab, dtype, view)
         direction = "teacher_student" if loss == "same" else loss
-        value = distillation_kl(student, teacher, direction, vocab, view.tp_group)
+        divergence = Divergence(direction, TEMPERATURES[dtype])
+        value = distillation_kl(student, teacher, divergence, vocab, view.tp_group)
     (value * weights()).sum().backward()
-    assert student.grad is not None
-    return {"loss": value.detach(), "gradient": student.grad}
+    assert student.hidden.grad is not None
+    assert student.weight.grad is not None
+    return {
+        "loss": value.detach(),
+        "d_hidden": student.hidden.grad,
+        "d_weight": student.weight.grad,
+    }
 
 
 def main() -> None:

@@ -1,104 +1,184 @@
-"""With one shard the sharded losses are those of `method.losses`, padding or not."""
+"""On one rank output layer and loss together are the plain formulas, in any chunks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.kernels.vocab_loss import Divergence
 from dms_train.mcore import vocab_losses
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.vocab_losses import distillation_kl, next_token_loss, valid_columns
-from dms_train.method import losses
+from dms_train.mcore.vocab_losses import (
+    Projection,
+    distillation_kl,
+    next_token_loss,
+    valid_columns,
+)
+from tests.support.vocab_problems import DIRECTIONS, DIVERGENCES
 
-VOCAB, WIDTH = 61, 64
-DIRECTIONS = {
-    "teacher_student": losses.kl_teacher_student,
-    "student_teacher": losses.kl_student_teacher,
-}
-
-
-def logits(seed: int, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[s=7, b=3, width] with enormous values in the padding."""
-    x = 3 * torch.randn(7, 3, width, generator=torch.Generator().manual_seed(seed))
-    x[..., VOCAB:] = 1e4
-    return x.to(dtype)
+VOCAB, WIDTH, HIDDEN = 61, 64, 8
+Loss = Callable[[Projection], Tensor]
 
 
-def weights() -> Tensor:
+def projection(seed: int, dtype: torch.dtype = torch.float32) -> Projection:
+    """Of 7 positions of 3 samples; rows of padding with enormous values."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(7, 3, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(WIDTH, HIDDEN, generator=generator)
+    weight[VOCAB:] = 1e4
+    return Projection(hidden.requires_grad_(), weight.to(dtype).requires_grad_())
+
+
+def d_losses() -> Tensor:
     return torch.rand(7, 3, generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("width", [VOCAB, WIDTH])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_divergence_and_gradient_equal_the_plain_loss(
-    view: ParallelView, direction: str, width: int
+def labels() -> Tensor:
+    return torch.randint(0, VOCAB, (3, 7), generator=torch.Generator().manual_seed(4))
+
+
+def outcome(loss: Loss, student: Projection) -> tuple[Tensor, ...]:
+    """(loss, gradients of hidden states and weight)."""
+    value = loss(student)
+    return (value.detach(), *torch.autograd.grad(value, student, d_losses().to(value.dtype)))
+
+
+def kl(view: ParallelView, task: Divergence, dtype: torch.dtype = torch.float32) -> Loss:
+    teacher = projection(1, dtype)
+    return lambda student: distillation_kl(student, teacher, task, VOCAB, view.tp_group)
+
+
+def lm(view: ParallelView) -> Loss:
+    return lambda student: next_token_loss(student, labels(), VOCAB, view.tp_group)
+
+
+def exact_kl(task: Divergence) -> Loss:
+    teacher = projection(1)
+
+    def loss(student: Projection) -> Tensor:
+        s, t = (x.hidden @ x.weight[:VOCAB].t() for x in (student, teacher))
+        return DIRECTIONS[task.direction](s.double(), t.detach().double(), task.temperature)
+
+    return loss
+
+
+def exact_lm(student: Projection) -> Tensor:
+    logits = (student.hidden @ student.weight[:VOCAB].t()).double()
+    target = labels().t().flatten()
+    return F.cross_entropy(logits.flatten(0, 1), target, reduction="none").view(7, 3)
+
+
+def assert_close(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", DIVERGENCES, ids=str)
+def test_divergence_and_gradients_equal_the_plain_loss(
+    view: ParallelView, task: Divergence
 ) -> None:
-    student, teacher = logits(0, width).requires_grad_(), logits(1, width)
-    kl = distillation_kl(student, teacher, direction, VOCAB, view.tp_group)
-    plain = student.detach()[..., :VOCAB].double().requires_grad_()
-    expected = DIRECTIONS[direction](plain, teacher[..., :VOCAB].double())
-    torch.testing.assert_close(kl.double(), expected, rtol=2e-6, atol=2e-6)
-    (kl * weights()).sum().backward()
-    (expected * weights()).sum().backward()
-    torch.testing.assert_close(student.grad[..., :VOCAB].double(), plain.grad, rtol=1e-5, atol=1e-5)
-    assert (student.grad[..., VOCAB:] == 0).all()
+    found = outcome(kl(view, task), projection(0))
+    assert_close(found, outcome(exact_kl(task), projection(0)))
+    assert (found[2][VOCAB:] == 0).all()
+
+
+def test_cross_entropy_and_gradients_equal_torchs(view: ParallelView) -> None:
+    found = outcome(lm(view), projection(0))
+    assert_close(found, outcome(exact_lm, projection(0)))
+    assert (found[2][VOCAB:] == 0).all()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_divergence_of_equal_logits_is_zero_with_zero_gradient(
-    view: ParallelView, direction: str
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_divergence_of_a_model_from_itself_is_exactly_zero(
+    view: ParallelView, direction: str, dtype: torch.dtype
 ) -> None:
-    student = logits(0).requires_grad_()
-    kl = distillation_kl(student, student.detach() + 5.0, direction, VOCAB, view.tp_group)
-    assert kl.abs().max() < 1e-5
-    kl.sum().backward()
-    assert student.grad.abs().max() < 1e-5
+    loss = kl(view, Divergence(direction), dtype)
+    assert all((x == 0).all() for x in outcome(loss, projection(1, dtype)))
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", ["kl", "lm"])
 def test_positions_may_be_taken_in_any_number_of_chunks(
-    view: ParallelView, direction: str, monkeypatch: pytest.MonkeyPatch
+    view: ParallelView, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loss = lm(view) if name == "lm" else kl(view, Divergence("teacher_student"))
     results = []
-    for chunk in (1, 3, 7, 512):
-        monkeypatch.setattr(vocab_losses, "_CHUNK", chunk)
-        student = logits(0).requires_grad_()
-        kl = distillation_kl(student, logits(1), direction, VOCAB, view.tp_group)
-        (kl * weights()).sum().backward()
-        results.append((kl.detach(), student.grad))
-    for kl, gradient in results[1:]:
-        torch.testing.assert_close(kl, results[0][0])
-        torch.testing.assert_close(gradient, results[0][1])
+    for positions in (1, 3, 20, 21, 512):
+        monkeypatch.setattr(vocab_losses, "_CHUNK", {"cpu": positions * WIDTH})
+        results.append(outcome(loss, projection(0)))
+    for result in results[1:]:
+        assert_close(result, results[0])
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_sixteen_bit_logits_are_judged_in_float32(view: ParallelView, direction: str) -> None:
-    student = logits(0, dtype=torch.bfloat16).requires_grad_()
-    teacher = logits(1, dtype=torch.bfloat16)
-    kl = distillation_kl(student, teacher, direction, VOCAB, view.tp_group)
-    assert kl.dtype == torch.float32
-    expected = DIRECTIONS[direction](
-        student.detach()[..., :VOCAB].double(), teacher[..., :VOCAB].double()
-    )
-    torch.testing.assert_close(kl.double(), expected, rtol=2e-6, atol=2e-6)
-    kl.sum().backward()
-    assert student.grad.dtype == torch.bfloat16
+    student, teacher = projection(0, torch.bfloat16), projection(1, torch.bfloat16)
+    found = outcome(kl(view, Divergence(direction), torch.bfloat16), student)
+    assert found[0].dtype == torch.float32
+    assert found[1].dtype == found[2].dtype == torch.bfloat16
+    logits = [(x.hidden @ x.weight.t())[..., :VOCAB].detach().double() for x in (student, teacher)]
+    exact = DIRECTIONS[direction](*logits)
+    torch.testing.assert_close(found[0].double(), exact, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("width", [VOCAB, WIDTH])
-def test_cross_entropy_and_gradient_equal_torchs(view: ParallelView, width: int) -> None:
-    x = logits(0, width).requires_grad_()
-    labels = torch.randint(0, VOCAB, (3, 7), generator=torch.Generator().manual_seed(4))
-    loss = next_token_loss(x, labels, VOCAB, view.tp_group)
-    plain = x.detach()[..., :VOCAB].clone().requires_grad_()
-    expected = F.cross_entropy(plain.flatten(0, 1), labels.t().flatten(), reduction="none")
-    torch.testing.assert_close(loss.flatten(), expected, rtol=1e-5, atol=1e-6)
-    (loss * weights()).sum().backward()
-    (expected.view(7, 3) * weights()).sum().backward()
-    torch.testing.assert_close(x.grad[..., :VOCAB], plain.grad, rtol=1e-5, atol=1e-6)
-    assert (x.grad[..., VOCAB:] == 0).all()
+@pytest.mark.parametrize("frozen", [0, 1], ids=["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(view: ParallelView, frozen: int) -> None:
+    student = projection(0)
+    student[frozen].requires_grad_(False)
+    lm(view)(student).sum().backward()
+    assert student[frozen].grad is None
+    assert student[1 - frozen].grad is not None
+
+
+def sizes_of(call: Callable[[], Any]) -> list[int]:
+    """Elements of every tensor that an operation gives while `call` runs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[int] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            seen.extend(
+                x.numel()
+                for x in (out if isinstance(out, tuple) else [out])
+                if isinstance(x, Tensor)
+            )
+            return out
+
+    with Watching():
+        call()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["kl", "lm"])
+def test_without_gradients_whole_logits_never_exist(
+    view: ParallelView, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocab_losses, "_CHUNK", {"cpu": 4 * WIDTH})
+    loss = lm(view) if name == "lm" else kl(view, Divergence("teacher_student"))
+    student = projection(0)
+    with torch.no_grad():
+        assert max(sizes_of(lambda: loss(student))) < 21 * WIDTH
+    assert max(sizes_of(lambda: loss(student))) == 21 * WIDTH
+
+
+def test_one_tensor_of_logits_is_kept_for_the_backward_pass(view: ParallelView) -> None:
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    student = projection(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        kl(view, Divergence("teacher_student"))(student)
+    assert sorted(x.numel() for x in kept) == sorted([21 * WIDTH, 21 * HIDDEN, WIDTH * HIDDEN])
 
 
 @pytest.mark.parametrize(("shard", "columns"), [(0, 32), (1, 29), (2, 0), (3, 0)])

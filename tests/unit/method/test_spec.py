@@ -18,6 +18,7 @@ COMMON = {
     "aux_form": "mean",
     "eviction": "delayed",
     "kl_direction": "teacher_student",
+    "kl_temperature": 1.0,
 }
 TABLE: dict[str, dict[str, Any]] = {
     "dms": {
@@ -69,6 +70,8 @@ REFUSED = [
     ("window", 0),
     ("tau", 0.0),
     ("tau", float("nan")),
+    ("kl_temperature", 0.0),
+    ("kl_temperature", float("inf")),
     ("alpha_scale", 0.0),
     ("alpha_scale", -100.0),
 ]

@@ -1,0 +1,100 @@
+"""One training step taken apart: which kernels the GPU ran, and for how long."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+# The first pattern found in a kernel's name says what kind it is.
+KINDS = (
+    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
+    ("attention", r"attend|attention|flash|fmha|cudnn.*sdpa|sdpa|row_dots|finish_dq|prepare_bias"),
+    ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
+    ("optimizer", r"adam|multi_tensor|l2norm|fused_?optim"),
+    ("loss", r"softmax|cross_entropy|nll|_kl_|divergence"),
+    ("norm", r"layer_?norm|rms_?norm|vectorized_layer_norm|cuComputeGrad|GammaBeta|rmsnorm"),
+    ("copy", r"memcpy|memset|copy"),
+    ("reduction", r"reduce|scan|cumsum"),
+    ("elementwise", r"elementwise|triton_|vectorized|unrolled|CatArray|index|fill|where"),
+)
+_TOP = 30
+
+
+def take_apart(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Milliseconds of one step by kind and by kernel, on this rank.
+
+    Returns:
+        `wall_ms` of the step under the profiler; `busy_ms`, the time with any kernel running;
+        `kinds`; `kernels`, the longest, each with its kind, its total and its calls.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    step()
+    with profile(activities=activities) as recorded:
+        since = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        wall = time.perf_counter() - since
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [
+        e
+        for e in recorded.events()
+        if e.device_type == wanted and not getattr(e, "is_user_annotation", False)
+    ]
+    spans = [(e.time_range.start, e.time_range.end) for e in events]
+    return {"wall_ms": wall * 1e3, "busy_ms": _covered(spans) / 1e3, **_summed(events)}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    covered, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        covered += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return covered
+
+
+def _summed(events: list[Any]) -> dict[str, Any]:
+    kernels: dict[str, list[float]] = {}
+    for event in events:
+        entry = kernels.setdefault(event.name, [0.0, 0.0])
+        entry[0] += event.time_range.elapsed_us() / 1e3
+        entry[1] += 1
+    kinds: dict[str, float] = {}
+    for name, (ms, _) in kernels.items():
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
+    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:_TOP]
+    return {
+        "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        "kernels": [
+            {"name": name, "kind": kind_of(name), "ms": ms, "calls": int(calls)}
+            for name, (ms, calls) in longest
+        ],
+    }
+
+
+def kind_of(kernel: str) -> str:
+    """Which group of `KINDS` a kernel's name belongs to."""
+    for kind, pattern in KINDS:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return kind
+    return "other"
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """What `take_apart` found, for reading."""
+    text = [
+        f"wall {found['wall_ms']:.1f} ms under the profiler, GPU busy {found['busy_ms']:.1f} ms",
+        "  ".join(f"{kind} {ms:.1f}" for kind, ms in found["kinds"].items()),
+    ]
+    for kernel in found["kernels"]:
+        name = kernel["name"][:110]
+        text.append(f"{kernel['ms']:9.2f} ms {kernel['calls']:5d}x {kernel['kind']:13s} {name}")
+    return text

@@ -1,0 +1,76 @@
+"""The fused kernels change no loss and no gradient; here they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
+
+from megatron.core import utils as megatron_utils
+
+from dms_train.kernels import api
+from dms_train.mcore import fusions
+from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.weights import RandomWeights
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import PRESETS
+from tests.support import tiny
+
+Outcome = tuple[float, float, dict[str, torch.Tensor]]
+
+
+def outcome(view: ParallelView, family: str, preset: str, recompute: str | None, **plan) -> Outcome:
+    architecture = tiny.architecture(family, num_layers=2)
+    spec = PRESETS[preset].override(window=4, alpha_offset=0.5)
+    parallel = ParallelOptions(recompute_granularity=recompute)
+    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
+    lanes = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002)
+    engine = McoreEngine(architecture, spec, view, options, lanes)
+    engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
+    totals = engine.forward_backward(
+        StepPlan(step=3, target_cr=8.0, **plan), tiny.microbatches(0, 2, groups=2)
+    )
+    assert engine._method.fused == api.fuses(view.device)
+    return totals.token_loss + totals.aux_loss, totals.reads, engine.hf_gradients()
+
+
+@pytest.mark.parametrize(
+    ("family", "preset", "recompute", "plan"),
+    [
+        ("llama", "dms", None, {"eviction": "soft", "neuron_scale": 0.0}),
+        ("qwen2", "dms_nvidia", "selective", {"eviction": "soft", "neuron_scale": 0.0}),
+        ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "neuron_scale": 0.0}),
+        ("qwen3", "dms_nvidia", None, {"eviction": "none", "neuron_scale": 0.3}),
+        ("llama", "dms", "full", {"eviction": "hard", "neuron_scale": 0.0}),
+    ],
+)
+def test_a_step_is_the_same(
+    view: ParallelView, monkeypatch: pytest.MonkeyPatch, family, preset, recompute, plan
+) -> None:
+    loss, reads, gradients = outcome(view, family, preset, recompute, **plan)
+    monkeypatch.setattr(api, "fuses", lambda _: True)
+    fused_loss, fused_reads, fused = outcome(view, family, preset, recompute, **plan)
+    assert fused_loss == pytest.approx(loss, rel=1e-5)
+    assert fused_reads == pytest.approx(reads, rel=1e-5)
+    for name, gradient in gradients.items():
+        worst = (fused[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-30)
+        assert worst < 1e-4, name
+
+
+def test_the_norm_of_many_gradients_is_megatrons() -> None:
+    gradients = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 100, 7)]
+    flag = torch.zeros(1, dtype=torch.int)
+    expected, _ = megatron_utils.local_multi_tensor_l2_norm(1, flag, [gradients], False)
+    found, _ = fusions._l2_norm(1, flag, [gradients], False)
+    torch.testing.assert_close(found, expected)
+    kept = [g.clone() for g in gradients]
+    fusions._scale(1, flag, [gradients, gradients], 0.25)
+    assert all(torch.equal(g, k * 0.25) for g, k in zip(gradients, kept, strict=True))
