@@ -24,6 +24,7 @@ from dms_train.mcore import compat, vocab_losses
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layer_spec import block_spec
+from dms_train.mcore.layers import LayerKit
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.stage_tensor import SIDE_VALUES, StageState, pack, unpack
 
@@ -103,12 +104,13 @@ class DMSModel(GPTModel):
         config: TransformerConfig,
         architecture: Architecture,
         method: MethodState,
+        kit: LayerKit,
         vp_stage: int | None = None,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         super().__init__(
             config,
-            block_spec(config, method, vp_stage),
+            block_spec(config, method, kit, vp_stage),
             vocab_size=padded_vocab_size(architecture),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
