@@ -11,6 +11,7 @@ import torch
 
 from dms_train.cli import errors, launcher, run_folder
 from dms_train.cli.exporter import ModelExporter, run_provenance
+from dms_train.cli.memory_check import check_memory
 from dms_train.cli.plan import describe
 from dms_train.cli.preparation import Prepared, prepare
 from dms_train.cli.start_point import load_start
@@ -58,13 +59,24 @@ def run(config: RunConfig, until: str | None = None) -> None:
     """
     log.configure(launcher.rank())
     files = StateFiles(Path(config.run.dir))
+    prepared = None
     try:
-        _start(config, _stage_count(config, until), files)
+        count = _stage_count(config, until)
+        prepared = prepare(config)
+        _start(prepared, count, files)
     except Exception as error:
-        attempt = launcher.attempt()
-        if attempt is not None:
-            files.failed(launcher.rank(), attempt, error, errors.describe(error))
+        _say_why(error, files, begun=prepared is not None)
         raise
+
+
+def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
+    """Leave for the launch scripts why this rank ends, and whether trying again is of use."""
+    attempt, lines = launcher.attempt(), errors.describe(error)
+    if attempt is None:
+        return
+    files.failed(launcher.rank(), attempt, error, lines)
+    if not begun and launcher.rank() == 0 and errors.is_refusal(error):
+        files.refused(lines)
 
 
 def _stage_count(config: RunConfig, until: str | None) -> int:
@@ -77,8 +89,8 @@ def _stage_count(config: RunConfig, until: str | None) -> int:
     return len(names) - names[::-1].index(until)
 
 
-def _start(config: RunConfig, count: int, files: StateFiles) -> None:
-    prepared = prepare(config)
+def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
+    config = prepared.config
     if config.run.dry_run:
         if launcher.rank() == 0:
             ratio = prepared.start.state.loaded_cr
@@ -146,6 +158,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     leads = view.rank == 0
     _agree(prepared, view)
+    check_memory(config, prepared.architecture, view)
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
     engine = _build_engine(prepared, view)
     state = prepared.start.state

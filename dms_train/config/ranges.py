@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from dms_train.config.gpus import GPUS
 from dms_train.config.schema import RunConfig
 from dms_train.data.options import DataOptions
 from dms_train.evaluation.options import check_options
@@ -31,6 +32,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "parallel.recompute_granularity": (None, "selective", "full"),
     "observe.wandb": ("offline", "online", "disabled"),
     "run.resume": ("auto", "never"),
+    "cluster.gpu": (None, *GPUS),
 }
 _AT_LEAST = {
     "stage.pretrain.steps": 1,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 
@@ -17,6 +18,20 @@ def run_forward_pre_hooks(module: torch.nn.Module) -> None:
     """What megatron does before a module is called: wait for weights that are still gathered."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
+
+
+def add_to_main_grad(weight: Any, inputs: Tensor, d_out: Tensor) -> Tensor | None:
+    """Add d_out^T inputs to a weight's fp32 `main_grad`, as megatron's fused layers do.
+
+    Returns:
+        What autograd has to be told in place of a gradient, so that megatron learns that the weight
+        is done; None for one that an embedding shares, whose own gradient does that.
+    """
+    layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, d_out, weight.main_grad)
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return None
+    return weight.new_zeros(()).expand(weight.shape)
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:

@@ -205,7 +205,8 @@ class DMSModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return vocab_losses.Projection(hidden, weight)
+        accumulates = self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad")
+        return vocab_losses.Projection(hidden, weight, accumulates)
 
     def _input_state(self, tokens: Tensor, teacher: DMSModel | None) -> StageState:
         if not self.pre_process:
