@@ -1,8 +1,9 @@
-"""A projected training step: Qwen2.5-32B on 256 GPUs, TP 8 x PP 2 x DP 16, from measured parts.
+"""A projected training step: Qwen2.5-32B on 256 GPUs with TP 8 x PP 2 x DP 16.
 
-Measured: what one rank of the last stage computes (one GPU, the rank's own sizes), and how fast
-collectives of tensor parallelism run (two GPUs). Assumed, as a range: the network between nodes,
-how much of the communication hides behind products, and how much slower 256 GPUs run than one.
+Measured, on Qwen2.5-7B with TP 2 and sequence parallelism: the rate of what is not communication,
+and how fast the collectives of tensor parallelism run. Counted: operations and bytes. Assumed, as a
+range: how much slower the narrower products of TP 8 are, the network between nodes, what of the
+communication hides behind products, and how much longer 256 GPUs wait for their slowest.
 """
 
 from __future__ import annotations
@@ -10,100 +11,102 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.train_step_shapes import QWEN_32B, SHAPES, Case
+from dms_train.config.flops import forward_flops_per_token
+from dms_train.config.memory import parameter_count
+
 GPUS, TP, PP = 256, 8, 2
 DP = GPUS // (TP * PP)
 SAMPLES, LENGTH = 256, 8192
-LAYERS, HIDDEN, VOCAB = 64, 5120, 152064
-PARAMETERS = 32.8e9
 PAPER_STEP_S = 18.0
+_PASSES = 4  # of the student: forward 1, backward 2; and the teacher's forward pass
 # What travels for one layer and microbatch, each of s x h bf16 numbers: all-gather and
-# reduce-scatter around attention and around the MLP, in the student's forward pass, the teacher's,
-# and the backward pass, which gathers the inputs of both projections again.
-COLLECTIVES = 4 + 4 + 6
-COMPUTE_SHAPE, COMPUTE_LAYOUT = "qwen2.5-32b-rank", "dp1"
-LINK_SHAPE, LINK_LAYOUT = "qwen2.5-7b", "tp2_sp"
+# reduce-scatter around the attention and around the MLP in two forward passes and in the backward
+# pass, which also gathers the inputs of both projections again.
+_COLLECTIVES = 4 + 4 + 6
+_SOURCE_SHAPE, _SOURCE_TP = "qwen2.5-7b", 2
 
 
 class Assumptions(NamedTuple):
     """What was not measured.
 
     Attributes:
+        narrow: Rate of a rank with TP 8 over that of one with TP 2.
         exposed: Share of tensor-parallel communication that no product hides.
         network: Bytes per second of one GPU between nodes.
-        hidden_data: Share of the data-parallel communication that hides behind the passes.
-        jitter: Factor on the whole step for the slowest of many ranks.
+        data_exposed: Share of data-parallel communication that no pass hides.
+        waits: Share added to the step for the slowest of many ranks.
     """
 
     name: str
+    narrow: float
     exposed: float
     network: float
-    hidden_data: float
-    jitter: float
+    data_exposed: float
+    waits: float
 
 
 CASES = (
-    Assumptions("favourable", 0.5, 45e9, 0.8, 1.03),
-    Assumptions("central", 1.0, 40e9, 0.5, 1.08),
-    Assumptions("unfavourable", 1.0, 25e9, 0.0, 1.20),
+    Assumptions("favourable", 0.95, 0.5, 45e9, 0.2, 0.03),
+    Assumptions("central", 0.85, 1.0, 40e9, 0.5, 0.08),
+    Assumptions("unfavourable", 0.70, 1.0, 25e9, 1.0, 0.20),
 )
 
 
 class Measured(NamedTuple):
-    """Parts of a step.
+    """Of one GPU: model FLOP/s outside communication and optimizer, and bytes sent per second."""
 
-    Attributes:
-        microbatch_s: Of one rank, forward and backward, teacher included.
-        link: Bytes per second and GPU of collectives within a node.
-    """
-
-    microbatch_s: float
+    rate: float
     link: float
 
 
-def _find(rows: list[dict[str, Any]], shape: str, layout: dict[str, Any]) -> dict[str, Any] | None:
+def measured(rows: list[dict[str, Any]]) -> Measured | None:
+    """What the projection needs of `train_step.json`; None when it was not measured."""
     for row in rows:
-        case = row["case"]
-        same = all(case["layout"][key] == value for key, value in layout.items())
-        if case["shape"] == shape and case["kind"] == "dms" and same and "profile" in row:
-            return row
+        case = Case.from_dict(row["case"])
+        layout = case.layout
+        fits = (layout.tp, layout.pp, layout.sp) == (_SOURCE_TP, 1, True)
+        if fits and (case.shape, case.kind) == (_SOURCE_SHAPE, "dms") and "profile" in row:
+            kinds = row["profile"]["kinds"]
+            apart = (kinds["communication"] + kinds["optimizer"]) / 1e3
+            source, length, _ = SHAPES[case.shape]
+            sent = case.microbatches * _tensor_bytes(
+                source.num_layers, source.hidden_size, length, layout.tp
+            )
+            return Measured(
+                case.model_flops / layout.world / (row["step_s"] - apart),
+                sent / (kinds["communication"] / 1e3),
+            )
     return None
 
 
-def measured(rows: list[dict[str, Any]]) -> Measured | None:
-    """What the projection needs of `train_step.json`; None when a row is missing."""
-    rank = _find(rows, COMPUTE_SHAPE, {"tp": 1, "pp": 1, "dp": 1})
-    link = _find(rows, LINK_SHAPE, {"tp": 2, "pp": 1, "sp": True})
-    if rank is None or link is None:
-        return None
-    # the optimizer's share is counted apart: with 16 copies a rank updates a sixteenth
-    passes = rank["step_s"] - rank["profile"]["kinds"].get("optimizer", 0.0) / 1e3
-    travelled = _tensor_bytes(tp=2, layers=28, hidden=3584) * link["case"]["microbatches"]
-    seconds = link["profile"]["kinds"]["communication"] / 1e3
-    return Measured(passes / rank["case"]["microbatches"], travelled / seconds)
-
-
-def _tensor_bytes(tp: int, layers: int, hidden: int) -> float:
-    """Sent by one rank for one microbatch of one stage."""
-    return COLLECTIVES * layers * LENGTH * hidden * 2 * (tp - 1) / tp
+def _tensor_bytes(layers: int, hidden: int, length: int, tp: int) -> float:
+    """Sent by one rank of tensor parallelism for one microbatch."""
+    return _COLLECTIVES * layers * length * hidden * 2 * (tp - 1) / tp
 
 
 def step_s(found: Measured, assumed: Assumptions) -> dict[str, float]:
     """Seconds of one step by part, and `total`."""
-    microbatches = SAMPLES // DP
-    tensor = assumed.exposed * _tensor_bytes(TP, LAYERS // PP, HIDDEN) / found.link
-    # student and teacher of one microbatch forward, one gradient of the same size backward
-    pipeline = 2 * 2 * LENGTH * HIDDEN * 2 / TP / assumed.network
-    passes = microbatches * found.microbatch_s
-    own = PARAMETERS / (TP * PP)
-    data = own * (4 + 2) * (DP - 1) / DP / assumed.network * (1 - assumed.hidden_data)
+    a, microbatches = QWEN_32B, SAMPLES // DP
+    vocabulary = 2 * a.vocab_size * a.hidden_size
+    layers = forward_flops_per_token(a, LENGTH) - vocabulary
+    # the last stage has the vocabulary on top, and the others wait for it
+    operations = _PASSES * (layers / PP + vocabulary) * LENGTH / TP
+    passes = operations / (found.rate * assumed.narrow)
+    tensor = assumed.exposed * _tensor_bytes(a.num_layers // PP, a.hidden_size, LENGTH, TP)
+    tensor /= found.link
+    # student and teacher of a microbatch forward, as much backward
+    pipeline = 2 * 2 * LENGTH * a.hidden_size * 2 / TP / assumed.network
+    # fp32 gradients are reduced and bf16 weights gathered
+    data = parameter_count(a) / (TP * PP) * (4 + 2) * (DP - 1) / DP / assumed.network
     parts = {
-        "passes": passes,
+        "passes": microbatches * passes,
         "tensor parallel": microbatches * tensor,
-        "pipeline": microbatches * pipeline,
-        "bubble": (PP - 1) * (found.microbatch_s + tensor),
-        "data parallel": data,
+        "pipeline transfers": microbatches * pipeline,
+        "pipeline bubble": (PP - 1) * (passes + tensor),
+        "data parallel": assumed.data_exposed * data,
     }
-    parts["stragglers"] = (assumed.jitter - 1) * sum(parts.values())
+    parts["waits"] = assumed.waits * sum(parts.values())
     return {**parts, "total": sum(parts.values())}
 
 
@@ -113,16 +116,28 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     if found is None:
         return
     yield (
-        f"One microbatch on one rank of the last stage: {found.microbatch_s * 1e3:.0f} ms; "
-        f"collectives within a node: {found.link / 1e9:.0f} GB/s sent by each GPU.\n"
+        f"Measured on each GPU: {found.rate / 1e12:.0f} model-TFLOP/s outside communication and "
+        f"optimizer, {found.link / 1e9:.0f} GB/s sent by collectives within a node.\n"
     )
     cases = {assumed: step_s(found, assumed) for assumed in CASES}
+    yield "| assumed | narrower products | exposed | network | data exposed | waits |"
+    yield "|---|" + "---|" * 5
+    for x in CASES:
+        yield (
+            f"| {x.name} | x {x.narrow:.2f} | {x.exposed:.0%} | {x.network / 1e9:.0f} GB/s | "
+            f"{x.data_exposed:.0%} | {x.waits:.0%} |"
+        )
     parts = list(next(iter(cases.values())))
-    yield "| | " + " | ".join(parts) + " | tokens/s per GPU |"
-    yield "|---|" + "---|" * (len(parts) + 1)
+    yield "\n| seconds | " + " | ".join(parts) + " | tokens/s/GPU | model-TFLOP/s/GPU |"
+    yield "|---|" + "---|" * (len(parts) + 2)
     for assumed, seconds in cases.items():
-        each = SAMPLES * LENGTH / seconds["total"] / GPUS
-        cells = [f"{seconds[part]:.2f} s" for part in parts]
-        yield f"| {assumed.name} | " + " | ".join(cells) + f" | {each:,.0f} |"
-    paper = SAMPLES * LENGTH / PAPER_STEP_S / GPUS
-    yield f"| the paper | " + " | " * (len(parts) - 1) + f" {PAPER_STEP_S:.0f} s | {paper:,.0f} |"
+        cells = [f"{seconds[part]:.2f}" for part in parts]
+        yield f"| {assumed.name} | " + " | ".join([*cells, *_rates(seconds["total"])]) + " |"
+    empty = " | " * (len(parts) - 1)
+    yield f"| the paper |{empty} | {PAPER_STEP_S:.0f} | " + " | ".join(_rates(PAPER_STEP_S)) + " |"
+
+
+def _rates(seconds: float) -> list[str]:
+    tokens = SAMPLES * LENGTH / seconds / GPUS
+    flops = _PASSES * forward_flops_per_token(QWEN_32B, LENGTH) * tokens
+    return [f"{tokens:,.0f}", f"{flops / 1e12:.0f}"]
