@@ -2,7 +2,7 @@
 
 The engine leaves weights and optimizer alone when the loss or the norm of the gradients is not
 finite, and the schedules go on: they are functions of the step. What the step computed on is
-written to `skipped/step_*.json`: its samples and its plan.
+written to `skipped/step_*.json`; `cli/replay.py` computes it again.
 """
 
 from __future__ import annotations
