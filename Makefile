@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Asked for on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-slurm test-full demo
+.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-slurm test-faults test-full demo
 
 setup: $(STAMP)
 
@@ -36,7 +36,7 @@ imports: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu and not multi_gpu and not perf and not slurm"
+	$(BIN)/pytest -m "not slow and not gpu and not multi_gpu and not perf and not slurm and not faults"
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)
@@ -45,6 +45,10 @@ test-gpu: $(STAMP)
 # Starts a SLURM of its own: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(STAMP)
 	$(BIN)/pytest -m slurm tests/e2e/test_slurm.py
+
+# Kills, damage, full disks, NaN: docs/reliability.md quotes the table that it prints.
+test-faults: $(STAMP)
+	$(BIN)/pytest -m faults -s tests/faults
 
 test-full: $(STAMP)
 	DMS_FULL_MATRIX=1 $(BIN)/pytest

@@ -242,6 +242,12 @@ def _backward(stage: Stage, held: int, has_head: bool) -> list[_Moment]:
     return moments
 
 
+def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """Size of one checkpoint: weights, their fp32 master copy and the moments of Adam."""
+    width = 2 if config.parallel.params_dtype == "bf16" else _FP32
+    return parameter_count(architecture) * (width + _FP32 * (1 + _ADAM_MOMENTS))
+
+
 def needs_teacher(config: RunConfig) -> bool:
     """Whether any stage that is run distills."""
     blocks = (getattr(config.stage, name) for name in config.stage.run)

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from dms_train.mcore import checksums, compat, fusions
+from dms_train.mcore import checksums, compat, fusions, optimizer_shards
 from dms_train.mcore.checkpoint_state import (
     damaged_files,
     read_state,
@@ -87,6 +87,7 @@ def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[s
     state: dict[str, Any] = dict(models)
     if optimizer is not None:
         compat.create_optimizer_state(optimizer)
+        optimizer_shards.keep_shards(optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(
             models["model"] if len(chunks) == 1 else models, is_loading=loading, metadata=sharding
         )

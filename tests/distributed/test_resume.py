@@ -14,7 +14,8 @@ from tests.support import launch
 from tests.support import resume_worker as worker
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
-BAR = 1e-5
+# Largest relative difference of a loss, and of a weight, after half of the run in another layout.
+BARS = {"fp32": (1e-5, 1e-4), "bf16": (1e-2, 1e-1)}
 Rows = list[dict[str, float]]
 
 
@@ -59,15 +60,18 @@ def test_the_runs_actually_learn_with_changing_rates(folder: Path) -> None:
         assert all(0.05 < row["alpha"] < 0.95 for row in rows)
 
 
-@pytest.mark.parametrize(("source", "layout"), worker.OTHER)
-def test_another_layout_continues_the_same_run(folder: Path, source: str, layout: str) -> None:
-    rows, weights = read(folder, f"{source}-fp32-whole")
-    other_rows, other = read(folder, f"{source}-to-{layout}")
+@pytest.mark.parametrize(("source", "layout", "dtype"), worker.OTHER)
+def test_another_layout_continues_the_same_run(
+    folder: Path, source: str, layout: str, dtype: str
+) -> None:
+    rows, weights = read(folder, f"{source}-{dtype}-whole")
+    other_rows, other = read(folder, f"{source}-to-{layout}-{dtype}")
     worst = max(
         abs(b["loss"] - a["loss"]) / abs(a["loss"])
         for a, b in zip(rows[worker.HALF :], other_rows, strict=True)
     )
     moved = max(((other[n] - w).norm() / w.norm()).item() for n, w in weights.items())
-    print(f"{source} -> {layout}: loss {worst:.1e}, weights {moved:.1e}")
-    assert worst < BAR
-    assert moved < 1e-4
+    print(f"{source} -> {layout} {dtype}: loss {worst:.1e}, weights {moved:.1e}")
+    loss_bar, weight_bar = BARS[dtype]
+    assert worst < loss_bar
+    assert moved < weight_bar

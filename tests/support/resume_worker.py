@@ -28,9 +28,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_vp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
-SAME = [(layout, dtype) for dtype in ("fp32", "bf16") for layout in ("dp2", "tp2", "tp2_sp")]
-OTHER = (("tp2", "pp2"), ("tp2", "dp2"), ("dp2", "tp2_sp"))
+SAME = [
+    *((layout, dtype) for dtype in ("fp32", "bf16") for layout in ("dp2", "tp2", "tp2_sp")),
+    ("pp2_vp2", "fp32"),
+]
+# saved in one layout, continued in another
+OTHER = (
+    ("tp2", "pp2", "fp32"),
+    ("tp2", "dp2", "fp32"),
+    ("dp2", "tp2_sp", "fp32"),
+    ("dp2", "pp2_vp2", "fp32"),
+    ("pp2_vp2", "tp2", "fp32"),
+    ("tp2", "dp2", "bf16"),
+    ("dp2", "pp2", "bf16"),
+)
 HALF, STEPS = 3, 6
 # a rate that changes at every step
 RATE = LearningRate(max_lr=2e-3, min_lr=2e-4, steps=STEPS, warmup_steps=2, style="cosine")
@@ -38,7 +51,7 @@ SPEC = PRESETS["dms"].override(window=4, alpha_offset=0.5)
 
 
 def build(layout: str, dtype: str, view: ParallelView, seed: int) -> McoreEngine:
-    architecture = tiny.architecture("qwen2", num_layers=2)
+    architecture = tiny.architecture("qwen2", num_layers=4)
     options = EngineOptions(
         parallel=ParallelOptions(params_dtype=dtype, **LAYOUTS[layout]),
         optim=OptimOptions(lr=1e-3, weight_decay=0.01),
@@ -96,10 +109,10 @@ def same_layout(layout: str, dtype: str, view: ParallelView, out: Path) -> None:
     keep(engine, train(engine, HALF, STEPS), out / f"{name}-resumed")
 
 
-def other_layout(source: str, layout: str, view: ParallelView, out: Path) -> None:
-    engine = build(layout, "fp32", view, 55)
-    engine.load(out / f"{source}-fp32-checkpoint", with_optimizer=True)
-    keep(engine, train(engine, HALF, STEPS), out / f"{source}-to-{layout}")
+def other_layout(source: str, layout: str, dtype: str, view: ParallelView, out: Path) -> None:
+    engine = build(layout, dtype, view, 55)
+    engine.load(out / f"{source}-{dtype}-checkpoint", with_optimizer=True)
+    keep(engine, train(engine, HALF, STEPS), out / f"{source}-to-{layout}-{dtype}")
 
 
 def main() -> None:
@@ -109,9 +122,9 @@ def main() -> None:
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
         same_layout(layout, dtype, view, out)
         groups.stop(keep_process_group=True)
-    for source, layout in OTHER:
+    for source, layout, dtype in OTHER:
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
-        other_layout(source, layout, view, out)
+        other_layout(source, layout, dtype, view, out)
         groups.stop(keep_process_group=True)
 
 

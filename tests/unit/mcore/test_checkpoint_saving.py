@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dms_train.mcore import checkpoint
+from dms_train.mcore import checkpoint, compat, optimizer_shards
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import DamagedError, SaveError
 from dms_train.method.plan import LearningRate, StepPlan
@@ -133,3 +133,33 @@ def test_a_full_disk_costs_this_checkpoint_only(
     assert equal(weights(engine), kept)
     engine.save(tmp_path / "step_00000003", {"step": 3})  # the next one has room
     assert checkpoint.newest(tmp_path)[0] == tmp_path / "step_00000003"
+
+
+def optimizer_state(engine: McoreEngine) -> list[torch.Tensor]:
+    return [
+        entry[name].clone()
+        for part in compat.optimizer_parts(engine._optimizer)
+        for entry in part.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq", "step")
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_in_megatrons_own_form_is_read_alike(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    engines = [build("qwen2", "dms", dtype) for _ in range(3)]
+    for engine in engines:
+        engine.begin_stage(RATE)
+    step(engines[0], 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer_shards, "keep_shards", lambda optimizer: None)
+        engines[0].save(tmp_path / "megatron", {})
+    for part in compat.optimizer_parts(engines[0]._optimizer):
+        part.get_parameter_state_dp_zero = None  # what gathers
+    engines[0].save(tmp_path / "blocks", {})
+    for engine, name in zip(engines[1:], ("megatron", "blocks"), strict=True):
+        engine.load(tmp_path / name, with_optimizer=True)
+        assert equal(weights(engine), weights(engines[0]))
+        found = zip(optimizer_state(engine), optimizer_state(engines[0]), strict=True)
+        assert all(torch.equal(one, other) for one, other in found)

@@ -1,0 +1,380 @@
+"""Faults in a real run of four ranks (TP 2 x PP 2, CPU), and whether its loss curve notices.
+
+    python -m tests.faults.campaign OUT --kills 20 --in-save 6 --seed 1
+
+Every scenario is a run of 60 steps through both training stages and the exports. What is done is
+kept in OUT, so that a campaign which was stopped continues; the table is printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dms_train.mcore.engine import McoreEngine
+from tests.support import refusals
+from tests.support.disks import CannotArrange, small_disk
+from tests.support.forked_ranks import Prepare, Ranks
+
+WORLD, STEPS, STOP = 4, 60, 30
+LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+BAR = 1e-5
+_PATIENCE = 400.0  # seconds that one start may take on a busy machine
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A random teacher and exam sheets, made once."""
+
+    folder: Path
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The run without its folder and layout."""
+        data, model = self.folder / "data", self.folder / "model"
+        if not model.exists():
+            made = refusals.run_here(["data", "exam-sheets", "--out", str(data), "--sheets", "60"])
+            assert made.code == 0, made.stderr
+            refusals.write_model(model, data / "tokenizer")
+        return [
+            f"model.path={model}",
+            f"data.paths=[{data / 'train'}]",
+            f"data.cache_dir={self.folder / 'cache'}",
+            "data.seq_length=32",
+            "data.micro_batch_size=1",
+            "data.global_batch_size=4",
+            "method.window=4",
+            "optim.lr=1e-3",
+            "stage.zero_neuron.steps=20",
+            "stage.retrofit.target_cr=3",
+            "stage.retrofit.steps_per_cr=20",
+            "run.save_interval=3",
+            "run.eval_samples=4",
+            "observe=quiet",
+            "observe.progress=false",
+        ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder and the command that fills it."""
+
+    inputs: Inputs
+    folder: Path
+
+    def start(self, prepare: Prepare | None = None, **layout: int) -> Ranks:
+        words = [f"parallel.{name}={size}" for name, size in (layout or LAYOUT).items()]
+        words = [*self.inputs.words, *words, f"run.dir={self.folder}"]
+        log = self.folder.with_suffix(".log")
+        return Ranks.start(WORLD, words, log, *([] if prepare is None else [prepare]))
+
+    def finish(self, prepare: Prepare | None = None, **layout: int) -> None:
+        """Start, and expect the run to come to its end."""
+        ranks = self.start(prepare, **layout)
+        ended = ranks.wait(_PATIENCE)
+        ranks.clear()
+        assert ended, f"{self.folder}: still running"
+        assert set(ranks.codes.values()) == {0}, self.log(0)[-3000:]
+        assert (self.folder / "state" / "DONE").is_file()
+
+    def stop_at(self, step: int) -> None:
+        """Start, and tell one rank to stop after some step."""
+        ranks = self.start()
+        while self.step() < step:
+            assert ranks.running(), self.log(0)[-3000:]
+            time.sleep(0.01)
+        ranks.signal(2, signal.SIGUSR1)
+        assert ranks.wait(_PATIENCE)
+        assert set(ranks.codes.values()) == {0}, self.log(0)[-3000:]
+
+    def rows(self) -> list[dict[str, Any]]:
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["train/loss"] for row in self.rows() if "train/loss" in row}
+
+    def step(self) -> int:
+        return max((row["step"] for row in self.rows() if "train/lr" in row), default=0)
+
+    def log(self, rank: int) -> str:
+        return self.folder.with_suffix(f".{rank}").read_text()
+
+    def checkpoints(self) -> list[Path]:
+        found = (self.folder / "checkpoints").glob("step_????????")
+        return sorted(path for path in found if (path / "run_state.json").is_file())
+
+    def partial(self) -> list[Path]:
+        return list((self.folder / "checkpoints").glob("step_*.partial"))
+
+    def copy_to(self, folder: Path) -> Run:
+        """The same run in another folder, to be spoilt."""
+        if folder.exists():
+            shutil.rmtree(folder)
+        shutil.copytree(self.folder, folder, symlinks=True)
+        return Run(self.inputs, folder)
+
+
+def difference(run: Run, reference: dict[int, float]) -> float:
+    """Largest relative difference of the loss at any step; all steps must be there."""
+    losses = run.losses()
+    assert losses.keys() == reference.keys(), sorted(reference.keys() - losses.keys())
+    return max(abs(losses[step] - value) / abs(value) for step, value in reference.items())
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A folder of runs; `results.json` says which scenarios are done."""
+
+    out: Path
+    kills: int
+    in_save: int
+    seed: int
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        folder = self.out / "inputs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return Inputs(folder)
+
+    @cached_property
+    def reference(self) -> dict[int, float]:
+        """Losses of the run that nobody disturbed."""
+        run = Run(self.inputs, self.out / "reference")
+        if not (run.folder / "state" / "DONE").is_file():
+            shutil.rmtree(run.folder, ignore_errors=True)
+            run.finish()
+        losses = run.losses()
+        assert sorted(losses) == list(range(1, STEPS + 1))
+        assert len(set(losses.values())) == STEPS
+        return losses
+
+    @cached_property
+    def half(self) -> Run:
+        """A run that was told to stop in the middle."""
+        run = Run(self.inputs, self.out / "half")
+        if not (run.folder / "state" / "STOPPED").is_file():
+            shutil.rmtree(run.folder, ignore_errors=True)
+            run.stop_at(STOP)
+        return run
+
+    def result(self, name: str, scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a scenario gave, now or in an earlier call."""
+        file = self.out / "results.json"
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        if name not in known:
+            begin = time.monotonic()
+            known[name] = {**scenario(), "seconds": round(time.monotonic() - begin, 1)}
+            file.write_text(json.dumps(known, indent=1) + "\n")
+            say(f"{name}: {json.dumps(known[name])}")
+        return known[name]  # type: ignore[no-any-return]
+
+    def killed(self) -> dict[str, Any]:
+        """Random ranks, killed at random moments spread over the run."""
+        run, journal = Run(self.inputs, self.out / "killed"), self.out / "kills.jsonl"
+        done = journal.read_text().splitlines() if journal.is_file() else []
+        for number in range(len(done), self.kills):
+            entry = self._kill(run, number)
+            with journal.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            say(f"kill {number + 1}: {json.dumps(entry)}")
+        run.finish()
+        entries = [json.loads(line) for line in journal.read_text().splitlines()]
+        return {
+            "faults": len(entries),
+            "during_a_save": sum(entry["left_partial"] for entry in entries),
+            "seed": self.seed,
+            "ranks": sorted({entry["rank"] for entry in entries}),
+            "steps_taken_again": sum(entry["step"] - entry["newest"] for entry in entries),
+            "difference": difference(run, self.reference),
+        }
+
+    def _kill(self, run: Run, number: int) -> dict[str, Any]:
+        """One start of the run that ends with a kill."""
+        draw = random.Random(f"{self.seed}-{number}")
+        rank = draw.randrange(WORLD)
+        within = number % max(1, self.kills // max(1, self.in_save)) == 0
+        resumed = max((int(path.name[5:]) for path in run.checkpoints()), default=0)
+        # moments spread over the run, and always before its end
+        aim = min(STEPS - 2, max(resumed, round((number + draw.random()) * STEPS / self.kills)))
+        delay = draw.random() * (0.05 if within else 0.5)
+        ranks = run.start()
+        end = time.monotonic() + _PATIENCE
+        while run.step() < aim or (within and not run.partial()):
+            if not ranks.running() or time.monotonic() > end:
+                raise AssertionError(run.log(0)[-3000:])
+            time.sleep(0.003)
+        time.sleep(delay)
+        ranks.signal(rank, signal.SIGKILL)
+        left = bool(run.partial())
+        ranks.wait(0.3)
+        ranks.clear()
+        return {
+            "rank": rank,
+            "step": run.step(),
+            "resumed_from": resumed,
+            "newest": max((int(path.name[5:]) for path in run.checkpoints()), default=0),
+            "aimed_at_a_save": within,
+            "left_partial": left and bool(run.partial()),
+        }
+
+    def damaged(self, how: str, damage: Callable[[Path], None]) -> dict[str, Any]:
+        """The newest checkpoint's largest file is spoilt, then the run continues."""
+        run = self.half.copy_to(self.out / how)
+        newest = run.checkpoints()[-1]
+        damage(max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size))
+        run.finish()
+        warned = f"skipped: checkpoint {newest}" in run.log(0)
+        return {"faults": 1, "warned": warned, "difference": difference(run, self.reference)}
+
+    def layout(self, name: str, **sizes: int) -> dict[str, Any]:
+        """The second half in another layout."""
+        run = self.half.copy_to(self.out / name)
+        run.finish(**sizes)
+        return {"faults": 1, "difference": difference(run, self.reference)}
+
+    def disk(self) -> dict[str, Any]:
+        """No room for a second checkpoint until shortly before the end of a stage."""
+        run = Run(self.inputs, self.out / "disk")
+        shutil.rmtree(run.folder, ignore_errors=True)
+        size = sum(file.stat().st_size for file in self.half.checkpoints()[-1].iterdir())
+        run.folder.mkdir()
+        place = run.folder / "checkpoints"
+        with small_disk(place, int(1.5 * size / 1024) + 64):
+            ranks = run.start()
+            while run.step() < 16:
+                assert ranks.running(), run.log(0)[-3000:]
+                time.sleep(0.01)
+            kept = [path.name for path in run.checkpoints()]
+            room = ["mount", "-o", "remount,size=64m", str(place)]
+            subprocess.run(room, check=True)
+            assert ranks.wait(_PATIENCE), run.log(0)[-3000:]
+            failures = [row.get("train/failed_checkpoints", 0) for row in run.rows()]
+            return {
+                "faults": max(failures),
+                "kept": kept,
+                "finished": set(ranks.codes.values()) == {0},
+                "difference": difference(run, self.reference),
+            }
+
+    def not_finite(self) -> dict[str, Any]:
+        """Rank 3 computes NaN gradients in two steps; a second run is killed between them."""
+        bad = (24, 31)
+        whole, cut = Run(self.inputs, self.out / "nan"), Run(self.inputs, self.out / "nan_killed")
+        for run in (whole, cut):
+            shutil.rmtree(run.folder, ignore_errors=True)
+        whole.finish(lambda rank: poison(rank, bad))
+        ranks = cut.start(lambda rank: poison(rank, bad))
+        while cut.step() < 28:
+            assert ranks.running(), cut.log(0)[-3000:]
+            time.sleep(0.01)
+        ranks.signal(1, signal.SIGKILL)
+        ranks.clear()
+        cut.finish(lambda rank: poison(rank, bad))
+        skipped = [
+            row["step"] for row in whole.rows() if "train/lr" in row and "train/loss" not in row
+        ]
+        before = {step: loss for step, loss in self.reference.items() if step < bad[0]}
+        assert difference(whole, {**whole.losses(), **before}) == 0  # the same until then
+        return {
+            "faults": len(skipped),
+            "skipped": skipped,
+            "difference": difference(cut, whole.losses()),
+        }
+
+
+def poison(rank: int, steps: tuple[int, ...]) -> None:
+    """Let rank 3 of this process's engine compute gradients that are not finite in these steps."""
+    inner = McoreEngine.forward_backward
+
+    def poisoned(engine: McoreEngine, plan: Any, batches: Any) -> Any:
+        totals = inner(engine, plan, batches)
+        if rank == 3 and plan.step + 1 in steps:
+            for parameter in engine._models[0].parameters():
+                parameter.main_grad.fill_(torch.nan)
+        return totals
+
+    McoreEngine.forward_backward = poisoned  # type: ignore[method-assign]
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 7)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 1
+    file.write_bytes(content)
+
+
+def scenarios(campaign: Campaign) -> dict[str, Callable[[], dict[str, Any]]]:
+    """All of them, by what the table calls them."""
+    return {
+        "ranks killed": campaign.killed,
+        "newest checkpoint cut off": lambda: campaign.damaged("cut", truncate),
+        "newest checkpoint, one bit flipped": lambda: campaign.damaged("flipped", flip),
+        "disk full for 15 steps": campaign.disk,
+        "NaN gradients on one rank, and a kill": campaign.not_finite,
+        "resumed as TP 2 x DP 2": lambda: campaign.layout("tp2", tensor_model_parallel_size=2),
+        "resumed as PP 2 x DP 2": lambda: campaign.layout("pp2", pipeline_model_parallel_size=2),
+        "resumed as DP 4": lambda: campaign.layout("dp4", tensor_model_parallel_size=1),
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """What docs/reliability.md quotes."""
+    lines = ["| fault | faults | largest relative difference of the loss | |", "|---|---|---|---|"]
+    for name, result in results.items():
+        if "refused" in result:
+            lines.append(f"| {name} | - | - | {result['refused']} |")
+            continue
+        rest = {k: v for k, v in result.items() if k not in ("faults", "difference", "seconds")}
+        notes = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in rest.items())
+        lines.append(f"| {name} | {result['faults']} | {result['difference']:.1e} | {notes} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is not done yet and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--in-save", type=int, default=6, help="kills aimed at a save")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="one scenario")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    campaign = Campaign(args.out.absolute(), args.kills, args.in_save, args.seed)
+    chosen = {n: s for n, s in scenarios(campaign).items() if args.only in (None, n)}
+    results = {}
+    for name, scenario in chosen.items():
+        try:
+            results[name] = campaign.result(name, scenario)
+        except CannotArrange as reason:
+            results[name] = {"refused": str(reason)}
+    say(table(results))
+    bars = [result.get("difference", 0.0) <= BAR for result in results.values()]
+    sys.exit(0 if all(bars) else 1)
+
+
+if __name__ == "__main__":
+    main()

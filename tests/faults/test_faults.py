@@ -1,0 +1,45 @@
+"""The fault campaign: a few kills in the ordinary suite, everything with `make test-faults`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.campaign import BAR
+from tests.support import launch
+
+
+def campaign(out: Path, *arguments: str, timeout: float) -> dict[str, dict[str, Any]]:
+    words = ("-m", "tests.faults.campaign", str(out), *arguments)
+    print(launch.checked(launch.python(*words, timeout=timeout)))
+    return json.loads((out / "results.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_three_kills_do_not_change_the_loss_curve(tmp_path: Path) -> None:
+    arguments = ("--kills", "3", "--in-save", "3", "--only", "ranks killed")
+    killed = campaign(tmp_path, *arguments, timeout=880)["ranks killed"]
+    assert killed["faults"] == 3
+    assert killed["during_a_save"] >= 1
+    assert killed["difference"] == 0.0
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(5400)
+def test_the_whole_campaign(tmp_path: Path) -> None:
+    results = campaign(tmp_path, "--kills", "20", "--in-save", "7", timeout=5300)
+    killed = results["ranks killed"]
+    assert killed["faults"] == 20
+    assert killed["during_a_save"] >= 5
+    for name in ("newest checkpoint cut off", "newest checkpoint, one bit flipped"):
+        assert results[name]["warned"], name
+    if "disk full for 15 steps" in results:  # filling a disk needs root
+        disk = results["disk full for 15 steps"]
+        assert disk["faults"] >= 1
+        assert disk["finished"]
+    assert results["NaN gradients on one rank, and a kill"]["skipped"] == [24, 31]
+    assert {name for name, result in results.items() if result["difference"] > BAR} == set()
