@@ -61,11 +61,11 @@ CASES = {
     "long_recompute": _case("llama3.2-1b", "dms", "dp1", 4, "full"),
     "selective": _case("llama3.2-1b", "dms", "dp1", 1, "selective"),
     "lm": _case("qwen2.5-1.5b", "lm", "dp1", 1, None),
-    "pipeline": _case("qwen2.5-7b", "dms", "pp2", 4, "full"),
-    "interleaved": _case("qwen2.5-1.5b", "dms", "pp2_vp2", 4, None),
-    "tensor": _case("qwen2.5-7b", "dms", "tp2_sp", 2, "full"),
     "tensor_plain": _case("llama3.2-1b", "dms", "tp2", 2, None),
     "copies": _case("qwen2.5-1.5b", "dms", "dp2", 2, None),
+    "interleaved": _case("qwen2.5-1.5b", "dms", "pp2_vp2", 4, None),
+    "pipeline": _case("qwen2.5-7b", "dms", "pp2", 4, "full"),
+    "tensor": _case("qwen2.5-7b", "dms", "tp2_sp", 2, "full"),
     "pipeline_tensor": _case("qwen2.5-7b", "dms", "tp2_pp2_sp", 4, None),
 }
 TINY = {
@@ -164,7 +164,7 @@ def lines(label: str, row: dict[str, Any], c: Calibration) -> Iterator[str]:
         yield (
             f"| {label} | {words} | {stage.rank} | {found['allocated'] / 1e9:.2f} | "
             f"{guess / 1e9:.2f} | {share:+.1%} | {found['used'] / 1e9:.2f} | "
-            f"{memory.needed(c) / 1e9:.2f} | {time if stage.rank == 0 else ' | |'} |"
+            f"{memory.needed(c, case.layout.world) / 1e9:.2f} | {time if stage.rank == 0 else ' | |'} |"
         )
 
 
@@ -178,15 +178,25 @@ def fit(rows: dict[str, Any]) -> Calibration:
         constant, factor = 0.0, (rest_1 + rest_2) / (varying_1 + varying_2)
     old = gpus.calibration()
     matmul, traffic = _speeds(first, second, old)
+    alone = [
+        _outside(row) for row in rows.values() if Case.from_dict(row["case"]).layout.world == 1
+    ]
+    several = [_outside(row) for row in rows.values()]
     found = [stage for row in rows.values() for stage in row.get("stages", ())]
     return old._replace(
         activation_factor=round(factor, 4),
         constant_bytes=round(constant),
-        outside_bytes=round(max(stage["used"] - stage["reserved"] for stage in found)),
+        outside_bytes=round(max(alone)),
+        nccl_bytes=round(max(several) - max(alone)),
         reserved_share=round(max(stage["reserved"] / stage["allocated"] for stage in found), 4),
         matmul_efficiency=round(matmul, 4),
         traffic_factor=round(traffic, 4),
     )
+
+
+def _outside(row: dict[str, Any]) -> float:
+    """Bytes of the fullest process outside torch's allocator; 0 of a case that failed."""
+    return max((s["used"] - s["reserved"] for s in row.get("stages", ())), default=0.0)
 
 
 def _solve(one: tuple[float, float, float], two: tuple[float, float, float]) -> tuple[float, float]:
