@@ -117,7 +117,28 @@ def _run(args: argparse.Namespace) -> int:
     print(name, *HEAD, sep="\n")
     for label, row in rows.items():
         print(*lines(label, row, constants), sep="\n")
+    print("\n".join(others(path.with_name("train_step.json"), constants)))
     return 1 if failed else 0
+
+
+def others(path: Path, c: Calibration) -> Iterator[str]:
+    """The plan beside the steps that `train_step.py` measured, fullest process of each."""
+    if not path.exists():
+        return
+    yield "\n| train_step.py | | allocated GB | planned GB | | step s | planned s | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in json.loads(path.read_text())["rows"]:
+        if "failed" in row or row["case"]["subject"] != "ours":
+            continue
+        case = Case.from_dict(row["case"])
+        guess = max(of_stage(stage).allocated(c) for stage in stages(case))
+        time = step_time(stages(case), _GPU, c).total
+        found, took = row["max_memory_allocated"], row["step_s"]
+        words = f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}"
+        yield (
+            f"| {words} | {case.layers} | {found / 1e9:.2f} | {guess / 1e9:.2f} | "
+            f"{guess / found - 1:+.1%} | {took:.3f} | {time:.3f} | {time / took - 1:+.1%} |"
+        )
 
 
 def stages(case: Case) -> list[Stage]:
@@ -159,12 +180,12 @@ def lines(label: str, row: dict[str, Any], c: Calibration) -> Iterator[str]:
     time = f"{row['step_s']:.3f} | {planned:.3f} | {planned / row['step_s'] - 1:+.1%}"
     for stage, found in zip(stages(case), row["stages"], strict=True):
         memory = of_stage(stage)
-        guess = memory.allocated(c)
+        guess, needed = memory.allocated(c), memory.needed(c, case.layout.world)
         share = guess / found["allocated"] - 1 if found["allocated"] else 0.0
         yield (
             f"| {label} | {words} | {stage.rank} | {found['allocated'] / 1e9:.2f} | "
             f"{guess / 1e9:.2f} | {share:+.1%} | {found['used'] / 1e9:.2f} | "
-            f"{memory.needed(c, case.layout.world) / 1e9:.2f} | {time if stage.rank == 0 else ' | |'} |"
+            f"{needed / 1e9:.2f} | {time if stage.rank == 0 else ' | |'} |"
         )
 
 
