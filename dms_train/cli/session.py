@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -160,10 +159,13 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     _agree(prepared, view)
     check_memory(config, prepared.architecture, view)
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
-    engine = _build_engine(prepared, view)
+    engine = build_engine(prepared, view)
     state = prepared.start.state
-    train, valid = _datasets(prepared, view)
-    source, eval_batches = _batches(config, view, train, valid)
+    train, valid = datasets(prepared, view)
+    source = batch_source(config, view, train)
+    eval_batches = (
+        [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
+    )
     provenance = run_provenance(prepared.architecture, config.model.path)
     exporter = ModelExporter(
         engine=engine,
@@ -174,14 +176,16 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         params_dtype=config.parallel.params_dtype,
         provenance=provenance,
     )
-    validator = ModelValidator(
-        folder=prepared.folder,
-        teacher=prepared.start.model_dir,
-        samples=valid,
-        options=config.stage.validate,
-        since=prepared.since,
-    )
+    validator = _validator(prepared, valid)
     reporter = _reporter(prepared, state, view)
+    saver = Saver(
+        engine=engine,
+        reporter=reporter,
+        options=config.run,
+        folder=prepared.folder / "checkpoints",
+        leads=leads,
+        provenance=provenance,
+    )
     try:
         return loop.run(
             prepared.stages[:count],
@@ -193,14 +197,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
                 validator=validator,
                 reporter=reporter,
                 watch=watch,
-                saver=Saver(
-                    engine=engine,
-                    reporter=reporter,
-                    options=config.run,
-                    folder=prepared.folder / "checkpoints",
-                    leads=leads,
-                    provenance=provenance,
-                ),
+                saver=saver,
                 skips=SkipRecord(
                     folder=prepared.folder / "skipped",
                     most=config.run.max_skipped_steps,
@@ -214,6 +211,16 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         )
     finally:
         reporter.close()
+
+
+def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidator:
+    return ModelValidator(
+        folder=prepared.folder,
+        teacher=prepared.start.model_dir,
+        samples=samples,
+        options=prepared.config.stage.validate,
+        since=prepared.since,
+    )
 
 
 def _exports_integers(config: RunConfig) -> bool:
@@ -231,7 +238,8 @@ def _agree(prepared: Prepared, view: ParallelView) -> None:
         )
 
 
-def _build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
+def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
+    """Student at its start, and the teacher where a remaining stage distills."""
     config, start = prepared.config, prepared.start
     options = EngineOptions(
         parallel=config.parallel,
@@ -254,9 +262,10 @@ def _build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     return engine
 
 
-def _datasets(
+def datasets(
     prepared: Prepared, view: ParallelView
 ) -> tuple[TokenSamples | None, TokenSamples | None]:
+    """Numbered samples for training and, where wanted, for evaluations."""
     config = prepared.config
     steps = sum(stage.steps for stage in prepared.stages if isinstance(stage, Stage))
     eod = next((m.eod_id for m in map(read_manifest, config.data.paths)), None)
@@ -278,24 +287,18 @@ def _eval_samples(config: RunConfig, view: ParallelView) -> int:
     return -(-config.run.eval_samples // unit) * unit
 
 
-def _batches(
-    config: RunConfig,
-    view: ParallelView,
-    train: TokenSamples | None,
-    valid: TokenSamples | None,
-) -> tuple[BatchSource, list[Any]]:
-    def source(samples: TokenSamples, size: int) -> BatchSource:
-        return BatchSource(
-            samples,
-            micro_batch_size=config.data.micro_batch_size,
-            global_batch_size=size,
-            data_parallel_rank=view.dp_rank,
-            data_parallel_size=view.dp_size,
-        )
-
-    assert train is not None
-    evaluation = [] if valid is None else source(valid, len(valid)).microbatches(0)
-    return source(train, config.data.global_batch_size), evaluation
+def batch_source(
+    config: RunConfig, view: ParallelView, samples: TokenSamples | None, size: int | None = None
+) -> BatchSource:
+    """This rank's part of global batches of `size` samples, by default those of training."""
+    assert samples is not None
+    return BatchSource(
+        samples,
+        micro_batch_size=config.data.micro_batch_size,
+        global_batch_size=size or config.data.global_batch_size,
+        data_parallel_rank=view.dp_rank,
+        data_parallel_size=view.dp_size,
+    )
 
 
 def _selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Tensor:

@@ -138,6 +138,11 @@ class McoreEngine:
         self._optimizer.zero_grad()
         return self._run(plan, batches, forward_only=False)
 
+    def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
+        """Loss and gradient norm of a batch, finite or not; nothing is updated."""
+        totals = self.forward_backward(plan, batches)
+        return totals.token_loss + totals.aux_loss, optim.gradient_norm(self._optimizer)
+
     def train_step(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
         """One optimizer step on this rank's microbatches of the global batch.
 

@@ -80,6 +80,12 @@ def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: lis
     return optimizer
 
 
+def gradient_norm(optimizer: Any) -> float:
+    """Norm of the reduced gradients over all ranks."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
 class _NotFinite(Exception):
     """Ends megatron's step between the reduced gradients and the update."""
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dms_train.observe import heatmap
+from dms_train.observe.log import logger
 from dms_train.observe.options import ObserveOptions
 from dms_train.observe.tensorboard_sink import TensorBoardSink
 
@@ -70,7 +71,7 @@ def open_sinks(
         resume_step: Last finished step of the checkpoint a run continues from; 0 starts over.
         warn: Called with one line when a view cannot do what was asked.
     """
-    sinks: list[Sink] = [JsonlSink(run_dir, resume_step=resume_step)]
+    sinks: list[Sink] = [JsonlSink(run_dir, resume_step=resume_step, warn=warn)]
     if options.wandb != "disabled":
         run_id = wandb_run_id(run_dir, resumed=resume_step > 0)
         sinks.append(WandbSink(options, run_dir, config, run_id=run_id, warn=warn))
@@ -80,31 +81,53 @@ def open_sinks(
 
 
 class JsonlSink:
-    """`metrics.jsonl`, one object for each row, and `summary.json`; NaN and inf become null."""
+    """`metrics.jsonl`, one object for each row, and `summary.json`; NaN and inf become null.
 
-    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+    On a full disk rows wait in memory for room, after one warning; training goes on.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int = 0, warn: Warn | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS_FILE
         self._summary_path = run_dir / SUMMARY_FILE
         self._summary: dict[str, Any] = {}
+        self._warn = warn or logger().warning
+        self._waiting, self._warned = b"", False
         _drop_rows_past(self._path, resume_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a row and flush it."""
-        with _named_errors(self._path):
-            self._file.write(json.dumps({STEP: step, **_finite(values)}) + "\n")
-            self._file.flush()
+        """Append a row; it is in the file when this returns, unless the disk is full."""
+        self._waiting += json.dumps({STEP: step, **_finite(values)}).encode() + b"\n"
+        self._attempt(self._append)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Rewrite `summary.json` with the added values."""
         self._summary.update(_finite(values))
-        _replace(self._summary_path, json.dumps(self._summary, indent=2) + "\n")
+        text = json.dumps(self._summary, indent=2) + "\n"
+        self._attempt(lambda: _replace(self._summary_path, text))
 
     def close(self) -> None:
         """Close the file."""
-        with _named_errors(self._path):
-            self._file.close()
+        self._attempt(self._append)
+        if self._waiting:
+            self._warn(f"{self._path}: its last rows could not be written")
+        self._file.close()
+
+    def _append(self) -> None:
+        while self._waiting:
+            with _named_errors(self._path):
+                written = self._file.write(self._waiting)
+            self._waiting = self._waiting[written:]
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                self._warn(f"{error.filename}: {error.strerror}; its rows wait for room")
+            self._warned = True
 
 
 class WandbSink:

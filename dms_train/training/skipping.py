@@ -2,7 +2,7 @@
 
 The engine leaves weights and optimizer alone when the loss or the norm of the gradients is not
 finite, and the schedules go on: they are functions of the step. What the step computed on is
-written to `skipped/step_*.json`: its samples and its plan.
+written to `skipped/step_*.json`; `cli/replay.py` computes it again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class SkipRecord:
         reason = _reason(result)
         file = self.folder / f"step_{state.step:08d}.json"
         if self.leads:
-            self._write(file, plan, result, state, samples)
+            try:
+                self._write(file, plan, result, state, samples)
+            except OSError as error:  # no reason to stop
+                logger().warning("%s: cannot be written (%s)", file, error.strerror)
         if state.skipped_in_a_row >= self.most:
             raise DivergenceError(
                 f"step {state.step}: {reason}, skipped step {state.skipped_in_a_row} in a row "

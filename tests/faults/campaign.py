@@ -62,7 +62,7 @@ class Inputs:
             "data.micro_batch_size=1",
             "data.global_batch_size=4",
             "method.window=4",
-            "optim.lr=1e-3",
+            "optim.lr=1e-4",
             "stage.zero_neuron.steps=20",
             "stage.retrofit.target_cr=3",
             "stage.retrofit.steps_per_cr=20",
