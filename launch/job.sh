@@ -120,6 +120,6 @@ fi
 say "requeued: $reason"
 trap - TERM
 scontrol requeue "$SLURM_JOB_ID" ||
-  give_up "$reason; it could not be requeued, so dms-submit resume $RUN must go on"
+  give_up "$reason; it could not be requeued, so dms-submit resume ${RUN@Q} must go on"
 sleep 60 # SLURM ends this shell; it must not end by itself before
 exit "$rc"
