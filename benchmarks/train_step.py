@@ -121,12 +121,12 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def run_case(case: Case) -> dict[str, Any]:
+def run_case(case: Case, module: str = "benchmarks.train_step_case") -> dict[str, Any]:
     """Measure a case in processes of its own; a row with `failed` when it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         given, result = Path(folder) / "case.json", Path(folder) / "result.json"
         given.write_text(json.dumps(case.to_dict()))
-        worker = ["-m", "benchmarks.train_step_case", str(given), str(result)]
+        worker = ["-m", module, str(given), str(result)]
         if case.layout.world > 1:
             spread = ["--standalone", "--nproc-per-node", str(case.layout.world)]
             worker = ["-m", "torch.distributed.run", *spread, *worker]

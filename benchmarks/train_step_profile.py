@@ -17,13 +17,15 @@ KINDS = (
     ("attention", r"attend|attention|flash|fmha|cudnn.*sdpa|sdpa|row_dots|finish_dq|prepare_bias"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
     ("optimizer", r"adam|multi_tensor|l2norm|fused_?optim"),
-    ("loss", r"softmax|cross_entropy|nll|_kl_|divergence"),
+    ("loss", r"softmax|cross_entropy|nll|_kl_|divergence|sum_exponentials"),
+    ("RoPE and lane", r"rotate_lane|decide_lane"),
+    ("activation", r"swiglu|silu"),
     ("norm", r"layer_?norm|rms_?norm|vectorized_layer_norm|cuComputeGrad|GammaBeta|rmsnorm"),
     ("copy", r"memcpy|memset|copy"),
     ("reduction", r"reduce|scan|cumsum"),
     ("elementwise", r"elementwise|triton_|vectorized|unrolled|CatArray|index|fill|where"),
 )
-_TOP = 30
+_TOP, _TOP_WAITS = 30, 6
 
 
 def take_apart(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
@@ -31,7 +33,8 @@ def take_apart(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
 
     Returns:
         `wall_ms` of the step under the profiler; `busy_ms`, the time with any kernel running;
-        `kinds`; `kernels`, the longest, each with its kind, its total and its calls.
+        `kinds`; `kernels`, the longest, each with its kind, its total and its calls; `waits`, the
+        longest times without a kernel, each with its neighbours.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
@@ -48,17 +51,23 @@ def take_apart(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
         for e in recorded.events()
         if e.device_type == wanted and not getattr(e, "is_user_annotation", False)
     ]
-    spans = [(e.time_range.start, e.time_range.end) for e in events]
-    return {"wall_ms": wall * 1e3, "busy_ms": _covered(spans) / 1e3, **_summed(events)}
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    busy, waits = _covered(spans)
+    longest = sorted(waits, key=lambda wait: -wait["ms"])[:_TOP_WAITS] if on_gpu else []
+    return {"wall_ms": wall * 1e3, "busy_ms": busy / 1e3, "waits": longest, **_summed(events)}
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    covered, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
+def _covered(spans: list[tuple[float, float, str]]) -> tuple[float, list[dict[str, Any]]]:
+    """Length of the union of sorted intervals, and the holes in it with the names around them."""
+    covered, waits = 0.0, []
+    end, before = float("-inf"), ""
+    for first, last, name in spans:
+        if before and first > end:
+            waits.append({"ms": (first - end) / 1e3, "after": before, "before": name})
         covered += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return covered
+        if last > end:
+            end, before = last, name
+    return covered, waits
 
 
 def _summed(events: list[Any]) -> dict[str, Any]:
@@ -97,4 +106,6 @@ def lines(found: dict[str, Any]) -> list[str]:
     for kernel in found["kernels"]:
         name = kernel["name"][:110]
         text.append(f"{kernel['ms']:9.2f} ms {kernel['calls']:5d}x {kernel['kind']:13s} {name}")
+    waits = found["waits"]
+    text += [f"{w['ms']:9.2f} ms idle: {w['after'][:60]} -> {w['before'][:60]}" for w in waits]
     return text

@@ -145,7 +145,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 
 def _gradients(given: Inputs, loss: Tensor) -> _Result:
-    d_hidden, d_weight = torch.autograd.grad(loss, given.student, given.d_losses)
+    d_hidden, d_weight = torch.autograd.grad(loss, given.student[:2], given.d_losses)
     return loss.detach(), d_hidden, d_weight
 
 
@@ -209,7 +209,7 @@ def plain_lm(given: Inputs) -> _Result:
 
 def without_logits(given: Inputs, chunk: int = 2048) -> _Result:
     """KL whose weight gradient is added up chunk by chunk in float32: no logits are kept at all."""
-    hidden, weight = (x.detach().flatten(0, -2) for x in given.student)
+    hidden, weight = (x.detach().flatten(0, -2) for x in given.student[:2])
     kernels = vocab_loss.backend(hidden.device)
     d_losses = given.d_losses.flatten()[:, None]
     d_hidden, values = torch.empty_like(hidden), torch.empty_like(given.d_losses).flatten()
@@ -235,7 +235,7 @@ def products(teacher: bool) -> _Way:
     """What no way can do without: its result is not a loss."""
 
     def run(given: Inputs) -> _Result:
-        hidden, weight = (x.detach().flatten(0, -2) for x in given.student)
+        hidden, weight = (x.detach().flatten(0, -2) for x in given.student[:2])
         logits = hidden @ weight.t()
         if teacher:
             given.teacher.hidden.flatten(0, 1) @ given.teacher.weight.t()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Collection
@@ -9,13 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from dms_train.cli.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
+from dms_train.config.memory import checkpoint_bytes, parameter_count
 from dms_train.config.schema import RunConfig
+from launch.nodes import Needs
 
 Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(__file__).resolve().parents[1] / "slurm"
 PREPARE, IMPORT, VALIDATE = "prepare", "hf_to_megatron", "validate"
+_PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
+_FP32 = 4
 START_FOLDER = "start"  # in the run folder: what IMPORT writes and training begins with
 
 
@@ -76,13 +82,26 @@ def frozen(config: RunConfig, skipped: Collection[str] = ()) -> RunConfig:
 def script(job: Job, config: RunConfig, workdir: Path) -> str:
     """The batch script of a job: its template with every `@PLACEHOLDER@` filled."""
     text = (TEMPLATES / f"{job.kind}.sbatch").read_text(encoding="utf-8")
-    for name, value in _values(job, config, workdir).items():
-        text = text.replace(f"@{name}@", value)
-    return text
+    values = _values(job, config, workdir)
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+
+
+def needs(job: Job, config: RunConfig) -> Needs:
+    """What every node of a job is looked at for before anything starts."""
+    cluster = config.cluster
+    # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
+    gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)
+    architecture = read_architecture(config.model)
+    free = {PREPARE: 0, VALIDATE: 0, IMPORT: _FP32 * parameter_count(architecture)}
+    return Needs(
+        gpus if cluster.gpus_per_node else 0,
+        # a tenth on top for the index and for the rows that pad the vocabulary
+        free.get(job.stage, checkpoint_bytes(config, architecture) * 11 // 10),
+    )
 
 
 def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
-    run, cluster = Path(config.run.dir), config.cluster
+    run, cluster, wanted = Path(config.run.dir), config.cluster, needs(job, config)
     python = cluster.python or sys.executable
     quoted = {
         "RUN": str(run),
@@ -93,19 +112,27 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
         "SRUN_OPTIONS": "\n".join(container_options(cluster, run, workdir)),
     }
     plain = {
-        "NAME": f"{run.name}-{job.stage}",
-        "LOG": str(run / "logs" / f"{job.stage}-%j.log"),
+        "NAME": re.sub(r"[^\w.+-]", "_", f"{run.name}-{job.stage}"),
+        "LOG": _log_pattern(run, job),
         "NODES": str(cluster.nodes),
         "CPUS": str(cluster.cpus_per_node),
         "TIME": cluster.time if job.kind == "train" else cluster.convert_time,
         "SITE": "\n".join(_site_lines(cluster, job.kind)),
         "NPROC": str(cluster.processes_per_node),
+        "NODE_GPUS": str(wanted.gpus),
+        "FREE_BYTES": str(wanted.free_bytes),
         "SIGNAL_S": str(cluster.signal_seconds),
         "SAVE_S": str(cluster.save_seconds),
         "HANG_S": str(cluster.hang_seconds),
         "MAX_FAILURES": str(cluster.max_failures),
     }
     return {**plain, **{name: shlex.quote(value) for name, value in quoted.items()}}
+
+
+def _log_pattern(run: Path, job: Job) -> str:
+    """Where sbatch writes, in its own spelling: `%` begins a field, quotes keep spaces."""
+    folder = str(run / "logs").replace("%", "%%")
+    return shlex.quote(f"{folder}/{job.stage}-%j.log")
 
 
 def _site_lines(cluster: ClusterOptions, kind: Kind) -> list[str]:
@@ -118,7 +145,6 @@ def _site_lines(cluster: ClusterOptions, kind: Kind) -> list[str]:
         )
         if value is not None
     ]
-    # a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.gpus_per_node, "validate": min(1, cluster.gpus_per_node)}.get(kind, 0)
     if gpus:
         options.append(f"--gpus-per-node={gpus}")

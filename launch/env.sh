@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Settings of NCCL, CUDA, torchrun, the allocator and caches: the only place that exports them.
 # Sourced by launch/node.sh. What the caller or the site has set already wins.
 

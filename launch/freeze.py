@@ -14,6 +14,7 @@ from dms_train.config.frozen import CONFIG_FILE
 from dms_train.config.schema import RunConfig
 
 _CODE = Path(__file__).resolve().parents[1]
+_WORKDIR = Path("launch") / "workdir.txt"
 _PACKAGES = ("dms_train", "checkpoints_tools", "data_prep", "launch", "slurm")
 
 
@@ -25,14 +26,22 @@ def freeze(config: RunConfig, command: str) -> None:
     run = Path(config.run.dir)
     if (run / CONFIG_FILE).is_file():
         return
+    (run / _WORKDIR).unlink(missing_ok=True)  # of a submission that was cut short
     for name in ("launch", "logs", "state"):
         (run / name).mkdir(parents=True, exist_ok=True)
     _copy_code(run / "code")
     (run / "launch" / "command.txt").write_text(command + "\n")
+    (run / _WORKDIR).write_text(f"{workdir(run)}\n")
     (run / "launch" / "packages.txt").write_text(_packages())
     (run / "launch" / "git.txt").write_text(_git())
     # last: a folder with a configuration is complete
     (run / CONFIG_FILE).write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
+
+
+def workdir(run: Path) -> Path:
+    """Where the jobs of a run work: the folder of the first submission, for relative paths."""
+    file = run / _WORKDIR
+    return Path(file.read_text().removesuffix("\n")) if file.is_file() else Path.cwd()
 
 
 def _copy_code(target: Path) -> None:

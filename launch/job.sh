@@ -2,23 +2,30 @@
 # What the batch shell of a job does: `job.sh MODULE ARGUMENT...` runs the module on the job's nodes,
 # passes signals on, watches the heartbeat and decides by the state files what happens next.
 # Environment, set by slurm/*.sbatch: RUN, STAGE, CODE, WORKDIR, PYTHON, NPROC (ranks per node, 0 for
-# one plain process), MAX_FAILURES, HANG_S (0: no watchdog), SAVE_S, SRUN_OPTIONS (one per line).
+# one plain process), NODE_GPUS and FREE_BYTES (what a node must have), MAX_FAILURES, HANG_S (0: no
+# watchdog), SAVE_S, SRUN_OPTIONS (one per line).
 set -uo pipefail # no -e: exit codes are read here, not fatal
 state=$RUN/state
 failures=$state/$STAGE.failures
 mkdir -p "$state" "$RUN/errors"
 say() { echo "== $(date -u +%FT%TZ) $STAGE: $*"; }
 newest() { find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1; }
-cancelled() {
-  [[ -e $state/CANCELLED ]] || scontrol show job -o "$SLURM_JOB_ID" | grep -q 'JobState=CANCELLED'
+slurm_says() { scontrol show job -o "$SLURM_JOB_ID" | grep -q "$1"; }
+cancelled() { [[ -e $state/CANCELLED ]] || slurm_says 'JobState=CANCELLED'; }
+preempted() { slurm_says 'PreemptTime=[0-9]'; }
+rc=1
+give_up() {
+  echo "$1" >"$state/$STAGE.FAILED"
+  say "$1"
+  exit "$rc"
 }
 
 if [[ -e $state/$STAGE.done ]]; then
   say "finished before; nothing to do"
   exit 0
 fi
-cd "$WORKDIR" || exit 1
-rm -f "$state/STOPPED" "$state/$STAGE.FAILED"
+cd "$WORKDIR" || give_up "gave up: $WORKDIR, where it was submitted, is not on $(hostname -s)"
+rm -f "$state/STOPPED" "$state/REFUSED" "$state/$STAGE.FAILED"
 touch "$state/heartbeat"
 before=$(newest)
 attempt=${SLURM_RESTART_COUNT:-0}
@@ -38,14 +45,23 @@ end_step() {
   kill -9 "$step" 2>/dev/null
 }
 # The signal before the time limit reaches this shell only; every process of the step gets it from
-# here. A step that has not saved and ended after SAVE_S seconds is ended.
-stopping=
+# here. A rank that is still starting ignores it, so it is sent again until the step ends. A step that
+# has not saved and ended after SAVE_S seconds is ended.
+asked='' step='' helpers=()
+stop_step() {
+  local since=$SECONDS
+  while kill -0 "$step" 2>/dev/null; do
+    ((SECONDS - since >= SAVE_S)) && { end_step "no clean stop in $SAVE_S s"; return; }
+    scancel --signal=USR1 "$SLURM_JOB_ID.0"
+    sleep 2
+  done
+}
+# shellcheck disable=SC2317 # called by the traps
 on_signal() {
-  [[ -n $stopping ]] && return
-  say "time is nearly up ($1): asking the step to save and stop"
-  scancel --signal=USR1 "$SLURM_JOB_ID.0"
-  { sleep "$SAVE_S" && kill -0 "$step" 2>/dev/null && end_step "no clean stop in $SAVE_S s"; } &
-  stopping=$!
+  [[ -n $asked ]] && return
+  asked=$1
+  say "signal $1: asking the step to save and stop"
+  [[ -n $step ]] && { stop_step & helpers+=($!); }
 }
 trap 'on_signal USR1' USR1
 trap 'on_signal TERM' TERM
@@ -55,13 +71,13 @@ mapfile -t options < <(printf '%s' "${SRUN_OPTIONS:-}")
 srun --kill-on-bad-exit=1 --export=ALL "${options[@]}" \
   bash -c 'export NODE_NAME=$SLURMD_NODENAME; exec bash "$CODE/launch/node.sh" "$@"' node "$@" &
 step=$!
-watchdog=
+[[ -n $asked && ${#helpers[@]} == 0 ]] && { stop_step & helpers+=($!); }
 if ((HANG_S > 0)); then
   while sleep 5 && kill -0 "$step" 2>/dev/null; do
     age=$(($(date +%s) - $(stat -c %Y "$state/heartbeat")))
     ((age > HANG_S)) && { end_step "no heartbeat for $age s"; break; }
   done &
-  watchdog=$!
+  helpers+=($!)
 fi
 # `wait` also returns for a trapped signal
 while :; do
@@ -69,7 +85,7 @@ while :; do
   rc=$?
   kill -0 "$step" 2>/dev/null || break
 done
-kill $watchdog $stopping 2>/dev/null
+kill "${helpers[@]}" 2>/dev/null
 
 if [[ -e $state/$STAGE.done ]]; then
   rm -f "$failures"
@@ -81,27 +97,26 @@ if cancelled; then
   say "cancelled"
   exit "$rc"
 fi
-if [[ -e $state/STOPPED ]]; then
+if [[ -e $state/REFUSED ]]; then
+  give_up "refused: $(cat "$state/REFUSED")"
+elif [[ -e $state/STOPPED ]]; then
   reason="stopped and saved, $(cat "$state/STOPPED")"
 elif [[ $(newest) != "$before" ]]; then
   echo 0 >"$failures"
   reason="failed after $(basename "$(newest)")"
+elif preempted; then
+  reason="preempted before it could save"
 else
   count=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
   echo "$count" >"$failures"
   if ((count > MAX_FAILURES)); then
-    reason="gave up after $count failure(s) without progress, exit code $rc"
-    echo "$reason" >"$state/$STAGE.FAILED"
-    say "$reason"
-    exit "$rc"
+    give_up "gave up after $count failure(s) without progress, exit code $rc"
   fi
   reason="failure $count of at most $MAX_FAILURES without progress, exit code $rc"
 fi
 say "requeued: $reason"
 trap - TERM
-if scontrol requeue "$SLURM_JOB_ID"; then
-  sleep 60 # SLURM ends this shell; it must not end by itself before
-else
-  say "could not be requeued"
-fi
+scontrol requeue "$SLURM_JOB_ID" ||
+  give_up "$reason; it could not be requeued, so dms-submit resume $RUN must go on"
+sleep 60 # SLURM ends this shell; it must not end by itself before
 exit "$rc"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One node without a scheduler: `launch/local.sh NPROC OVERRIDE...`, for example
-#   launch/local.sh 8 experiment=llama32_1b_cr4 model.path=MODEL 'data.paths=[data/corpus]'
+#   launch/local.sh 8 experiment=llama32_1b model.path=MODEL 'data.paths=[data/corpus]'
 # SIGTERM to it saves and stops; the same command continues.
 set -euo pipefail
 if (($# < 1)) || ! [[ $1 =~ ^[1-9][0-9]*$ ]]; then

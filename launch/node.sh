@@ -4,7 +4,8 @@
 # same command on every node:
 #   NNODES=2 NPROC=8 MASTER_ADDR=first-node RUN=/shared/run launch/node.sh dms_train OVERRIDE...
 # Environment: NPROC, NNODES, MASTER_ADDR, MASTER_PORT, RENDEZVOUS (the same on all nodes, new for
-# every start), NODE_NAME (as others resolve it), RUN (folder of the run), PYTHON, CODE.
+# every start), NODE_NAME (as others resolve it), RUN (folder of the run), PYTHON, CODE; NODE_GPUS and
+# FREE_BYTES, what the node is looked at for before anything starts.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/env.sh
@@ -16,6 +17,11 @@ export PYTHONPATH=${CODE:-$(dirname "$here")}${PYTHONPATH:+:$PYTHONPATH} PYTHONS
 # SIGUSR1 goes to every process of a job step. It would end torchrun and leave its ranks behind, so
 # torchrun ignores it; the trainer sets a handler of its own.
 trap "" USR1
+if [[ -n ${NODE_GPUS:-} && -n ${RUN:-} ]]; then
+  "$PYTHON" -m launch.preflight --gpus "$NODE_GPUS" --free-bytes "${FREE_BYTES:-0}" \
+    --node "${NODE_NAME:-$(hostname -s)}" --rank $((${SLURM_NODEID:-0} * ${NPROC:-1})) \
+    ${CUDA_VISIBLE_DEVICES+"--visible=$CUDA_VISIBLE_DEVICES"} "$RUN"
+fi
 if [[ ${NPROC:-1} == 0 ]]; then
   exec "$PYTHON" -m "$@"
 fi

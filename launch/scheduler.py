@@ -16,6 +16,16 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
+def require() -> None:
+    """Refuse to go on where SLURM's commands are not.
+
+    Raises:
+        SchedulerError: There is no sbatch.
+    """
+    if not available():
+        raise SchedulerError("sbatch: not found; submit where SLURM is installed")
+
+
 def submit(script: str, after: str | None) -> str:
     """Submit a batch script, to start when job `after` has succeeded; the job's id.
 
@@ -46,13 +56,24 @@ def states(jobs: Iterable[str]) -> dict[str, str]:
     wanted = set(jobs)
     if not wanted or not available():
         return {}
-    lines = _run(["squeue", "--noheader", "--me", "--format=%A %T %r"], "").splitlines()
+    # of every user: a shared run folder may have been submitted by somebody else
+    lines = _run(["squeue", "--noheader", "--format=%A %T %r"], "").splitlines()
     known = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
     return {job: state for job, state in known.items() if job in wanted}
 
 
+def ended_as(job: str) -> str | None:
+    """State of a job that has ended; None when SLURM has forgotten it."""
+    try:
+        described = _run(["scontrol", "show", "job", "-o", job], "")
+    except SchedulerError:
+        return None
+    words = (word.partition("=") for word in described.split())
+    return next((value for name, _, value in words if name == "JobState"), None)
+
+
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel jobs; those that have ended are ignored."""
+    """Cancel jobs that are in the queue."""
     ids = list(jobs)
     if ids:
         _run(["scancel", *ids], "")
@@ -64,6 +85,6 @@ def _run(words: Sequence[str], text: str) -> str:
     except FileNotFoundError as error:
         raise SchedulerError(f"{words[0]}: not found; submit where SLURM is installed") from error
     except subprocess.CalledProcessError as error:
-        reason = " ".join(error.stderr.split()) or f"exit code {error.returncode}"
-        raise SchedulerError(f"{words[0]}: {reason}") from error
+        said = " ".join(error.stderr.split()).removeprefix(f"{words[0]}: ")
+        raise SchedulerError(f"{words[0]}: {said or error.returncode}") from error
     return done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -26,8 +27,14 @@ def prepare(config: RunConfig) -> None:
 
     recipe = Path(config.run.dir) / PREPARE_FILE
     missing = [path for path in config.data.paths if not Path(f"{path}.manifest.json").is_file()]
-    if missing and recipe.is_file() and main(json.loads(recipe.read_text())):
-        raise ConfigError("dms-data: the token files could not be made; see the lines above")
+    if missing and recipe.is_file():
+        words = json.loads(recipe.read_text())
+        try:
+            failed = main(words) != 0
+        except SystemExit:  # not words of dms-data
+            failed = True
+        if failed:
+            raise ConfigError(f"--prepare {shlex.join(words)}: failed; see the lines above")
     for path in config.data.paths:
         if main(["check", path]):
             raise ConfigError(f"data.paths={path}: not a sound shard; see the line above")
@@ -93,6 +100,8 @@ def run(folder: Path, stage: str) -> None:
     except Exception as error:
         attempt = launcher.attempt() or "local"
         files.failed(launcher.rank(), attempt, error, errors.describe(error))
+        if errors.is_refusal(error):
+            files.refused(errors.describe(error))
         raise
     files.done(stage, 0)
 

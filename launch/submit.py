@@ -12,11 +12,15 @@ used when the token files are not there.
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
+import os
 import shlex
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dms_train.cli.config_source import compose
@@ -24,12 +28,13 @@ from dms_train.cli.errors import run_main
 from dms_train.cli.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
+from dms_train.config.cluster import ClusterOptions
 from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
 from dms_train.config.schema import RunConfig
 from dms_train.observe.state_files import StateFiles
 from launch import scheduler
-from launch.chain import Job, chain, frozen, script
-from launch.freeze import freeze
+from launch.chain import Job, chain, frozen, needs, script
+from launch.freeze import freeze, workdir
 from launch.stage import PREPARE_FILE
 
 _JOBS_FILE = Path("launch") / "jobs.json"
@@ -53,17 +58,61 @@ def _main(arguments: list[str]) -> int:
         architecture=read_architecture(config.model),
     )
     config = frozen(config, skipped)
-    jobs = chain(config, skipped)
-    require_same(config, Path(config.run.dir) / CONFIG_FILE)
+    jobs, run, recipe = chain(config, skipped), Path(config.run.dir), _recipe(options.prepare)
+    _check_site(config.cluster)
     if options.dry_run:
+        require_same(config, run / CONFIG_FILE)
         _show(jobs, config)
         return 0
-    freeze(config, shlex.join(["dms-submit", *arguments]))
-    if options.prepare is not None:
-        recipe = Path(config.run.dir) / PREPARE_FILE
-        recipe.write_text(json.dumps(shlex.split(options.prepare)) + "\n")
-    _submit(jobs, config)
+    scheduler.require()
+    with _alone(run):
+        require_same(config, run / CONFIG_FILE)
+        freeze(config, shlex.join(["dms-submit", *arguments]))
+        if recipe is not None:
+            (run / PREPARE_FILE).write_text(json.dumps(recipe) + "\n")
+        _submit(jobs, config)
     return 0
+
+
+def _recipe(words: str | None) -> list[str] | None:
+    try:
+        return None if words is None else shlex.split(words)
+    except ValueError as error:
+        raise ConfigError(f"--prepare {words}: {error}; quote it as for a shell") from error
+
+
+def _check_site(cluster: ClusterOptions) -> None:
+    """Refuse values that would end every job before it has saved."""
+    if cluster.save_seconds >= cluster.signal_seconds:
+        raise ConfigError(
+            f"cluster.save_seconds={cluster.save_seconds}: not below cluster.signal_seconds="
+            f"{cluster.signal_seconds}; a run is told to stop that long before it is killed"
+        )
+
+
+@contextmanager
+def _alone(run: Path) -> Iterator[None]:
+    """Keep every other `dms-submit` away from a run folder, on whatever machine it is."""
+    mark = run / "launch" / "submitting"
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with mark.open("x") as file:  # atomic on shared file systems too
+            file.write(f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}\n")
+    except FileExistsError as error:
+        if not mark.is_file():
+            raise ConfigError(f"run.dir={run}: not a folder; choose another one") from error
+        raise ConfigError(
+            f"{run}: being submitted by {mark.read_text().strip()}; wait, or remove {mark} if that "
+            "was killed"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run}: cannot be written ({error.strerror}); choose another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -91,8 +140,9 @@ def _show(jobs: list[Job], config: RunConfig) -> None:
         if job not in left:
             print(f"\n== {job.stage}: finished, left out")
             continue
-        text = script(job, config, Path.cwd())
+        text = script(job, config, workdir(Path(config.run.dir)))
         print(f"\n== {job.stage} (slurm/{job.kind}.sbatch)\n{text.rstrip()}")
+        print(f"== before it starts, every node must have: {needs(job, config)}")
         if scheduler.available():
             print(f"== {scheduler.test(text)}")
     print("\ndry run: nothing was written or submitted")
@@ -117,9 +167,14 @@ def _submit(jobs: list[Job], config: RunConfig) -> None:
     submitted: dict[str, str] = {}
     after = None
     for job in left:
-        text = script(job, config, Path.cwd())
+        text = script(job, config, workdir(run))
         (run / "launch" / f"{job.stage}.sbatch").write_text(text)
-        after = submitted[job.stage] = scheduler.submit(text, after)
+        try:
+            after = submitted[job.stage] = scheduler.submit(text, after)
+        except scheduler.SchedulerError:
+            scheduler.cancel(reversed(submitted.values()))  # half a chain is of no use
+            (run / _JOBS_FILE).unlink(missing_ok=True)
+            raise
         # at once: a chain that is cut short can still be cancelled
         (run / _JOBS_FILE).write_text(json.dumps(submitted, indent=1) + "\n")
         print(f"{job.stage}: job {after}")
@@ -143,16 +198,19 @@ def _act_on(verb: str, words: list[str]) -> int:
         return _status(run)
     if verb == "cancel":
         return _cancel(run)
-    _submit([job for job in chain(config) if job.stage in _submitted(run)], config)
+    scheduler.require()
+    with _alone(run):
+        _submit([job for job in chain(config) if job.stage in _submitted(run)], config)
     return 0
 
 
 def _cancel(run: Path) -> int:
     # first, so that a job that is asked to stop is not put into the queue again
     (run / "state" / "CANCELLED").touch()
-    jobs = _submitted(run)
-    scheduler.cancel(reversed(jobs.values()))
-    print(f"{run}: cancelled {', '.join(jobs.values())}")
+    scheduler.require()
+    queued = sorted(scheduler.states(_submitted(run).values()), key=int, reverse=True)
+    scheduler.cancel(queued)
+    print(f"{run}: cancelled {', '.join(queued)}" if queued else f"{run}: nothing in the queue")
     return 0
 
 
@@ -162,6 +220,16 @@ def _why(files: StateFiles) -> str:
     if cause is None or cause["error"] == "PeerLost":
         return "no rank says why: one was killed (memory, node lost, time limit); see the logs"
     return f"first error, of rank {cause['rank']}: {cause['message']}"
+
+
+def _ended(run: Path, stage: str, job: str) -> str:
+    """What is known about a job that SLURM ended before it could leave a mark."""
+    if not scheduler.available():
+        return "not finished; there is no SLURM here to ask"
+    state = scheduler.ended_as(job)
+    log = run / "logs" / f"{stage}-{job}.log"
+    seen = f"; see {log}" if log.is_file() else ""
+    return f"not in the queue ({state or 'forgotten by SLURM'}){seen}"
 
 
 def _status(run: Path) -> int:
@@ -176,7 +244,7 @@ def _status(run: Path) -> int:
         elif note.is_file():
             failed, text = True, f"FAILED: {note.read_text().strip()}"
         else:
-            text = queue.get(job, "not in the queue")
+            text = queue.get(job) or _ended(run, stage, job)
         print(f"{stage:<16} job {job:<10} {text}")
     if failed:
         print(_why(files))

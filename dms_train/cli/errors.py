@@ -58,6 +58,11 @@ def is_expected(error: BaseException) -> bool:
     return isinstance(error, OSError | PeerLost) or (isinstance(error, ValueError) and own)
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether an expected failure lies in what was asked for, not in the machine of the moment."""
+    return isinstance(error, ValueError) and is_expected(error)
+
+
 def describe(error: BaseException) -> list[str]:
     """The lines that tell the user what went wrong."""
     rank = launcher.rank()

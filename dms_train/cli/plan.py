@@ -1,7 +1,7 @@
 """`dms-plan`: what a run would do, computed without starting a process group.
 
-Prints the layout, the memory that can be known beforehand, and the values of five steps of every
-stage.
+Prints the layout, the memory of every pipeline stage by kind, operations and expected time of a
+step, and the values of five steps of every stage. `--list-layouts` ranks the layouts there are.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
 from dms_train.cli.model import read_architecture
+from dms_train.cli.plan_lines import layout_lines, layout_table
 from dms_train.config.check import check
-from dms_train.config.memory import MemoryEstimate, estimate, parameter_count
+from dms_train.config.gpus import GPUS, gpu
+from dms_train.config.memory import parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.schedule import evicted_fraction
@@ -39,7 +42,7 @@ def describe(
     """
     lines = [
         *_summary(config, architecture, world_size),
-        f"memory  {_memory(estimate(config, architecture, world_size))}",
+        *layout_lines(config, architecture, world_size),
         f"folder  {config.run.dir}",
         "",
         *_stages(config, loaded_cr),
@@ -54,9 +57,36 @@ def _main(arguments: Sequence[str]) -> int:
     layout = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     world_size = options.world_size or max(1, layout)
     architecture = read_architecture(config.model)
+    if options.gpu is not None:
+        gpu(options.gpu)
+        config = replace(config, cluster=replace(config.cluster, gpu=options.gpu))
+    if options.list_layouts:
+        print("\n".join(_ranked(config, architecture, world_size, options.list_layouts)))
+        return 0
     check(config, world_size=world_size, architecture=architecture)
     print(describe(config, architecture, world_size, _loaded_cr(config)))
     return 0
+
+
+def _ranked(
+    config: RunConfig, architecture: Architecture, world_size: int, count: int
+) -> Iterator[str]:
+    """The table of layouts, once all but the layout is known to be right."""
+    whole = replace(
+        config.parallel,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        sequence_parallel=False,
+    )
+    elsewhere = replace(
+        config,
+        parallel=whole,
+        data=replace(config.data, micro_batch_size=1),
+        cluster=replace(config.cluster, gpu=None),
+    )
+    check(elsewhere, world_size=1, architecture=architecture)
+    return layout_table(config, architecture, world_size, count)
 
 
 def _loaded_cr(config: RunConfig) -> float:
@@ -71,6 +101,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dms-plan", description="Show what a run would do.")
     parser.add_argument("overrides", nargs="*", help="the words that dms-train would be given")
     parser.add_argument("--world-size", type=int, help="processes (default: tensor x pipeline)")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; refuses what does not fit it"
+    )
+    parser.add_argument(
+        "--list-layouts",
+        type=int,
+        nargs="?",
+        const=10,
+        metavar="N",
+        help="the fastest N layouts (default 10) that divide and fit, instead of the plan",
+    )
     parser.add_argument("--config-dir", type=Path, help="folder with group files of your own")
     return parser.parse_intermixed_args(arguments)
 
@@ -85,9 +126,13 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
         f"{a.hidden_size}, {a.num_attention_heads} query and {a.num_query_groups} KV heads "
         f"of {a.kv_channels}"
     )
+    layers = a.num_layers // pp
+    chunks = p.virtual_pipeline_model_parallel_size or 1
     yield (
-        f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}"
+        f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}, "
+        f"{layers} layers a stage{f' in {chunks} chunks' if chunks > 1 else ''}"
         f"{', sequence parallel' if p.sequence_parallel else ''}"
+        f"{f', recompute {p.recompute_granularity}' if p.recompute_granularity else ''}"
     )
     yield (
         f"batch   {data.global_batch_size} samples of {data.seq_length} tokens "
@@ -98,16 +143,6 @@ def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[st
         f"method  {spec.preset}: window {spec.window}, channel {spec.channel}, "
         f"logit = {spec.alpha_scale:g} q - {spec.alpha_offset:g}, shift {spec.decision_shift}"
     )
-
-
-def _memory(memory: MemoryEstimate) -> str:
-    names = ("weights", "gradients", "optimizer", "teacher", "logits")
-    parts = ", ".join(f"{name} {_size(getattr(memory, name))}" for name in names)
-    return f"{_size(memory.total)} on the fullest process ({parts}); activations come on top"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 
 from dms_train.cli import errors, launcher, run_folder
 from dms_train.cli.exporter import ModelExporter, run_provenance
+from dms_train.cli.memory_check import check_memory
 from dms_train.cli.plan import describe
 from dms_train.cli.preparation import Prepared, prepare
 from dms_train.cli.start_point import load_start
@@ -23,7 +24,7 @@ from dms_train.data.manifest import read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.hf.directory import WeightReader
 from dms_train.kernels import api as kernels
-from dms_train.mcore import groups
+from dms_train.mcore import groups, layers
 from dms_train.mcore.engine import EngineOptions, McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.weights import RandomWeights
@@ -57,13 +58,24 @@ def run(config: RunConfig, until: str | None = None) -> None:
     """
     log.configure(launcher.rank())
     files = StateFiles(Path(config.run.dir))
+    prepared = None
     try:
-        _start(config, _stage_count(config, until), files)
+        count = _stage_count(config, until)
+        prepared = prepare(config)
+        _start(prepared, count, files)
     except Exception as error:
-        attempt = launcher.attempt()
-        if attempt is not None:
-            files.failed(launcher.rank(), attempt, error, errors.describe(error))
+        _say_why(error, files, begun=prepared is not None)
         raise
+
+
+def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
+    """Leave for the launch scripts why this rank ends, and whether trying again is of use."""
+    attempt, lines = launcher.attempt(), errors.describe(error)
+    if attempt is None:
+        return
+    files.failed(launcher.rank(), attempt, error, lines)
+    if not begun and launcher.rank() == 0 and errors.is_refusal(error):
+        files.refused(lines)
 
 
 def _stage_count(config: RunConfig, until: str | None) -> int:
@@ -76,8 +88,8 @@ def _stage_count(config: RunConfig, until: str | None) -> int:
     return len(names) - names[::-1].index(until)
 
 
-def _start(config: RunConfig, count: int, files: StateFiles) -> None:
-    prepared = prepare(config)
+def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
+    config = prepared.config
     if config.run.dry_run:
         if launcher.rank() == 0:
             ratio = prepared.start.state.loaded_cr
@@ -133,8 +145,9 @@ def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
 
 
 def _announce_kernels(config: RunConfig) -> None:
-    """Refuse a backend that cannot train on this machine; say which one will."""
+    """Refuse a backend and layers that cannot train on this machine; say which one will."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers.choose(config.parallel.layers, device)
     name = kernels.choose(config.kernels, device)
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 
@@ -144,6 +157,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     leads = view.rank == 0
     _agree(prepared, view)
+    check_memory(config, prepared.architecture, view)
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
     engine = build_engine(prepared, view)
     state = prepared.start.state
@@ -233,6 +247,7 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     # weights that a student's replace need not be read
     source = None if start.student is not None else original or random
     engine = McoreEngine(prepared.architecture, prepared.spec, view, options, source)
+    log.logger().info("layers: %s", engine.describe_layers())
     remaining = prepared.stages[start.state.stage :]
     if original is not None and any(
         isinstance(s, Stage) and s.loss == "distill" for s in remaining

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 
+from dms_train.config import divide, layouts
 from dms_train.config.build import ConfigError
+from dms_train.config.gpus import GPUS
 from dms_train.config.memory import needs_teacher
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.training.options import STAGES
 
 _RETROFIT_STAGES = ("zero_neuron", "retrofit", "hold")
@@ -29,86 +30,36 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
 
     Raises:
         ConfigError: One line for every problem. Rules about sizes are only tried once each value
-            is in its own range.
+            is in its own range, and memory (where `cluster.gpu` is set) once all else is right.
     """
     problems = [*check_ranges(config, architecture), *_stages(config)]
     if not problems:
         problems = [
-            *_split_model(config.parallel, architecture),
-            *_split_batch(config, world_size),
+            *_divided(config, world_size, architecture),
             *_lengths(config, architecture),
         ]
+    if not problems and config.cluster.gpu is not None:
+        problems = layouts.memory_problems(
+            config, architecture, world_size, GPUS[config.cluster.gpu]
+        )
     if problems:
         raise ConfigError(*problems)
 
 
-def _split_model(parallel: ParallelOptions, architecture: Architecture) -> Iterator[str]:
-    tp = parallel.tensor_model_parallel_size
-    where = f"parallel.tensor_model_parallel_size={tp}"
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        size = getattr(architecture, name)
-        if size % tp:
-            yield f"{where}: does not divide the model's {name}={size}; use a divisor of it"
-    if VOCABULARY_MULTIPLE % tp:
-        yield f"{where}: use a divisor of {VOCABULARY_MULTIPLE}, to which the vocabulary is padded"
-    if parallel.sequence_parallel and tp == 1:
-        yield f"parallel.sequence_parallel=true: needs {where.partition('=')[0]} above 1"
-    yield from _split_layers(parallel, architecture.num_layers)
-
-
-def _split_layers(parallel: ParallelOptions, layers: int) -> Iterator[str]:
-    pp, vp = (
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
-    if vp is not None and pp == 1:
-        yield (
-            f"parallel.virtual_pipeline_model_parallel_size={vp}: needs "
-            "parallel.pipeline_model_parallel_size above 1; use null without a pipeline"
-        )
-    chunks = pp * (vp or 1)
-    if layers % chunks:
-        yield (
-            f"parallel.pipeline_model_parallel_size={pp}: the model's {layers} layers do not "
-            f"divide into {chunks} chunks; choose pipeline x virtual size that divides {layers}"
-        )
-
-
-def _split_batch(config: RunConfig, world_size: int) -> Iterator[str]:
-    parallel, data = config.parallel, config.data
-    pp, vp = (
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
-    model_size = parallel.tensor_model_parallel_size * pp
-    if world_size % model_size:
-        yield (
-            f"parallel: tensor x pipeline size is {model_size}, which does not divide the "
-            f"{world_size} process(es); start a multiple of {model_size} or change the layout"
-        )
-        return
-    copies = world_size // model_size
-    per_pass = data.micro_batch_size * copies
-    if data.global_batch_size % per_pass:
-        yield (
-            f"data.global_batch_size={data.global_batch_size}: not a multiple of "
-            f"micro_batch_size x data-parallel size = {data.micro_batch_size} x {copies}; "
-            f"use a multiple of {per_pass}"
-        )
-    elif vp is not None and (data.global_batch_size // per_pass) % pp:
-        yield (
-            f"data.global_batch_size={data.global_batch_size}: the virtual pipeline needs a "
-            f"number of microbatches that {pp} divides; use a multiple of {per_pass * pp}"
-        )
+def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
+    """What does not divide, and with it the nearest layout that does."""
+    problems = list(divide.problems(config, world_size, architecture))
+    yield from problems
+    name = config.cluster.gpu
+    if problems and name is not None:
+        yield layouts.advice(config, architecture, world_size, GPUS[name])
 
 
 def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
-    length, tp = config.data.seq_length, config.parallel.tensor_model_parallel_size
+    length = config.data.seq_length
     longest, window = architecture.max_position_embeddings, config.method.spec().window
     if length > longest:
         yield f"data.seq_length={length}: the model reads at most {longest} positions; use fewer"
-    if config.parallel.sequence_parallel and length % tp:
-        yield f"data.seq_length={length}: sequence parallelism needs a multiple of {tp}; change it"
     if {"retrofit", "hold"} & set(config.stage.run) and window >= length:
         yield (
             f"method.window={window}: not below data.seq_length={length}, so nothing could be "

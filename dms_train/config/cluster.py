@@ -13,6 +13,8 @@ class ClusterOptions:
         nodes: Nodes of a training job.
         processes_per_node: Ranks on each of them, one for each GPU.
         gpus_per_node: GPUs to ask for; 0 asks for none.
+        gpu: Their model, one of `config.gpus.GPUS`; a run that does not fit it is refused. None
+            is unknown.
         cpus_per_node: Cores to ask for.
         time: Time limit of a training job as SLURM writes it; the run goes on in the next one.
         convert_time: Time limit of a job that converts or validates.
@@ -31,6 +33,7 @@ class ClusterOptions:
     nodes: int = 1
     processes_per_node: int = 1
     gpus_per_node: int = 0
+    gpu: str | None = None
     cpus_per_node: int = 1
     time: str = "04:00:00"
     convert_time: str = "01:00:00"

@@ -16,6 +16,7 @@ _FREE = (
     "observe",
     "cluster",
     "kernels",
+    "parallel.layers",
     "stage.validate",
     "data.micro_batch_size",
     "data.cache_dir",

@@ -1,55 +1,251 @@
-"""How much memory the fullest process needs for what has a fixed size: everything but activations.
+"""How much memory every pipeline stage of a run needs, by kind, before anything is allocated.
 
 The layout is the one `mcore` uses: gradients in fp32 on every process, optimizer state in fp32
-divided over the data-parallel copies, and a frozen teacher next to the student when distilling.
+divided over the data-parallel copies, a frozen teacher next to the student when distilling, and
+what `activations` says for the microbatches that the schedule has in flight.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
+from dms_train.config import activations
+from dms_train.config.activations import Microbatch, padded_vocab
+from dms_train.config.gpus import Calibration
+from dms_train.config.pipeline import passes
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.options import VOCABULARY_MULTIPLE
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
+# More microbatches than this many rounds of the pipeline repeat what was before.
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the fullest process."""
+    """Bytes of one process at its fullest moment.
+
+    Attributes:
+        weights: The student's.
+        gradients: Its fp32 sums.
+        optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights.
+        teacher: The frozen original's weights.
+        activations: Kept for the backward passes of the microbatches in flight.
+        logits: Kept of the last stage's head.
+        workspace: The largest of what exists for a moment only, and buffers of communication.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     teacher: int
+    activations: int
     logits: int
+    workspace: int
+
+    @property
+    def fixed(self) -> int:
+        """What does not depend on the batch."""
+        return self.weights + self.gradients + self.optimizer + self.teacher
 
     @property
     def total(self) -> int:
         """Sum of the parts."""
-        return self.weights + self.gradients + self.optimizer + self.teacher + self.logits
+        return self.fixed + self.activations + self.logits + self.workspace
+
+    def allocated(self, c: Calibration) -> float:
+        """What torch's allocator hands out at most, the measured corrections included."""
+        return self.fixed + c.activation_factor * (self.total - self.fixed) + c.constant_bytes
+
+    def needed(self, c: Calibration) -> float:
+        """Memory a GPU must have: with the allocator's holes and what lies outside it."""
+        return self.allocated(c) * c.reserved_share + c.outside_bytes
+
+    def kinds(self) -> dict[str, int]:
+        """The parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class _Moment(NamedTuple):
+    """What varies during a step."""
+
+    activations: int = 0
+    logits: int = 0
+    workspace: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pipeline stage of a layout.
+
+    Attributes:
+        rank: Its number.
+        copies: Data-parallel size.
+        microbatches: Of one data-parallel rank in a step.
+    """
+
+    microbatch: Microbatch
+    rank: int
+    copies: int
+    microbatches: int
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.microbatch.parallel.pipeline_model_parallel_size
+
+    @property
+    def vp(self) -> int:
+        """Model chunks of a stage."""
+        return self.microbatch.parallel.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def layers(self) -> int:
+        """Of one model chunk."""
+        return self.microbatch.architecture.num_layers // (self.pp * self.vp)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the head is here."""
+        return self.rank == self.pp - 1
+
+    @property
+    def parameters(self) -> int:
+        """Weights on each of the stage's processes."""
+        a, tp = self.microbatch.architecture, self.microbatch.tp
+        table = padded_vocab(a) * a.hidden_size // tp
+        tables = int(self.rank == 0)
+        if self.is_last and not (self.pp == 1 and a.tie_word_embeddings):
+            tables += 1  # a tied one is copied to the last stage
+        final_norm = a.hidden_size if self.is_last else 0
+        layers = self.layers * self.vp
+        return layers * (_sharded(a) // tp + _replicated(a)) + tables * table + final_norm
+
+    @property
+    def largest_gradient(self) -> int:
+        """Bytes of the vocabulary projection's gradient before it is added up in fp32."""
+        a, m = self.microbatch.architecture, self.microbatch
+        return padded_vocab(a) * a.hidden_size // m.tp * m.width if self.is_last else 0
 
 
 def estimate(config: RunConfig, architecture: Architecture, world_size: int) -> MemoryEstimate:
-    """Memory of a configuration that passed `check`."""
+    """Memory of the fullest process of a configuration that passed `check`."""
+    return max(estimate_stages(config, architecture, world_size), key=lambda memory: memory.total)
+
+
+def estimate_stages(
+    config: RunConfig, architecture: Architecture, world_size: int
+) -> list[MemoryEstimate]:
+    """Memory of a process of every pipeline stage; those of one stage are alike."""
+    return [of_stage(stage) for stage in stages_of(config, architecture, world_size)]
+
+
+def stages_of(config: RunConfig, architecture: Architecture, world_size: int) -> list[Stage]:
+    """The pipeline stages of a configuration that passed `check`, on GPUs."""
     parallel, data = config.parallel, config.data
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    copies = world_size // (tp * pp)
-    width = 2 if parallel.params_dtype == "bf16" else _FP32
-    parameters = _parameters_of_fullest(architecture, tp, pp)
-    models = 2 if needs_teacher(config) else 1
-    states = _ADAM_MOMENTS + (parallel.params_dtype == "bf16")  # fp32 weights are their own master
-    positions = data.seq_length * data.micro_batch_size
-    return MemoryEstimate(
-        weights=parameters * width,
-        gradients=parameters * _FP32,
-        optimizer=parameters * _FP32 * states // copies,
-        teacher=parameters * width * (models - 1),
-        # logits and their gradient in the weights' precision; fp32 lives in small chunks only
-        logits=(models + 1) * positions * padded_vocab(architecture) * width // tp,
+    pp = parallel.pipeline_model_parallel_size
+    copies = world_size // (parallel.tensor_model_parallel_size * pp)
+    microbatch = Microbatch(
+        architecture=architecture,
+        parallel=parallel,
+        samples=data.micro_batch_size,
+        length=data.seq_length,
+        distills=needs_teacher(config),
+        kernels=config.kernels,
     )
+    count = data.global_batch_size // (data.micro_batch_size * copies)
+    return [
+        Stage(microbatch=microbatch, rank=rank, copies=copies, microbatches=count)
+        for rank in range(pp)
+    ]
+
+
+def of_stage(stage: Stage) -> MemoryEstimate:
+    """Memory of a process of one pipeline stage."""
+    m, parameters = stage.microbatch, stage.parameters
+    # fp32 weights are their own master copy
+    states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
+    moment = max((*_moments(stage), _update(stage)), key=sum)
+    buffer = m.gathered if m.parallel.sequence_parallel else 0
+    return MemoryEstimate(
+        weights=parameters * m.width,
+        gradients=parameters * _FP32,
+        optimizer=parameters * _FP32 * states // stage.copies,
+        teacher=parameters * m.width if m.distills else 0,
+        activations=moment.activations,
+        logits=moment.logits,
+        workspace=moment.workspace + buffer,
+    )
+
+
+def _update(stage: Stage) -> _Moment:
+    """The optimizer's step: torch's AdamW, where not fused, copies this process's share once."""
+    fused = stage.microbatch.fused
+    return _Moment(workspace=0 if fused else stage.parameters * _FP32 // stage.copies)
+
+
+def _moments(stage: Stage) -> list[_Moment]:
+    """The fullest moment of each pass of a step."""
+    m, last_chunk = stage.microbatch, stage.vp - 1
+    kept = [
+        activations.chunk(
+            m,
+            stage.layers,
+            first=stage.rank == 0 and chunk == 0,
+            last=stage.is_last and chunk == last_chunk,
+        )
+        for chunk in range(stage.vp)
+    ]
+    rounds = min(stage.microbatches, _ROUNDS * stage.pp)
+    live: Counter[int] = Counter()
+    found = []
+    for forward, chunk in passes(stage.rank, stage.pp, stage.vp, rounds):
+        has_head = stage.is_last and chunk == last_chunk
+        live[chunk] += forward
+        held = sum(kept[index] * count for index, count in live.items())
+        found += _forward(stage, held, has_head) if forward else _backward(stage, held, has_head)
+        live[chunk] -= not forward
+    return found
+
+
+def _in_transit(stage: Stage) -> int:
+    """Stage tensors and their gradients that are being sent and received."""
+    if stage.pp == 1:
+        return 0
+    tensors = (stage.rank > 0) + (not stage.is_last) if stage.vp == 1 else 4
+    return tensors * stage.microbatch.stage_tensor
+
+
+def _forward(stage: Stage, held: int, has_head: bool) -> list[_Moment]:
+    m, transit = stage.microbatch, _in_transit(stage)
+    # the student's output waits for the teacher's, on the last stage also what the norm keeps
+    output = (2 if has_head else 1) * m.residual
+    moments = [_Moment(held, 0, activations.forward_workspace(m) + output + transit)]
+    if has_head:
+        work = activations.head_workspace(m) + transit
+        moments.append(_Moment(held, activations.head_kept(m), work))
+    return moments
+
+
+def _backward(stage: Stage, held: int, has_head: bool) -> list[_Moment]:
+    m, transit = stage.microbatch, _in_transit(stage)
+    tied = stage.pp == 1 and m.architecture.tie_word_embeddings
+    # of a tied table the gradient of the projection waits for that of the embedding
+    waiting = stage.largest_gradient if tied else 0
+    moments = [_Moment(held, 0, activations.backward_workspace(m) + waiting + transit)]
+    if has_head:
+        work = stage.largest_gradient + 3 * m.gathered + transit
+        moments.append(_Moment(held, activations.head_kept(m), work))
+    return moments
+
+
+def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """Size of one checkpoint: weights, their fp32 master copy and the moments of Adam."""
+    width = 2 if config.parallel.params_dtype == "bf16" else _FP32
+    return parameter_count(architecture) * (width + _FP32 * (1 + _ADAM_MOMENTS))
 
 
 def needs_teacher(config: RunConfig) -> bool:
@@ -62,12 +258,7 @@ def parameter_count(architecture: Architecture) -> int:
     """Parameters of the model, a tied output projection counted once."""
     a = architecture
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
-    return a.num_layers * _layer_parameters(a) + embeddings + a.hidden_size
-
-
-def padded_vocab(architecture: Architecture) -> int:
-    """Rows of the embedding once it is padded for tensor parallelism."""
-    return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return a.num_layers * (_sharded(a) + _replicated(a)) + embeddings + a.hidden_size
 
 
 def layer_products(a: Architecture) -> int:
@@ -76,15 +267,12 @@ def layer_products(a: Architecture) -> int:
     return 2 * a.hidden_size * (query + key) + 3 * a.hidden_size * a.ffn_hidden_size
 
 
-def _layer_parameters(a: Architecture) -> int:
+def _sharded(a: Architecture) -> int:
+    """Weights of one layer that tensor parallelism divides."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    norms = 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)
-    bias = query + 2 * key if a.add_qkv_bias else 0
-    return layer_products(a) + norms + bias
+    return layer_products(a) + (query + 2 * key if a.add_qkv_bias else 0)
 
 
-def _parameters_of_fullest(a: Architecture, tp: int, pp: int) -> int:
-    """A first or last stage; with one stage an untied output projection comes on top."""
-    table = padded_vocab(a) * a.hidden_size
-    tables = 2 * table if pp == 1 and not a.tie_word_embeddings else table
-    return (a.num_layers // pp * _layer_parameters(a) + tables) // tp + a.hidden_size
+def _replicated(a: Architecture) -> int:
+    """Weights of one layer that every tensor-parallel rank holds: the norms."""
+    return 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from dms_train.config.gpus import GPUS
 from dms_train.config.schema import RunConfig
 from dms_train.data.options import DataOptions
 from dms_train.evaluation.options import check_options
 from dms_train.hf.architecture import Architecture, family_of
 from dms_train.kernels.options import KERNELS
+from dms_train.mcore.options import LAYERS
 from dms_train.training.options import RetrofitOptions
 
 _LOSSES = ("distill", "lm")
@@ -26,9 +28,11 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "stage.export.format": (None, "dms", "nvidia", "fastdms"),
     "stage.export.dtype": (None, *_DTYPES),
     "parallel.params_dtype": _DTYPES,
+    "parallel.layers": LAYERS,
     "parallel.recompute_granularity": (None, "selective", "full"),
     "observe.wandb": ("offline", "online", "disabled"),
     "run.resume": ("auto", "never"),
+    "cluster.gpu": (None, *GPUS),
 }
 _AT_LEAST = {
     "stage.pretrain.steps": 1,

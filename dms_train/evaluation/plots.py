@@ -44,7 +44,8 @@ def draw_curves(curves: dict[str, Curve], unit: str, title: str, target: BinaryI
 
 def _plot(axes: Any, curves: dict[str, Curve], unit: str) -> Any:
     for name, curve in curves.items():
-        alone = name.startswith("valid/") or len(curve[0]) == 1
+        rare = name.startswith("valid/") or name.endswith("checkpoint_seconds")
+        alone = rare or len(curve[0]) == 1
         axes.plot(*curve, "o" if alone else "-", label=name)
     axes.set(xlabel="step", ylabel=unit)
     axes.legend()

@@ -45,7 +45,8 @@ _PANELS = (
 )
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem }
-h1, h2 { font-weight: 600 } figure { display: inline-block; margin: 0 1rem 1rem 0 }
+h1, h2 { font-weight: 600 } figure { margin: 0 }
+section { display: grid; grid-template-columns: repeat(auto-fit, minmax(28rem, 1fr)); gap: 1rem }
 img { max-width: 100% } table { border-collapse: collapse; margin: .5rem 0 1.5rem }
 th, td { border-bottom: 1px solid #ddd; padding: .2rem .8rem; text-align: right }
 th:first-child, td:first-child { text-align: left } pre { background: #f6f6f6; padding: 1rem }
@@ -102,7 +103,7 @@ def render(record: RunRecord) -> str:
         f"<title>{name}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{name}</h1>",
         _summary(record.rows),
-        f"<h2>Course</h2>{pictures}",
+        f"<h2>Course</h2><section>{pictures}</section>",
         _validation(record.rows),
         _evaluations(record.rows),
         f"<h2>All metrics</h2>{_metrics(curves_of(record.rows))}",
@@ -189,6 +190,8 @@ def _table(header: list[str], lines: list[list[Any]]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return f"{value:,.0f}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

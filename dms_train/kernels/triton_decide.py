@@ -49,7 +49,7 @@ def _logistic(key, layer, head, position):
 
 
 @triton.jit(do_not_specialize=["layer", "first_head"])
-def _decide(
+def decide_lane(
     lane_ptr, key_ptr, z_ptr, keep_ptr, part_ptr, layer, first_head,
     s, batch, scale, offset, tau,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HARD: tl.constexpr, NOISY: tl.constexpr,
@@ -89,10 +89,11 @@ def _decide(
 
 
 @triton.jit
-def _decide_backward(
+def decide_lane_backward(
     z_ptr, d_keep_ptr, d_side_ptr, d_lane_ptr, s, batch, side_stride, factor,
     SHIFT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of one block of one lane, from those of log(1 - alpha) and of alpha's sum."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +118,7 @@ class _Decide(torch.autograd.Function):
         z, keep = (lane.new_empty(b, g, s) for _ in range(2))
         parts = lane.new_empty(b, g * blocks, 3)
         keys, layer, first_head = (None, 0, 0) if noise is None else noise
-        _decide[(blocks, g, b)](
+        decide_lane[(blocks, g, b)](
             lane.contiguous(), keys, z, keep, parts, layer, first_head,
             s, b, spec.alpha_scale, spec.alpha_offset, spec.tau,
             WINDOW=min(spec.window, s), SHIFT=min(spec.governing_shift, s),
@@ -133,7 +134,7 @@ class _Decide(torch.autograd.Function):
         (z,) = ctx.saved_tensors
         b, g, s = z.shape
         spec, d_lane = ctx.spec, z.new_empty(s, b, g)
-        _decide_backward[(triton.cdiv(s, _POSITIONS), g, b)](
+        decide_lane_backward[(triton.cdiv(s, _POSITIONS), g, b)](
             z, None if d_keep is None else d_keep.contiguous(), d_side, d_lane, s, b,
             0 if d_side is None else d_side.stride(0), spec.alpha_scale / spec.tau,
             SHIFT=min(spec.governing_shift, s), HAS_KEEP=d_keep is not None,

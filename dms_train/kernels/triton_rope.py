@@ -52,7 +52,7 @@ def _turn(x, y, cos, sin, first, second, gain_first, gain_second):
 
 
 @triton.jit
-def _rotate(
+def rotate_lane(
     q_ptr, k_ptr, q_out, k_out, lane_ptr, table_ptr, factor, rows, batch,
     q_s, q_b, q_g, q_r, k_s, k_b, k_g,
     qo_s, qo_b, qo_g, qo_r, ko_s, ko_b, ko_g,
@@ -114,7 +114,7 @@ def _launch(
 ) -> None:
     s, b, g, r, d = source.query.shape
     half = d // 2
-    _rotate[(triton.cdiv(s * b, _ROWS), g)](
+    rotate_lane[(triton.cdiv(s * b, _ROWS), g)](
         *source, *target, lane, table, settings.factor, s * b, b,
         *source.strides(), *target.strides(),
         R=r, HALF=half, CHANNEL=settings.channel, CLEAR=settings.clear_after_rope,

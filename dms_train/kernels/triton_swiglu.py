@@ -13,7 +13,8 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _forward(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def swiglu_forward(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -24,7 +25,8 @@ def _forward(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(x_ptr, d_out_ptr, d_x_ptr, width, BLOCK: tl.constexpr):
+def swiglu_backward(x_ptr, d_out_ptr, d_x_ptr, width, BLOCK: tl.constexpr):
+    """Gradients of BLOCK gates and BLOCK factors of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -49,7 +51,7 @@ class _SwiGLU(torch.autograd.Function):
         x = x.contiguous()
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
-        _forward[_grid(out.numel() // width, width)](x, out, width, BLOCK=_BLOCK)
+        swiglu_forward[_grid(out.numel() // width, width)](x, out, width, BLOCK=_BLOCK)
         ctx.save_for_backward(x)
         return out
 
@@ -58,7 +60,7 @@ class _SwiGLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         d_x, width = torch.empty_like(x), d_out.shape[-1]
         grid = _grid(d_out.numel() // width, width)
-        _backward[grid](x, d_out.contiguous(), d_x, width, BLOCK=_BLOCK)
+        swiglu_backward[grid](x, d_out.contiguous(), d_x, width, BLOCK=_BLOCK)
         return d_x
 
 

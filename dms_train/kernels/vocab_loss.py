@@ -47,18 +47,23 @@ def backend(device: torch.device) -> Any:
     return importlib.import_module(f"dms_train.kernels.{name}")
 
 
-def _shifted(logits: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """(maximum [rows], logits less maximum [rows, columns]) in float32, over the temperature."""
-    scaled = logits[:, :columns].float() / temperature
-    if columns == 0:
-        return scaled.new_full(scaled.shape[:1], _LOWEST), scaled
+def _scaled(logits: Tensor, columns: int, temperature: float) -> Tensor:
+    """Logits that count, in float32, over the temperature; perhaps the logits themselves."""
+    valid = logits[:, :columns].float()
+    return valid if temperature == 1 else valid / temperature
+
+
+def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum [rows], a new tensor of logits less maximum [rows, columns])."""
+    if scaled.shape[1] == 0:
+        return scaled.new_full(scaled.shape[:1], _LOWEST), scaled.clone()
     top = scaled.amax(-1).clamp_(min=_LOWEST)
-    return top, scaled - top[:, None]
+    return top, _finite(scaled - top[:, None])
 
 
-def _expected(weight: Tensor, value: Tensor) -> Tensor:
-    """Sum of weight * value over columns; nothing where the weight is 0, whatever the value."""
-    return torch.where(weight > 0, weight * value, 0.0).sum(-1)
+def _finite(x: Tensor) -> Tensor:
+    """-inf replaced in place by a number whose exponential is 0 too, and 0 times which is 0."""
+    return x.clamp_(min=_LOWEST)
 
 
 def divergence_statistics(p: Tensor, q: Tensor, columns: int, temperature: float) -> Tensor:
@@ -67,11 +72,11 @@ def divergence_statistics(p: Tensor, q: Tensor, columns: int, temperature: float
     With x~ = x / temperature - its maximum: maximum and sum of exp(p~), the same of q, and the sum
     of exp(p~) (p~ - q~).
     """
-    top_p, p = _shifted(p, columns, temperature)
-    top_q, q = _shifted(q, columns, temperature)
+    top_p, p = _shifted(_scaled(p, columns, temperature))
+    top_q, q = _shifted(_scaled(q, columns, temperature))
     exp_p = p.exp()
-    dots = _expected(exp_p, p - q)
-    return torch.stack([top_p, exp_p.sum(-1), top_q, q.exp().sum(-1), dots])
+    dots = p.sub_(q).mul_(exp_p).sum(-1)
+    return torch.stack([top_p, exp_p.sum(-1), top_q, q.exp_().sum(-1), dots])
 
 
 def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,22 +117,20 @@ def divergence_gradient_(
     """
     t = divergence.temperature
     top_p, log_p, top_q, log_q, kl = rows[..., None]
-    log_probability_p = p[:, :columns].float() / t - top_p - log_p
-    log_probability_q = q[:, :columns].float() / t - top_q - log_q
-    probability_p = log_probability_p.exp()
+    p_valid = _finite(_scaled(p, columns, t) - top_p).sub_(log_p)
+    q_valid = _finite(_scaled(q, columns, t) - top_q).sub_(log_q)
     if divergence.student_is_q:
-        student, gradient = q, log_probability_q.exp() - probability_p
+        student, gradient = q, q_valid.exp_().sub_(p_valid.exp_())
     else:
-        value = log_probability_p - log_probability_q - kl
-        student, gradient = p, torch.where(probability_p > 0, probability_p * value, 0.0)
-    student[:, :columns] = (gradient * t).to(student.dtype)
+        student, gradient = p, q_valid.neg_().add_(p_valid).sub_(kl).mul_(p_valid.exp_())
+    student[:, :columns] = gradient.mul_(t)
     student[:, columns:] = 0
 
 
 def nll_statistics(logits: Tensor, columns: int) -> Tensor:
     """float32 [2, rows]: maximum of the first `columns` columns and sum of exp(x - maximum)."""
-    top, shifted = _shifted(logits, columns, 1.0)
-    return torch.stack([top, shifted.exp().sum(-1)])
+    top, shifted = _shifted(_scaled(logits, columns, 1.0))
+    return torch.stack([top, shifted.exp_().sum(-1)])
 
 
 def merge_nll(statistics: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +153,9 @@ def nll_gradient_(logits: Tensor, columns: int, rows: Tensor, labels: Tensor) ->
         labels: int64 [rows], columns of this shard; any value outside of it is another rank's.
     """
     top, log_sum = rows[..., None]
-    gradient = (logits[:, :columns].float() - top - log_sum).exp()
-    here = torch.arange(columns, device=labels.device) == labels[:, None]
-    logits[:, :columns] = (gradient - here.float()).to(logits.dtype)
     logits[:, columns:] = 0
+    if columns > 0:
+        gradient = (_scaled(logits, columns, 1.0) - top).sub_(log_sum).exp_()
+        here = (labels >= 0) & (labels < columns)
+        gradient.scatter_add_(1, torch.where(here, labels, 0)[:, None], -here[:, None].float())
+        logits[:, :columns] = gradient

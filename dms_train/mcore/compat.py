@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 
@@ -17,6 +18,20 @@ def run_forward_pre_hooks(module: torch.nn.Module) -> None:
     """What megatron does before a module is called: wait for weights that are still gathered."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
+
+
+def add_to_main_grad(weight: Any, inputs: Tensor, d_out: Tensor) -> Tensor | None:
+    """Add d_out^T inputs to a weight's fp32 `main_grad`, as megatron's fused layers do.
+
+    Returns:
+        What autograd has to be told in place of a gradient, so that megatron learns that the weight
+        is done; None for one that an embedding shares, whose own gradient does that.
+    """
+    layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, d_out, weight.main_grad)
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return None
+    return weight.new_zeros(()).expand(weight.shape)
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
@@ -29,9 +44,12 @@ def _wraps_torch_adam(part: Any) -> bool:
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Give AdamW the state that a checkpoint is saved from or loaded into; changes no weight."""
+    """Give Adam the state that a checkpoint is saved from or loaded into; changes no weight."""
     for part in optimizer_parts(optimizer):
-        if not _wraps_torch_adam(part) or part.optimizer.state:
+        if part.optimizer.state:
+            continue
+        if not _wraps_torch_adam(part):
+            part.init_state_fn(part.optimizer, part.config)
             continue
         groups = part.optimizer.param_groups
         saved = [(group["lr"], group["weight_decay"]) for group in groups]
@@ -70,13 +88,21 @@ def _state_of(part: Any, model_param: Any) -> dict[str, Tensor]:
 
 def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
     """`load_state_dict` for every parameter dtype, with a step counter per parameter."""
+    parts = optimizer_parts(optimizer)
+    before = [[dict(group) for group in part.optimizer.param_groups] for part in parts]
     with torch.no_grad():  # fp32 main shards are views of leaf parameters
         optimizer.load_state_dict(state)
-    for part in optimizer_parts(optimizer):
+    for part, groups in zip(parts, before, strict=True):
+        for group, known in zip(part.optimizer.param_groups, groups, strict=True):
+            # a checkpoint of another Adam lacks some of this one's settings
+            group.update({key: value for key, value in known.items() if key not in group})
         if _wraps_torch_adam(part):
             # torch increments the counter in place, once per parameter that shares it
             for entry in part.optimizer.state.values():
                 entry["step"] = entry["step"].clone()
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = int(group.get("step", 0))  # torch's counts in floating point
 
 
 def reduced_gradient(optimizer: Any, parameter: Any, group: dist.ProcessGroup) -> Tensor:

@@ -20,6 +20,7 @@ from dms_train.mcore import (
     compat,
     families,
     fusions,
+    layers,
     optim,
     retention,
     weights,
@@ -67,6 +68,7 @@ class McoreEngine:
         self.view = view
         self._options = options
         self._attend = kernels.backend(kernels.choose(options.kernels, view.device))
+        self._kit = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
         fused = fusions.apply(self._config, view.device)
         self._method = MethodState(spec, self._attend, fused=fused)
@@ -85,12 +87,17 @@ class McoreEngine:
         count = self._options.parallel.virtual_pipeline_model_parallel_size
         stages = [None] if count is None else list(range(count))
         chunks = [
-            DMSModel(self._config, self.architecture, method, vp_stage=stage).to(self.view.device)
+            DMSModel(self._config, self.architecture, method, self._kit, vp_stage=stage)
             for stage in stages
         ]
+        chunks = [chunk.to(self.view.device) for chunk in chunks]
         if source is not None:
             weights.load(chunks, source, self.architecture, self.view)
         return chunks
+
+    def describe_layers(self) -> str:
+        """Whose layers, norms and optimizer these are, and why: one line for the log."""
+        return self._kit.describe(self._optimizer)
 
     def attach_teacher(self, source: weights.WeightSource) -> None:
         """Build the frozen original in the same layout; it costs weights only."""
@@ -188,6 +195,7 @@ class McoreEngine:
 
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
         """
+        optim.settle(self._chunks)
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
         groups = self.architecture.num_query_groups // self.view.tp_size
@@ -196,7 +204,8 @@ class McoreEngine:
             for layer in model.decoder.layers:
                 projection = layer.self_attention.linear_qkv
                 for parameter in (projection.weight, projection.bias):
-                    if parameter is not None:
+                    # Transformer Engine has an empty tensor where there is no bias
+                    if parameter is not None and parameter.numel():
                         parameter.data[rows] = 0
                         if self._optimizer is not None:
                             compat.zero_optimizer_rows(self._optimizer, parameter, rows)
@@ -208,6 +217,7 @@ class McoreEngine:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
+        optim.settle(self._chunks)
         return weights.gather(self._models, self.architecture, self.view)
 
     def hf_gradients(self) -> dict[str, Tensor]:
@@ -256,6 +266,7 @@ class McoreEngine:
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
+        optim.settle(self._chunks)
         self._saver.begin(path, self._models, optimizer, described)
 
     def load(self, path: Path, *, with_optimizer: bool, verified: bool = False) -> dict[str, Any]:
@@ -271,6 +282,7 @@ class McoreEngine:
         """
         if not verified:
             checkpoint.verify(path, self.view)
+        optim.settle(self._chunks)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         if self._optimizer is not None and not with_optimizer:
             self._optimizer.reload_model_params()
@@ -278,6 +290,7 @@ class McoreEngine:
 
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by those of a Hugging Face directory."""
+        optim.settle(self._chunks)
         weights.load(self._models, source, self.architecture, self.view)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()

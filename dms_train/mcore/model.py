@@ -24,6 +24,7 @@ from dms_train.mcore import compat, vocab_losses
 from dms_train.mcore.attention import MethodState
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.layer_spec import block_spec
+from dms_train.mcore.layers import LayerKit
 from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.stage_tensor import SIDE_VALUES, StageState, pack, unpack
 
@@ -103,12 +104,13 @@ class DMSModel(GPTModel):
         config: TransformerConfig,
         architecture: Architecture,
         method: MethodState,
+        kit: LayerKit,
         vp_stage: int | None = None,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         super().__init__(
             config,
-            block_spec(config, method, vp_stage),
+            block_spec(config, method, kit, vp_stage),
             vocab_size=padded_vocab_size(architecture),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -203,7 +205,8 @@ class DMSModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return vocab_losses.Projection(hidden, weight)
+        accumulates = self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad")
+        return vocab_losses.Projection(hidden, weight, accumulates)
 
     def _input_state(self, tokens: Tensor, teacher: DMSModel | None) -> StageState:
         if not self.pre_process:

@@ -28,10 +28,17 @@ def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
 
 
 def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
-    """Gradient buckets with fp32 reduction, which overlaps the backward pass of several copies."""
+    """Gradient buckets with fp32 reduction around this rank's chunks.
+
+    With several copies the reduction overlaps the backward pass, and updated weights are gathered
+    while the next forward pass runs: `settle` before they are read elsewhere.
+    """
     overlap = parallel_state.get_data_parallel_world_size() > 1
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
     )
     wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
@@ -47,6 +54,13 @@ def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
     return wrapped
 
 
+def settle(chunks: list[Any]) -> None:
+    """Wait until every rank has the weights of the last update; all ranks call it."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: list[Any]) -> Any:
     """The distributed AdamW over the wrapped chunks."""
     config = OptimizerConfig(
@@ -59,6 +73,7 @@ def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: lis
         clip_grad=options.clip_grad,
         bf16=model.bf16,
         use_distributed_optimizer=True,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, chunks)
     fusions.fuse_adam(optimizer)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 # Rows of the embedding table are padded to a multiple of this, whatever the tensor-parallel size,
 # so that a checkpoint has the same shapes in every layout.
 VOCABULARY_MULTIPLE = 128
+LAYERS = ("auto", "local", "transformer_engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class ParallelOptions:
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (core attention) or `full` (whole layers).
         recompute_num_layers: Layers per recomputed unit with `full`.
+        layers: Whose linear layers and norms: `auto`, `local` (megatron-core's own) or
+            `transformer_engine`; see `mcore.layers`.
         distributed_timeout_minutes: After this long without an answer a collective gives up; a rank
             without a sign of life for half of it counts as dead.
     """
@@ -31,6 +34,7 @@ class ParallelOptions:
     params_dtype: str = "fp32"
     recompute_granularity: str | None = None
     recompute_num_layers: int = 1
+    layers: str = "auto"
     distributed_timeout_minutes: float = 10.0
 
 

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from dms_train.kernels import vocab_loss
 from dms_train.kernels.vocab_loss import Divergence
+from dms_train.mcore import compat
 
 # Logits of one model that exist at a time, beside those that become the student's gradient. On a
 # GPU large enough for its matrix products, elsewhere small enough for a cache.
 _CHUNK = {"cuda": 2**28, "cpu": 2**22}
+_TILE = 128  # positions
 
 
 class Projection(NamedTuple):
@@ -32,10 +34,13 @@ class Projection(NamedTuple):
         hidden: [s, b, h], all positions, the same on every rank of the tensor-parallel group. Its
             gradient is this rank's part of a sum over the group.
         weight: [padded vocabulary / tp, h].
+        accumulates: Whether the gradient of `weight` is added to its fp32 `main_grad`
+            (megatron's `gradient_accumulation_fusion`) rather than given to autograd.
     """
 
     hidden: Tensor
     weight: Tensor
+    accumulates: bool = False
 
 
 # (positions, their logits, whether to replace the logits by the gradient) -> losses
@@ -47,21 +52,29 @@ def valid_columns(width: int, vocab_size: int, shard: int) -> int:
     return max(0, min(width, vocab_size - width * shard))
 
 
+def _chunks(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Parts of nearly the same size, in whole tiles of a GPU's matrix products if there are any."""
+    count = -(-rows * width // _CHUNK[device.type])
+    size = -(-rows // max(count, 1))
+    if size > _TILE:
+        size = -(-size // _TILE) * _TILE
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, max(size, 1))]
+
+
 class _LinearLoss(torch.autograd.Function):
     """Loss [rows] of hidden [rows, h] and weight [width, h]."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, row_loss: _RowLoss, differentiable: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, row_loss: _RowLoss, keeps: bool, accumulates: bool
     ) -> Tensor:
         rows, width = hidden.shape[0], weight.shape[0]
         losses = hidden.new_empty(rows, dtype=torch.float32)
-        gradient = hidden.new_empty(rows, width) if differentiable else None
-        step = max(1, _CHUNK[hidden.device.type] // width)
-        for first in range(0, rows, step):
-            c = slice(first, min(first + step, rows))
+        gradient = hidden.new_empty(rows, width) if keeps else None
+        for c in _chunks(rows, width, hidden.device):
             logits = torch.mm(hidden[c], weight.t(), out=None if gradient is None else gradient[c])
-            losses[c] = row_loss(c, logits, differentiable)
+            losses[c] = row_loss(c, logits, keeps)
+        ctx.accumulates = accumulates
         if gradient is not None:
             ctx.save_for_backward(hidden, weight, gradient)
         return losses
@@ -73,14 +86,18 @@ class _LinearLoss(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_hidden = (gradient @ weight * d_losses[:, None]).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
-            d_weight = gradient.t() @ (hidden * d_losses[:, None]).to(hidden.dtype)
-        return d_hidden, d_weight, None, None
+            inputs = (hidden * d_losses[:, None]).to(hidden.dtype)
+            if ctx.accumulates:
+                d_weight = compat.add_to_main_grad(weight, inputs, gradient)
+            else:
+                d_weight = gradient.t() @ inputs
+        return d_hidden, d_weight, None, None, None
 
 
 def _apply(student: Projection, row_loss: _RowLoss) -> Tensor:
-    hidden, weight = student
-    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    losses = _LinearLoss.apply(hidden.flatten(0, 1), weight, row_loss, differentiable)
+    hidden, weight, accumulates = student
+    keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    losses = _LinearLoss.apply(hidden.flatten(0, 1), weight, row_loss, keeps, accumulates)
     return losses.view(hidden.shape[:2])
 
 

@@ -15,6 +15,7 @@ from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import families
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layer_spec import FUSED_NAMES
 
 
 class WeightSource(Protocol):
@@ -46,10 +47,18 @@ class RandomWeights:
         return torch.randn(shape, generator=generator) * std
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name where norms stand before the layers, whoever's layers they are."""
+    for plain, fused in FUSED_NAMES.items():
+        name = name.replace(fused, plain)
+    return name
+
+
 def global_names(chunk: Any) -> dict[str, Tensor]:
-    """Parameters of one model chunk by name with the global layer number."""
+    """Parameters of one model chunk by plain name with the global layer number."""
     named = {}
-    for name, parameter in chunk.named_parameters():
+    for full, parameter in chunk.named_parameters():
+        name = plain_name(full)
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)

@@ -6,6 +6,7 @@ next. Standard library only: the command that submits and watches runs reads the
     state/heartbeat       touched by rank 0 after every step
     state/ranks/N         sign of life of rank N (`heartbeats`)
     state/STOPPED         the run saved and left because it was told to; removed by the next start
+    state/REFUSED         the run was refused as it is; the same start would be refused again
     state/STAGE.done      a stage is finished and what it made is stored
     state/DONE            all stages are
     errors/ATTEMPT-rankN.json   why a rank ended; written under the launch scripts only
@@ -50,6 +51,11 @@ class StateFiles:
     def stopped(self, step: int) -> None:
         """The run was told to stop, and saved after `step` steps."""
         self._write(self.state / "STOPPED", f"step {step}\n")
+
+    def refused(self, lines: list[str]) -> None:
+        """Nothing was begun, and what the user is told must be done first."""
+        self.state.mkdir(parents=True, exist_ok=True)
+        self._write(self.state / "REFUSED", "\n".join(lines) + "\n")
 
     def done(self, stage: str, step: int) -> None:
         """A stage is finished, after `step` steps of the run; said once."""

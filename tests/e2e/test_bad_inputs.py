@@ -248,6 +248,50 @@ def _other_reference(room: Room) -> None:
     save_file(tensors, file)
 
 
+def _submit(*words: str, **programs: str) -> Callable[[Room], list[str]]:
+    """Submit the small run; SLURM's commands are stand-ins, of which none is reached."""
+
+    def arrange(room: Room) -> list[str]:
+        room.stand_in(**(programs or {"sbatch": ""}))
+        return ["submit", *room.train("cluster=default")[1:], *words]
+
+    return arrange
+
+
+def _resubmit(room: Room) -> list[str]:
+    room.finish_run()
+    return _submit("optim.lr=1e-3")(room)
+
+
+def _submit_twice(room: Room) -> list[str]:
+    (room.run / "launch").mkdir(parents=True)
+    (room.run / "launch" / "submitting").write_text("ada on login2, process 71\n")
+    return _submit()(room)
+
+
+def _submit_into_a_file(room: Room) -> list[str]:
+    _file_in_place_of_run(room)
+    return _submit()(room)
+
+
+def _not_submitted(room: Room) -> list[str]:
+    room.finish_run()
+    return ["submit", "status", str(room.run)]
+
+
+def _has_no_jobs(room: Room) -> None:
+    assert not (room.run / "launch" / "jobs.json").exists()
+
+
+def _on_a_node(*words: str, nvidia_smi: str) -> Callable[[Room], list[str]]:
+    def arrange(room: Room) -> list[str]:
+        room.run.mkdir()
+        room.stand_in(**({"nvidia-smi": nvidia_smi} if nvidia_smi else {}))
+        return ["preflight", "--node", "a1", *words, str(room.run)]
+
+    return arrange
+
+
 def _is_reported(room: Room) -> None:
     assert json.loads((room.out / "metrics.json").read_text())["selftest.kl"] > 0.02
     assert "FAILED" in (room.out / "report.md").read_text()
@@ -529,6 +573,16 @@ CONFIG = {
         done="`kernels=flex` without a GPU",
         arrange=_train("kernels=flex"),
         says=r"kernels=flex: training runs on the CPU and FlexAttention has no backward pass",
+    ),
+    "unknown-layers": Case(
+        done="`parallel.layers=te`",
+        arrange=_train("parallel.layers=te"),
+        says=r"parallel\.layers=te: choose one of auto, local, transformer_engine",
+    ),
+    "transformer-engine-on-cpu": Case(
+        done="`parallel.layers=transformer_engine` without a GPU",
+        arrange=_train("parallel.layers=transformer_engine"),
+        says=r"parallel\.layers=transformer_engine: Transformer Engine needs a GPU and training",
     ),
     "several-problems": Case(
         done="`optim.lr=0 run.log_interval=0`: a line for each problem",
@@ -1165,12 +1219,117 @@ TOOLS = {
     ),
 }
 
+_INVALID = "sbatch: error: Batch job submission failed: Invalid account or account/partition"
+
+CLUSTER = {
+    "submit-layout": Case(
+        done="`dms-submit` of TP 2 on 1 process",
+        arrange=_submit("parallel=tp2"),
+        says=r"parallel: tensor x pipeline size is 2, which does not divide the 1 process",
+    ),
+    "submit-unknown-key": Case(
+        done="`dms-submit cluster.node=2`",
+        arrange=_submit("cluster.node=2"),
+        says=r"cluster\.node: unknown key; did you mean cluster\.nodes\?",
+    ),
+    "submit-skip": Case(
+        done="`dms-submit --skip pretrain` of a run without that stage",
+        arrange=_submit("--skip", "pretrain"),
+        says=r"--skip pretrain: no such stage; this run has prepare, hf_to_megatron, zero_neuron",
+    ),
+    "submit-no-image": Case(
+        done="`dms-submit cluster=gpu_container` without an image",
+        arrange=_submit("cluster=gpu_container"),
+        says=r"cluster\.container_image: missing; set cluster\.container_image=",
+    ),
+    "submit-prepare": Case(
+        done="`dms-submit --prepare` with a quote that is not closed",
+        arrange=_submit("--prepare", "tokenize 'a"),
+        says=r"--prepare tokenize 'a: No closing quotation; quote it as for a shell",
+    ),
+    "submit-no-time-to-save": Case(
+        done="`dms-submit` with no less time to save than before the limit",
+        arrange=_submit("cluster.save_seconds=300"),
+        says=r"cluster\.save_seconds=300: not below cluster\.signal_seconds=300",
+    ),
+    "submit-without-slurm": Case(
+        done="`dms-submit` where SLURM is not installed",
+        arrange=_submit(true=""),
+        says=r"error: sbatch: not found; submit where SLURM is installed",
+    ),
+    "submit-refused": Case(
+        done="`dms-submit` of what SLURM refuses",
+        arrange=_submit(
+            "cluster.account=nobody", sbatch=f"echo '{_INVALID}' >&2; exit 1", squeue="", git=""
+        ),
+        says=r"error: sbatch: error: Batch job submission failed: Invalid account",
+        changes=("run", "run/*"),
+        after=_has_no_jobs,
+    ),
+    "submit-into-a-file": Case(
+        done="`dms-submit` with a `run.dir` that is a file",
+        arrange=_submit_into_a_file,
+        says=r"config error: run\.dir=RUN: cannot be written \(Not a directory\)",
+    ),
+    "submit-twice": Case(
+        done="two `dms-submit` of one run folder at once",
+        arrange=_submit_twice,
+        says=r"RUN: being submitted by ada on login2, process 71; wait, or remove RUN/launch/",
+    ),
+    "submit-changed": Case(
+        done="`dms-submit` of a run that was started with another learning rate",
+        arrange=_resubmit,
+        says=r"run\.dir=RUN: its run was started with other values \(optim\.lr: ",
+        changes=("run/launch",),
+    ),
+    "submit-status-nothing": Case(
+        done="`dms-submit status` without a folder",
+        arrange=_command("submit", "status"),
+        says=r"dms-submit status: give one run folder",
+    ),
+    "submit-status-missing": Case(
+        done="`dms-submit status` of a folder that is not there",
+        arrange=_command("submit", "status", "{room.run}"),
+        says=r"RUN/config\.yaml: cannot be read \(No such file or directory\); give the folder of",
+    ),
+    "submit-status-other": Case(
+        done="`dms-submit status` of a run that was started by hand",
+        arrange=_not_submitted,
+        says=r"RUN: was not submitted by dms-submit",
+    ),
+    "node-gpus": Case(
+        done="a job on a node that shows 1 of its 2 GPUs",
+        arrange=_on_a_node("--gpus", "2", nvidia_smi="echo 'GPU 0: NVIDIA H200 (UUID: x)'"),
+        says=r"error: node a1: 1 visible GPU\(s\), 2 are needed; have it repaired",
+        changes=("run/errors", "run/errors/*"),
+    ),
+    "node-driver": Case(
+        done="a job on a node whose driver does not answer",
+        arrange=_on_a_node("--gpus", "2", nvidia_smi="echo 'No devices were found'; exit 6"),
+        says=r"error: node a1: nvidia-smi does not answer \(No devices were found\)",
+        changes=("run/errors", "run/errors/*"),
+    ),
+    "node-no-driver": Case(
+        done="a job for GPUs on a node without a driver",
+        arrange=_on_a_node("--gpus", "2", nvidia_smi=""),
+        says=r"error: node a1: nvidia-smi does not answer \(No such file or directory\)",
+        changes=("run/errors", "run/errors/*"),
+    ),
+    "node-disk": Case(
+        done="a job whose run folder has no room for a checkpoint",
+        arrange=_on_a_node("--free-bytes", str(2**60), nvidia_smi=""),
+        says=r"error: node a1: .* free in RUN, .* are needed for a checkpoint; make room",
+        changes=("run/errors", "run/errors/*"),
+    ),
+}
+
 GROUPS = {
     "Configuration": CONFIG,
     "Model": MODEL,
     "Data": DATA,
     "Run": RUN,
     "Tools": TOOLS,
+    "Cluster": CLUSTER,
 }
 CASES = {name: case for cases in GROUPS.values() for name, case in cases.items()}
 
@@ -1223,6 +1382,7 @@ _VARYING = (
     (re.compile(r"(promises|says|instead of) \d+"), r"\1 N"),
     (re.compile(r"step \d+:"), "step N:"),
     (re.compile(r"KL \S+ nats"), "KL N nats"),
+    (re.compile(r"\d+\.\d [GM]iB"), "N GiB"),
     (re.compile(r"line \d+ column \d+ \(char \d+\)"), "line N"),
 )
 

@@ -203,4 +203,5 @@ def test_every_rank_says_why_it_ended(room: Path) -> None:
     assert code != 0
     described = json.loads((run / "errors" / "7.1-rank0.json").read_text())
     assert described["message"].startswith(f"error: {room}/absent.manifest.json: missing")
+    assert (run / "state" / "REFUSED").read_text() == f"{described['message']}\n"
     assert not (run / "checkpoints").exists()

@@ -18,7 +18,7 @@ PROBLEMS = [
     *support.PROBLEMS,
     Rows(5, 151936, 151936, dtype=torch.bfloat16),
     Rows(5, 128256, 128256, "large", torch.bfloat16, splits=2),
-    Rows(3, 151665, 151680, "minus_infinity", torch.float16, splits=3),
+    Rows(3, 151665, 151680, "minus_infinity", torch.bfloat16, splits=3),
     Rows(3, 50257, 50304, "peaked"),
 ]
 

@@ -44,12 +44,15 @@ AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
 MpiDefault=none
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,bf_interval=3,sched_interval=5
+SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 # nodes may claim more cores than this machine has
 SlurmdParameters=config_overrides
 JobRequeue=1
+# a job in `urgent` takes the nodes of one in `batch`: SIGTERM, a minute of grace, back to the queue
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=5
 MinJobAge=600
@@ -58,7 +61,9 @@ SlurmdTimeout=10
 MessageTimeout=20
 PropagateResourceLimits=NONE
 {nodes}
-PartitionName=batch Nodes={names} Default=YES MaxTime=INFINITE State=UP
+PartitionName=batch Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \
+PreemptMode=REQUEUE GraceTime=60
+PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -200,7 +205,7 @@ class LocalSlurm:
 
     def _all_idle(self) -> bool:
         done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%t"],
+            ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"],
             env={**os.environ, **self.environment},
             capture_output=True,
             text=True,

@@ -37,6 +37,8 @@ COMMANDS = {
     "report": "dms_train.cli.report",
     "export": "checkpoints_tools.megatron_to_hf",
     "import": "checkpoints_tools.hf_to_megatron",
+    "submit": "launch.submit",
+    "preflight": "launch.preflight",
 }
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (\[rank \d+\] )?")
 STEPS = (2, 2)  # of zero_neuron and retrofit in the finished run
@@ -160,6 +162,16 @@ class Room:
     def small_disk(self, path: Path, kibibytes: int) -> None:
         """Put an empty file system of that size at `path`; CannotArrange without permission."""
         self.closing.enter_context(small_disk(path, kibibytes))
+
+    def stand_in(self, **programs: str) -> None:
+        """Nothing but these programs on PATH, each a shell script."""
+        folder = self.folder / "bin"
+        folder.mkdir()
+        for name, text in programs.items():
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+        path = {"PATH": str(folder)}
+        self.closing.enter_context(mock.patch.dict(os.environ, path))
 
     def train(self, *overrides: str) -> list[str]:
         """A small run on this room's inputs; the latest override of a key counts."""

@@ -27,12 +27,54 @@ def test_layout_memory_and_five_steps_of_each_stage():
     assert "layout  8 processes = TP 2 x PP 1 x DP 4, fp32" in text
     assert "512 tokens a step), 2 microbatch(es) of 1" in text
     assert "window 16" in text
-    assert "MiB on the fullest process" in text
-    rows = [line.split() for line in text.splitlines() if line[:10].strip().isdigit()]
+    assert "2 layers a stage" not in text
+    assert "6N student, 2N teacher" in text
+    assert "s a step on H100 SXM 80 GB: matmul" in text
+    rows = [line.split() for line in text.split("stage zero_neuron")[1].splitlines()]
+    rows = [row for row in rows if row and row[0].isdigit()]
     assert len(rows) == 10
     assert rows[0] == ["1", "0.900", "none", "1.000", "0.000"]
     assert rows[4] == ["10", "0.000", "none", "1.000", "0.000"]
     assert rows[9] == ["20", "0.000", "soft", "2.000", "0.500"]
+
+
+def test_memory_of_every_pipeline_stage_adds_up():
+    config = configs.config(parallel__pipeline_model_parallel_size=2, data__seq_length=64)
+    text = plan.describe(config, configs.architecture(), 8)
+    assert "2 layers a stage" in text
+    table = text.partition("memory  ")[2].splitlines()[1:4]
+    names, *stages = (line.split() for line in table)
+    assert names[:3] == ["stage", "ranks", "weights"]
+    assert [stage[:2] for stage in stages] == [["1", "0-3"], ["2", "4-7"]]
+    for stage in stages:
+        counted = sum(float(size) for size in stage[2:-1])
+        assert counted <= float(stage[-1])
+
+
+def test_layouts_are_ranked(monkeypatch, capsys):
+    words = ["experiment=tiny_pretrain", "--world-size", "4", "--gpu", "h100", "--list-layouts"]
+    assert run_plan(monkeypatch, *words, "3") == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert "layouts of 4 processes fit H100 SXM 80 GB" in head
+    assert len(rows) == 3
+    times = [float(row.split()[0]) for row in rows]
+    assert times == sorted(times)
+
+
+def test_a_gpu_that_is_too_small_is_refused(monkeypatch, capsys, tmp_path):
+    model = to_hf_config(configs.KNOWN["qwen_r1_7b"])
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = ["experiment=qwen_r1_7b", f"model.path={tmp_path}", "data.paths=[x]"]
+    layout = ["parallel=tp1_bf16", "--world-size", "8"]
+    assert run_plan(monkeypatch, *words, *layout, "--gpu", "a100_40gb") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "(ranks 0 to 7) needs" in said
+    assert "the fastest layout that fits: parallel.tensor_model_parallel_size=" in said
+    assert run_plan(monkeypatch, *words, *layout, "--gpu", "h300") == 2
+    assert "choose one of a100_40gb" in capsys.readouterr().err
+    assert run_plan(monkeypatch, *words, *layout, "cluster.gpu=h300") == 2
+    assert "cluster.gpu=h300: choose one of" in capsys.readouterr().err
 
 
 def test_stages_shorter_than_five_steps():

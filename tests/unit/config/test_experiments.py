@@ -8,6 +8,8 @@ import pytest
 
 from dms_train.cli.config_source import compose
 from dms_train.config.check import check
+from dms_train.config.gpus import GPUS
+from dms_train.config.layouts import memory_problems
 from dms_train.config.memory import estimate
 from dms_train.config.schema import RunConfig
 from tests.support import configs
@@ -24,7 +26,7 @@ def composed(name: str, *overrides: str) -> RunConfig:
 
 
 def fixed_gib(config: RunConfig, name: str, gpus: int) -> float:
-    return estimate(config, configs.KNOWN[name], gpus).total / 2**30
+    return estimate(config, configs.KNOWN[name], gpus).fixed / 2**30
 
 
 @pytest.mark.parametrize(("name", "gpus", "layout"), RUNS)
@@ -33,6 +35,7 @@ def test_a_stated_layout_divides_the_model_and_fits(name, gpus, layout):
     check(config, world_size=gpus, architecture=configs.KNOWN[name])
     assert config.parallel.params_dtype == "bf16"
     assert fixed_gib(config, name, gpus) < FIXED_GIB
+    assert memory_problems(config, configs.KNOWN[name], gpus, GPUS["h100"]) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

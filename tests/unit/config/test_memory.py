@@ -35,7 +35,9 @@ def test_bytes_per_parameter():
     assert parameters == parameter_count(configs.architecture())
     assert (memory.gradients, memory.optimizer) == (4 * parameters, 8 * parameters)
     assert memory.teacher == memory.weights
-    assert memory.logits == 3 * 64 * 512 * 4  # student, teacher and the student's gradient
+    fixed = memory.weights + memory.gradients + memory.optimizer + memory.teacher
+    assert memory.fixed == fixed
+    assert memory.total == sum(memory.kinds().values()) > fixed
 
 
 def test_precision_copies_and_losses():

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dms_train.cli.config_source import compose
-from dms_train.config.build import ConfigError
+from dms_train.cli.model import read_architecture
+from dms_train.config.build import ConfigError, to_mapping
 from dms_train.config.cluster import ClusterOptions
+from dms_train.config.memory import parameter_count
 from dms_train.config.schema import RunConfig
 from launch import scheduler, submit
-from launch.chain import Job, chain, container_options, frozen, script
+from launch.chain import Job, chain, container_options, frozen, needs, script
+from launch.nodes import Needs
+from launch.stage import main as run_stage
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "slurm").glob("*.sbatch")])
@@ -101,6 +109,30 @@ def test_no_placeholder_is_left_and_every_value_is_quoted(tmp_path: Path, job: J
     assert shown.stdout == f"{odd}/run|{odd}"
 
 
+def test_sbatch_reads_odd_names_as_one_word_without_fields(tmp_path: Path) -> None:
+    plain = config(tmp_path)
+    odd = replace(plain, run=replace(plain.run, dir="/runs/it's @RUN@ at 50%j"))
+    lines = script(Job("hold", "train"), odd, tmp_path).splitlines()
+    words = [shlex.split(line)[1:] for line in lines if line.startswith("#SBATCH ")]
+    assert ["--output=/runs/it's @RUN@ at 50%%j/logs/hold-%j.log"] in words
+    assert ["--job-name=it_s__RUN__at_50_j-hold"] in words
+
+
+def test_a_node_is_looked_at_for_gpus_and_room(tmp_path: Path) -> None:
+    site = ["cluster=gpu_node", "cluster.nodes=1", "parallel=tp4_pp2"]
+    made = config(tmp_path, *site, "parallel.params_dtype=fp32")
+    parameters = parameter_count(read_architecture(made.model))
+    assert needs(Job("prepare", "convert"), made) == Needs(0, 0)
+    assert needs(Job("hf_to_megatron", "convert"), made) == Needs(0, 4 * parameters)
+    assert needs(Job("validate", "validate"), made) == Needs(1, 0)
+    assert needs(Job("hold", "train"), made) == Needs(8, int(1.1 * 16 * parameters))
+    half = config(tmp_path, *site, "parallel.params_dtype=bf16")
+    assert needs(Job("hold", "train"), half) == Needs(8, int(1.1 * 14 * parameters))
+    assert needs(Job("hold", "train"), config(tmp_path)).gpus == 0
+    text = script(Job("hold", "train"), made, tmp_path)
+    assert f"NODE_GPUS=8 FREE_BYTES={int(1.1 * 16 * parameters)} " in text
+
+
 def test_site_values_stand_in_the_script(tmp_path: Path) -> None:
     site = ["cluster=gpu_node", "cluster.nodes=1", "parallel=tp4_pp2", "cluster.account=a1"]
     made = config(tmp_path, *site, "cluster.partition=long", "cluster.qos=q")
@@ -124,10 +156,24 @@ def test_a_container_is_given_to_srun_with_the_run_mounted() -> None:
     ]
 
 
+def test_the_experiments_of_the_examples_exist() -> None:
+    files = [ROOT / "docs" / "cluster.md", ROOT / "README.md", ROOT / "launch" / "local.sh"]
+    named = {name for file in files for name in re.findall(r"experiment=(\w+)", file.read_text())}
+    there = {file.stem for file in (ROOT / "dms_train" / "conf" / "experiment").glob("*.yaml")}
+    assert named
+    assert named <= there
+
+
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda f: f.name)
 def test_shell_syntax(file: Path) -> None:
     done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="apt-get install shellcheck")
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run(["shellcheck", *map(str, SCRIPTS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def environment(**given: str) -> dict[str, str]:
@@ -159,7 +205,9 @@ def test_what_the_site_has_set_wins() -> None:
 
 def test_no_other_script_touches_those_settings() -> None:
     others = [file for file in SCRIPTS if file.name != "env.sh"]
-    assert [f.name for f in others if re.search(r"NCCL_|CUDA_|ALLOC_CONF", f.read_text())] == []
+    assert [
+        f.name for f in others if re.search(r"NCCL_|CUDA_(?!VISIBLE)|ALLOC_CONF", f.read_text())
+    ] == []
 
 
 def test_templates_hold_no_site_and_no_logic() -> None:
@@ -177,7 +225,23 @@ def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: P
     done = dms_submit(tmp_path, "--dry-run", *words, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("#SBATCH --job-name=run-") == 7
+    assert "every node must have: 16.7 MiB free in the run folder\n" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_no_verb_needs_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    programs, run = tmp_path / "bin", tmp_path / "run"
+    programs.mkdir()
+    for name, says in (("sbatch", "echo 7"), ("squeue", ":"), ("scancel", ":"), ("scontrol", ":")):
+        (programs / name).write_text(f"#!/bin/sh\n{says}\n")
+        (programs / name).chmod(0o755)
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": f"{programs}:/usr/bin:/bin"}
+    verbs = (["status", str(run)], ["cancel", str(run)], ["resume", str(run)])
+    for words in ([*WORDS, f"run.dir={run}"], *verbs):
+        done = dms_submit(tmp_path, *words, **path)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.count("job 7") == 7
 
 
 @pytest.mark.parametrize(
@@ -187,6 +251,8 @@ def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: P
         (["cluster.node=2"], "cluster.node: unknown key; did you mean cluster.nodes?"),
         (["--skip", "pretrain"], "--skip pretrain: no such stage"),
         (["cluster=gpu_container"], "cluster.container_image: missing"),
+        (["--prepare", "tokenize 'a"], "--prepare tokenize 'a: No closing quotation; quote it"),
+        (["cluster.save_seconds=300"], "save_seconds=300: not below cluster.signal_seconds=300"),
     ],
 )
 def test_a_bad_command_is_one_line_and_leaves_nothing(
@@ -205,15 +271,22 @@ class Scheduler:
     def __init__(self) -> None:
         self.taken: list[tuple[str, str | None]] = []
         self.queue: dict[str, str] = {}
+        self.cancelled: list[str] = []
+        self.full = 99  # jobs that are accepted
 
     def submit(self, script: str, after: str | None) -> str:
         name = re.search(r"--job-name=run-(\w+)", script)
         assert name is not None
+        if len(self.taken) == self.full:
+            raise scheduler.SchedulerError("sbatch: no more jobs")
         self.taken.append((name[1], after))
         return str(100 + len(self.taken))
 
     def states(self, jobs: object) -> dict[str, str]:
         return self.queue
+
+    def cancel(self, jobs: Iterable[str]) -> None:
+        self.cancelled += jobs
 
 
 @pytest.fixture
@@ -221,6 +294,9 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     fake = Scheduler()
     monkeypatch.setattr(scheduler, "submit", fake.submit)
     monkeypatch.setattr(scheduler, "states", fake.states)
+    monkeypatch.setattr(scheduler, "cancel", fake.cancel)
+    monkeypatch.setattr(scheduler, "ended_as", lambda job: "TIMEOUT")
+    monkeypatch.setattr(scheduler, "available", lambda: True)
     return fake
 
 
@@ -235,6 +311,54 @@ def test_jobs_wait_for_the_one_before(tmp_path: Path, queue: Scheduler) -> None:
     assert "torch==" in (launch / "packages.txt").read_text()
     assert (tmp_path / "run" / "code" / "launch" / "job.sh").is_file()
     assert compose([*WORDS]).stage == submit.read_frozen(tmp_path / "run" / "config.yaml").stage
+
+
+def test_half_a_chain_is_taken_back(tmp_path: Path, queue: Scheduler) -> None:
+    queue.full = 2
+    words = [*WORDS, f"run.dir={tmp_path}/run"]
+    with pytest.raises(scheduler.SchedulerError, match="no more jobs"):
+        submit._main(words)
+    assert queue.cancelled == ["102", "101"]
+    queue.full, queue.taken = 99, []
+    submit._main(words)
+    assert len(queue.taken) == 7
+
+
+def test_one_submission_at_a_time(tmp_path: Path, queue: Scheduler) -> None:
+    words, run = [*WORDS, f"run.dir={tmp_path}/run"], tmp_path / "run"
+    with submit._alone(run), pytest.raises(ConfigError, match="being submitted by "):
+        submit._main(words)
+    assert queue.taken == []
+    submit._main(words)
+    assert not (run / "launch" / "submitting").exists()
+
+
+def test_jobs_work_where_the_run_was_first_submitted(
+    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    for folder in (first, other):
+        folder.mkdir()
+    monkeypatch.chdir(first)
+    submit._main([*WORDS, "run.dir=run"])
+    monkeypatch.chdir(other)
+    submit._main(["resume", str(first / "run")])
+    text = (first / "run" / "launch" / "hold.sbatch").read_text()
+    assert f"RUN={first}/run " in text
+    assert f"WORKDIR={first} " in text
+    assert list(other.iterdir()) == []
+
+
+def test_no_key_of_the_environment_is_frozen(
+    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "0123456789abcdef" * 2 + "deadbeef"
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, key)
+    submit._main([*WORDS, f"run.dir={tmp_path}/run"])
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert {"config.yaml", "command.txt", "git.txt", "hold.sbatch"} <= {f.name for f in files}
+    assert [file for file in files if key.encode() in file.read_bytes()] == []
 
 
 def test_submitting_again_leaves_out_what_is_finished(tmp_path: Path, queue: Scheduler) -> None:
@@ -272,6 +396,19 @@ def test_a_changed_configuration_is_refused(tmp_path: Path, queue: Scheduler) ->
     assert len(queue.taken) == 7
 
 
+@pytest.mark.parametrize("words", [["tokenise"], ["tokenize", "absent.txt"]])
+def test_words_that_make_no_data_refuse_the_stage(tmp_path: Path, words: list[str]) -> None:
+    made = config(tmp_path, f"data.paths=[{tmp_path}/absent]")
+    run = tmp_path / "run"
+    (run / "launch").mkdir(parents=True)
+    (run / "launch" / "prepare.json").write_text(json.dumps(words))
+    (run / "config.yaml").write_text(yaml.safe_dump(to_mapping(made)))
+    assert run_stage([str(run), "prepare"]) == 2
+    refused = (run / "state" / "REFUSED").read_text()
+    assert refused == f"config error: --prepare {' '.join(words)}: failed; see the lines above\n"
+    assert not (run / "state" / "prepare.done").exists()
+
+
 def test_status_names_the_failed_stage_and_the_first_error(
     tmp_path: Path, queue: Scheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +425,16 @@ def test_status_names_the_failed_stage_and_the_first_error(
     assert lines[0].split() == ["prepare", "job", "101", "finished"]
     assert lines[1].endswith("FAILED: gave up after 3 failures")
     assert "first error, of rank 1: error: disk full" in lines
+
+
+def test_status_says_how_slurm_ended_a_job_without_a_mark(
+    tmp_path: Path, queue: Scheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit._main([*WORDS, f"run.dir={tmp_path}/run"])
+    log = tmp_path / "run" / "logs" / "prepare-101.log"
+    log.touch()
+    submit._main(["status", str(tmp_path / "run")])
+    assert f"not in the queue (TIMEOUT); see {log}" in capsys.readouterr().out
 
 
 def test_status_does_not_blame_the_ranks_that_were_left_alone(

@@ -45,7 +45,7 @@ def labels() -> Tensor:
 def outcome(loss: Loss, student: Projection) -> tuple[Tensor, ...]:
     """(loss, gradients of hidden states and weight)."""
     value = loss(student)
-    return (value.detach(), *torch.autograd.grad(value, student, d_losses().to(value.dtype)))
+    return (value.detach(), *torch.autograd.grad(value, student[:2], d_losses().to(value.dtype)))
 
 
 def kl(view: ParallelView, task: Divergence, dtype: torch.dtype = torch.float32) -> Loss:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import http.server
 import json
+import os
 import socket
 import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -16,7 +22,7 @@ from PIL import Image
 from dms_train.observe import sinks
 from dms_train.observe.options import ObserveOptions
 from dms_train.observe.sinks import JsonlSink, WandbSink, open_sinks, reachable, wandb_run_id
-from tests.support import wandb_file
+from tests.support import wandb_file, wandb_server
 from tests.support.disks import CannotArrange, small_disk
 
 KEY = "0123456789abcdef" * 2 + "deadbeef"
@@ -262,6 +268,44 @@ def test_online_without_a_key_asks_nothing(wandb, tmp_path, monkeypatch):
     assert len(wandb_file.find(tmp_path)) == 1
 
 
+@contextlib.contextmanager
+def server(status: int) -> Iterator[tuple[str, list[str]]]:
+    """Answers every request with a status; its address, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as opened:
+        threading.Thread(target=opened.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{opened.server_port}", asked
+        opened.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_server_that_refuses_leaves_an_offline_run(wandb, tmp_path, monkeypatch, status):
+    with server(status) as (url, asked):
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        warnings = record(tmp_path, 0, range(1, 3), wandb="online")
+    assert "/graphql" in asked
+    assert warnings[-1].endswith("recording offline"), warnings
+    assert KEY not in "".join(warnings)
+    assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert all(KEY.encode() not in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
+
+
 @pytest.mark.slow
 def test_a_server_that_never_answers_costs_seconds(wandb, tmp_path, monkeypatch):
     begin = time.monotonic()
@@ -304,3 +348,35 @@ def test_rows_that_never_found_room_are_admitted(tmp_path):
     except CannotArrange as reason:
         pytest.skip(str(reason))
     assert "its last rows could not be written" in warnings[-1]
+
+
+def uploaded(received: wandb_server.Received, run_dir: Path) -> list[tuple[int, float]]:
+    """Steps and losses of the only run that the server got."""
+    assert list(received.rows) == [(run_dir / "wandb_id").read_text().strip()]
+    found = received.rows[next(iter(received.rows))].values()
+    return sorted((row["step"], row["train/loss"]) for row in found if "train/loss" in row)
+
+
+@pytest.mark.slow
+def test_an_online_run_arrives_at_a_server(wandb, tmp_path, monkeypatch):
+    with wandb_server.serve() as received:
+        monkeypatch.setenv("WANDB_BASE_URL", received.url)
+        assert record(tmp_path, 0, range(1, 5), wandb="online") == []
+    assert uploaded(received, tmp_path) == [(step, 1 / step) for step in range(1, 5)]
+    assert not any(KEY.encode() in body for body in received.bodies)
+
+
+@pytest.mark.slow
+def test_offline_segments_are_synchronized_as_one_run(wandb, tmp_path, monkeypatch):
+    record(tmp_path, 0, range(1, 5))
+    record(tmp_path, 3, range(4, 7))
+    segments = [str(path.parent) for path in wandb_file.find(tmp_path)]
+    assert len(segments) == 2
+    with wandb_server.serve() as received:
+        environment = {**os.environ, "WANDB_BASE_URL": received.url, "WANDB_API_KEY": KEY}
+        command = [sys.executable, "-m", "wandb", "sync", *segments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert uploaded(received, tmp_path) == [(step, 1 / step) for step in range(1, 7)]
+    assert {"config.yaml", "wandb-summary.json"} <= received.files
+    assert not any(KEY.encode() in body for body in received.bodies)

@@ -47,3 +47,9 @@ def test_the_root_cause_is_not_the_rank_that_lost_its_peer(tmp_path: Path) -> No
     assert cause is not None
     assert (cause["rank"], cause["error"], cause["message"]) == (1, "OSError", "disk full")
     assert "disk full" in cause["traceback"][-1]
+
+
+def test_a_refusal_is_kept_as_it_was_said(tmp_path: Path) -> None:
+    files = StateFiles(tmp_path)
+    files.refused(["error: a: missing", "error: b: missing"])
+    assert (tmp_path / "state" / "REFUSED").read_text() == "error: a: missing\nerror: b: missing\n"

@@ -1,0 +1,77 @@
+"""What `dms-plan` says about layouts: memory by kind, operations, expected time; a ranked table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dms_train.config import layouts
+from dms_train.config.flops import forward_flops_per_token
+from dms_train.config.gpus import GPUS, Gpu, calibration
+from dms_train.config.layouts import Layout
+from dms_train.config.memory import needs_teacher
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+
+_UNNAMED = GPUS["h100"]  # whose speed is assumed while none is named
+_GIB = 2**30
+_TEACHER, _STUDENT = 1, 3  # in forward passes
+
+
+def _chosen(config: RunConfig) -> Gpu:
+    return _UNNAMED if config.cluster.gpu is None else GPUS[config.cluster.gpu]
+
+
+def layout_lines(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
+    """Memory of every stage, operations and time of a step, once `check` has passed."""
+    gpu, c = _chosen(config), calibration()
+    layout = layouts.planned(config, architecture, world_size, gpu)
+    per_stage = world_size // len(layout.stages)
+    yield "memory  of a GPU, by pipeline stage (GiB):"
+    names = list(layout.stages[0].kinds())
+    yield "      stage     ranks  " + "  ".join(f"{name:>11}" for name in (*names, "in all"))
+    for number, stage in enumerate(layout.stages):
+        ranks = f"{number * per_stage}-{(number + 1) * per_stage - 1}"
+        sizes = (*stage.kinds().values(), stage.needed(c))
+        yield f"{number + 1:>11}  {ranks:>8}  " + "  ".join(
+            f"{size / _GIB:>11.2f}" for size in sizes
+        )
+    yield f"        in all: with the allocator's holes and {_of_gpu(layout, gpu)}"
+    yield _operations(config, architecture, world_size, layout)
+    shares = ", ".join(f"{name} {value:.3g}" for name, value in layout.time.kinds().items())
+    yield f"time    {layout.time.total:.3g} s a step on {gpu.label}: {shares}"
+
+
+def _of_gpu(layout: Layout, gpu: Gpu) -> str:
+    share = layout.needed(calibration()) / gpu.memory
+    return f"CUDA's own; {share:.0%} of a {gpu.label} ({gpu.memory_gib:.1f} GiB)"
+
+
+def _operations(
+    config: RunConfig, architecture: Architecture, world_size: int, layout: Layout
+) -> str:
+    data = config.data
+    passes = _STUDENT + (_TEACHER if needs_teacher(config) else 0)
+    tokens = data.global_batch_size * data.seq_length
+    flops = passes * tokens * forward_flops_per_token(architecture, data.seq_length)
+    rate = flops / world_size / layout.time.total / 1e12
+    return (
+        f"work    {flops / 1e15:.3g} PFLOP a step (6N student"
+        f"{', 2N teacher' if passes > _STUDENT else ''}, attention); expected "
+        f"{rate:.0f} TFLOP/s and {tokens / world_size / layout.time.total:,.0f} tokens/s a GPU"
+    )
+
+
+def layout_table(
+    config: RunConfig, architecture: Architecture, world_size: int, count: int
+) -> Iterator[str]:
+    """The fastest layouts that divide and fit, with the words to type for each."""
+    gpu, c = _chosen(config), calibration()
+    found = layouts.search(config, architecture, world_size, gpu)
+    if not found:
+        yield layouts.advice(config, architecture, world_size, gpu)
+        return
+    yield f"{len(found)} layouts of {world_size} processes fit {gpu.label}; the fastest:"
+    yield "  s a step  GiB a GPU  overrides"
+    for layout in found[:count]:
+        words = " ".join(layout.words(config)) or "(as it is)"
+        yield f"{layout.time.total:>10.3g}  {layout.needed(c) / _GIB:>9.1f}  {words}"

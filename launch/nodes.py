@@ -1,0 +1,85 @@
+"""What a node must have for a stage, and what it has."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_LEAVE_OUT = "have it repaired, or leave it out (--exclude=NODE in cluster.options)"
+
+
+class NodeError(ValueError):
+    """The node cannot do its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What every node of a job must have.
+
+    Attributes:
+        gpus: GPUs that are visible; 0 does not look.
+        free_bytes: Room in the run folder.
+    """
+
+    gpus: int
+    free_bytes: int
+
+    def __str__(self) -> str:
+        wanted = []
+        if self.gpus:
+            wanted.append(f"{self.gpus} visible GPU(s)")
+        if self.free_bytes:
+            wanted.append(f"{_size(self.free_bytes)} free in the run folder")
+        return " and ".join(wanted) or "nothing"
+
+
+def look(run: Path, needs: Needs, visible: str | None = None) -> str:
+    """What the node has, in one line.
+
+    Args:
+        run: Run folder.
+        needs: What it must have.
+        visible: CUDA_VISIBLE_DEVICES; None when it is not set.
+
+    Raises:
+        NodeError: It has less.
+    """
+    found = []
+    if needs.gpus:
+        gpus = _visible_gpus(visible)
+        if gpus < needs.gpus:
+            raise NodeError(f"{gpus} visible GPU(s), {needs.gpus} are needed; {_LEAVE_OUT}")
+        found.append(f"{gpus} visible GPU(s)")
+    free = shutil.disk_usage(run).free
+    if free < needs.free_bytes:
+        raise NodeError(
+            f"{_size(free)} free in {run}, {_size(needs.free_bytes)} are needed for a checkpoint; "
+            "make room"
+        )
+    found.append(f"{_size(free)} free in {run}")
+    return f"has {', '.join(found)}; needs {needs}"
+
+
+def _visible_gpus(visible: str | None) -> int:
+    """GPUs that nvidia-smi lists, or those of them that the job may use."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=120, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NodeError(f"nvidia-smi does not answer ({_reason(error)}); {_LEAVE_OUT}") from error
+    listed = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return listed if visible is None else min(listed, len([v for v in visible.split(",") if v]))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        said = " ".join((error.stderr or error.stdout).split())
+        return said or f"exit code {error.returncode}"
+    return getattr(error, "strerror", None) or "no answer in 120 s"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

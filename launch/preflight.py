@@ -1,0 +1,46 @@
+"""`python -m launch.preflight RUN`: whether a node has what a stage needs, before any rank starts.
+
+One line says what was found. A node that lacks something ends the attempt with one line that names
+it, which `dms-submit status` repeats. It will not say whether the GPUs or their links are healthy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+
+from dms_train.cli import errors, launcher
+from dms_train.observe.state_files import StateFiles
+from launch.nodes import Needs, NodeError, look
+
+
+def _run(options: argparse.Namespace) -> None:
+    needs = Needs(options.gpus, options.free_bytes)
+    try:
+        try:
+            print(f"node {options.node} {look(options.run, needs, options.visible)}")
+        except NodeError as error:
+            raise NodeError(f"node {options.node}: {error}") from error
+    except (NodeError, OSError) as error:
+        attempt = launcher.attempt() or "local"
+        StateFiles(options.run).failed(options.rank, attempt, error, errors.describe(error))
+        raise
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(prog="preflight", description=__doc__)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--free-bytes", type=int, default=0)
+    parser.add_argument("--visible", help="CUDA_VISIBLE_DEVICES, where it is set")
+    parser.add_argument("--node", default=socket.gethostname(), help="name to speak of")
+    parser.add_argument("--rank", type=int, default=0, help="first rank of the node")
+    options = parser.parse_args(arguments)
+    return errors.run_main(lambda: _run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The benchmark of the training step: what it counts, and that its parts run."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import train_step, train_step_profile
+from benchmarks.train_step_shapes import Case, Layout, parse_layout
+
+
+def case(**changes: object) -> Case:
+    values: dict[str, object] = {"shape": "qwen2.5-1.5b", "subject": "ours", "kind": "distill"}
+    return Case(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "step_s", "tflops"), [("lm", 0.280, 333), ("distill", 0.382, 325)]
+)
+def test_model_flops_are_counted_as_in_the_recorded_baselines(
+    kind: str, step_s: float, tflops: float
+) -> None:
+    counted = case(kind=kind).model_flops / step_s / 1e12
+    assert counted == pytest.approx(tflops, rel=0.01)
+
+
+def test_figures_are_of_one_gpu() -> None:
+    one, two = case(), case(layout=Layout(dp=2))
+    assert two.tokens == 2 * one.tokens
+    measured = {"step_s": 0.5}
+    assert train_step.figures(two, measured) == train_step.figures(one, measured)
+
+
+@pytest.mark.parametrize("text", ["dp1", "tp2_sp", "pp2_vp2_dp2"])
+def test_layouts_are_named_by_their_words(text: str) -> None:
+    layout = parse_layout(text)
+    assert layout.label == text
+    assert Case.from_dict(case(layout=layout).to_dict()).layout == layout
+
+
+def test_an_unknown_word_of_a_layout_is_named() -> None:
+    with pytest.raises(ValueError, match="layout tp2_xp3: 'xp3'"):
+        parse_layout("tp2_xp3")
+
+
+def test_busy_time_counts_overlapping_kernels_once() -> None:
+    spans = [(0.0, 4.0, "a"), (1.0, 2.0, "b"), (5000.0, 5003.0, "c")]
+    busy, waits = train_step_profile._covered(spans)
+    assert busy == 7.0
+    assert waits == [{"ms": 4.996, "after": "a", "before": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
+        ("attend_backward", "attention"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
+        ("swiglu_backward", "activation"),
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add",
+            "elementwise",
+        ),
+    ],
+)
+def test_kernels_are_sorted_by_name(kernel: str, kind: str) -> None:
+    assert train_step_profile.kind_of(kernel) == kind
+
+
+def test_ratios_compare_the_same_setting_only() -> None:
+    def row(kind: str, step_s: float, **changes: object) -> dict[str, object]:
+        return {"case": case(kind=kind, **changes).to_dict(), "step_s": step_s}
+
+    rows = [
+        row("lm", 0.2),
+        row("distill", 0.25),
+        row("dms", 0.27),
+        row("dms", 0.9, layout=Layout(dp=2)),
+        row("distill", 0.1, subject="peer"),
+    ]
+    assert list(train_step.ratio_lines(rows)) == [
+        "qwen2.5-1.5b dp1 (auto): dms / distill = 1.080",
+        "qwen2.5-1.5b dp1 (auto): distill / lm = 1.250",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("subject", "kind", "layout"), [("ours", "dms", "tp2_sp"), ("peer", "distill", "dp1")]
+)
+def test_a_tiny_case_is_measured(subject: str, kind: str, layout: str) -> None:
+    tiny = case(
+        shape="tiny",
+        subject=subject,
+        kind=kind,
+        layout=parse_layout(layout),
+        layers="local",
+        warmup=1,
+        steps=2,
+        profile=True,
+    )
+    row = train_step.run_case(tiny)
+    assert "failed" not in row, row["failed"]
+    assert row["last_loss"] != row["first_loss"]
+    assert row["profile"]["kernels"]
+    assert train_step.line(row).count("|") == train_step.HEAD[0].count("|")

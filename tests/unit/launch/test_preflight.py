@@ -1,0 +1,87 @@
+"""What a node is looked at for before anything starts; nvidia-smi is a stand-in on PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+EIGHT = 'for i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done'
+
+
+def node(folder: Path, nvidia_smi: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What node.sh does with a module that prints a line, in a run folder of that name."""
+    programs, run = folder / "bin", folder / "run"
+    programs.mkdir()
+    run.mkdir()
+    (programs / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    (folder / "code").mkdir()
+    (folder / "code" / "started.py").write_text("print('the module ran')")
+    return subprocess.run(
+        ["bash", str(ROOT / "launch" / "node.sh"), "started"],
+        env={
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(folder / "code"),
+            "PYTHON": sys.executable,
+            "NPROC": "0",
+            "NODE_NAME": "a7",
+            "DMS_ATTEMPT": "12.0",
+            "RUN": str(run),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_node_with_everything_says_so_and_starts(tmp_path: Path) -> None:
+    done = node(tmp_path, EIGHT, NODE_GPUS="8", FREE_BYTES="1000")
+    first, second = done.stdout.splitlines()
+    assert first.startswith("node a7 has 8 visible GPU(s), ")
+    assert first.endswith("needs 8 visible GPU(s) and 0.0 MiB free in the run folder")
+    assert second == "the module ran"
+    assert not (tmp_path / "run" / "errors").exists()
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "environment", "says"),
+    [
+        ("echo 'GPU 0: NVIDIA H200'", {"NODE_GPUS": "2"}, "1 visible GPU(s), 2 are needed"),
+        (
+            "echo 'GPU 0: H200'; echo '  MIG 1g.18gb Device 0: (UUID: MIG-1)'",
+            {"NODE_GPUS": "2"},
+            "1 visible GPU(s), 2 are needed",
+        ),
+        (
+            EIGHT,
+            {"NODE_GPUS": "8", "CUDA_VISIBLE_DEVICES": "0,1,2"},
+            "3 visible GPU(s), 8 are needed",
+        ),
+        (EIGHT, {"NODE_GPUS": "8", "CUDA_VISIBLE_DEVICES": ""}, "0 visible GPU(s), 8 are needed"),
+        ("echo gone >&2; exit 9", {"NODE_GPUS": "1"}, "nvidia-smi does not answer (gone)"),
+        ("", {"NODE_GPUS": "0", "FREE_BYTES": str(2**60)}, "1073741824.0 GiB are needed"),
+    ],
+)
+def test_a_node_that_lacks_something_is_named_and_starts_nothing(
+    tmp_path: Path, nvidia_smi: str, environment: dict[str, str], says: str
+) -> None:
+    done = node(tmp_path, nvidia_smi, **environment, SLURM_NODEID="1")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: node a7: ")
+    assert says in line
+    assert done.stdout == ""
+    described = json.loads((tmp_path / "run" / "errors" / "12.0-rank0.json").read_text())
+    assert described["message"] == line
+
+
+def test_without_slurm_nothing_is_asked_for(tmp_path: Path) -> None:
+    assert node(tmp_path, "exit 1").stdout == "the module ran\n"

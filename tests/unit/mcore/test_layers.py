@@ -1,0 +1,59 @@
+"""Which layers are chosen, and that Transformer Engine's names meet those of a model without it.
+
+Without Transformer Engine megatron-core puts mocks in its place, so nothing here builds its layers:
+`tests/golden/layer_names.json` was recorded with the real ones (`tests/gpu/test_layers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dms_train.mcore import layers, weights
+from dms_train.mcore.errors import ModelError
+from dms_train.mcore.groups import ParallelView
+from tests.support import layers_worker
+
+NAMES = json.loads((Path(__file__).parents[2] / "golden" / "layer_names.json").read_text())
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_names_of_parameters_and_of_checkpoints_meet(family: str, view: ParallelView) -> None:
+    here = layers_worker.recorded(layers_worker.build("local", family, view))
+    assert any("layer_norm_weight" in name for name in NAMES[family]["parameters"])
+    plain = sorted(weights.plain_name(name) for name in NAMES[family]["parameters"])
+    assert plain == here["parameters"]
+    assert NAMES[family]["checkpoint"] == here["checkpoint"]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "local"])
+def test_a_cpu_trains_with_megatrons_own_layers(wanted: str) -> None:
+    kit = layers.choose(wanted, CPU)
+    assert not kit.fuses_norm
+    assert kit.norm is layers.RMSNorm
+    assert kit.describe(None).startswith("local (")
+
+
+def test_auto_takes_transformer_engine_where_it_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers.te, "HAVE_TE", True)
+    assert layers.choose("auto", GPU).name == "transformer_engine"
+    assert layers.choose("local", GPU).name == "local"
+    assert layers.choose("auto", CPU).name == "local"
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "reason"), [(CPU, True, "needs a GPU"), (GPU, False, "cannot be imported")]
+)
+def test_it_is_refused_where_it_cannot_run(
+    device: torch.device, found: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers.te, "HAVE_TE", found)
+    with pytest.raises(ModelError, match=f"parallel.layers=transformer_engine: .*{reason}") as said:
+        layers.choose("transformer_engine", device)
+    assert "\n" not in str(said.value)

@@ -1,0 +1,73 @@
+"""The frozen teacher costs its weights: no gradients, no optimizer state, no kept activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dms_train.mcore import compat
+from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.weights import RandomWeights
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import PRESETS
+from tests.support import tiny
+
+
+def engine(view: ParallelView, **parallel: Any) -> McoreEngine:
+    """With a teacher of other weights than the student's."""
+    architecture = tiny.architecture("qwen2", num_layers=2)
+    spec = PRESETS["dms"].override(window=4)
+    options = EngineOptions(
+        parallel=ParallelOptions(**parallel), optim=OptimOptions(lr=1e-3), seed=7
+    )
+    lanes = tiny.SmallLanes(architecture, 1, spec.channel)
+    built = McoreEngine(architecture, spec, view, options, lanes)
+    built.attach_teacher(RandomWeights(architecture, 2, 0.2))
+    return built
+
+
+def kept_bytes(built: McoreEngine, loss: Any) -> int:
+    """Of all tensors that a pass keeps for its backward pass, storage by storage."""
+    kept: list[Tensor] = []  # alive to the end, so that no address is used twice
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    plan = StepPlan(step=3, eviction="soft", neuron_scale=0.0, target_cr=4.0, loss=loss)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        built.forward_backward(plan, tiny.microbatches(0, 1, groups=1))
+    return sum({s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, kept)}.values())
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_distilling_keeps_as_much_as_training_without_a_teacher(
+    view: ParallelView, recompute: str | None
+) -> None:
+    built = engine(view, recompute_granularity=recompute)
+    alone = kept_bytes(built, "lm")
+    assert alone > 0
+    assert kept_bytes(built, "distill") == alone
+
+
+def test_its_weights_have_no_gradient_and_no_optimizer_state(view: ParallelView) -> None:
+    built = engine(view)
+    teacher = built._models[0].teacher
+    assert teacher is not None
+    trained = {
+        id(parameter)
+        for part in compat.optimizer_parts(built._optimizer)
+        for parameter in part.model_param_group_index_map
+    }
+    assert trained == {id(parameter) for parameter in built._models[0].parameters()}
+    kept_bytes(built, "distill")
+    for parameter in teacher.parameters():
+        assert id(parameter) not in trained
+        assert not parameter.requires_grad
+        assert parameter.grad is None
+        assert not hasattr(parameter, "main_grad")
