@@ -150,7 +150,8 @@ def run_case(case: Case, module: str = "benchmarks.train_step_case") -> dict[str
 
 
 def _reason(stderr: str) -> str:
-    errors = [text for text in stderr.splitlines() if re.match(r"\S*(Error|Exception)\b", text)]
+    # a rank's lines may begin with its number
+    errors = re.findall(r"^(?:\[\w+\]: ?)?([\w.]*(?:Error|Exception)\b.*)", stderr, re.MULTILINE)
     return (errors or stderr.splitlines() or ["no message"])[-1][:200]
 
 

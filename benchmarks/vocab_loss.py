@@ -81,12 +81,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(device: torch.device, output: Path) -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = ceilings(device)
+    try:
+        return _compare(device, output)
+    finally:
+        dist.destroy_process_group()
+
+
+def _compare(device: torch.device, output: Path) -> int:
     record: dict[str, Any] = {
         "device": device_name(device),
         "versions": versions(device),
         "command": "python benchmarks/vocab_loss.py",
-        "ceilings": found,
+        "ceilings": ceilings(device),
         "cases": [],
     }
     print(f"{record['device']}, {record['versions']}")

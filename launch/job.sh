@@ -25,7 +25,7 @@ if [[ -e $state/$STAGE.done ]]; then
   exit 0
 fi
 cd "$WORKDIR" || give_up "gave up: $WORKDIR, where it was submitted, is not on $(hostname -s)"
-rm -f "$state/STOPPED" "$state/REFUSED" "$state/$STAGE.FAILED"
+rm -f "$state/STOPPED" "$state/REFUSED" "$state/$STAGE.FAILED" "$state"/node*.up
 touch "$state/heartbeat"
 before=$(newest)
 attempt=${SLURM_RESTART_COUNT:-0}
@@ -45,14 +45,16 @@ end_step() {
   kill -9 "$step" 2>/dev/null
 }
 # The signal before the time limit reaches this shell only; every process of the step gets it from
-# here. A rank that is still starting ignores it, so it is sent again until the step ends. A step that
-# has not saved and ended after SAVE_S seconds is ended.
+# here, once all nodes have said that they ignore it until the ranks listen; it would end them before.
+# It is sent again until the step ends, since a rank that was still starting has not heard it. A step
+# that has not saved and ended after SAVE_S seconds is ended.
 asked='' step='' helpers=()
 stop_step() {
   local since=$SECONDS
   while kill -0 "$step" 2>/dev/null; do
     ((SECONDS - since >= SAVE_S)) && { end_step "no clean stop in $SAVE_S s"; return; }
-    scancel --signal=USR1 "$SLURM_JOB_ID.0"
+    (($(find "$state" -name 'node*.up' | wc -l) == NNODES)) &&
+      scancel --signal=USR1 "$SLURM_JOB_ID.0" 2>/dev/null
     sleep 2
   done
 }
@@ -69,7 +71,8 @@ trap 'on_signal TERM' TERM
 mapfile -t options < <(printf '%s' "${SRUN_OPTIONS:-}")
 # shellcheck disable=SC2016 # the node's own variables
 srun --kill-on-bad-exit=1 --export=ALL "${options[@]}" \
-  bash -c 'export NODE_NAME=$SLURMD_NODENAME; exec bash "$CODE/launch/node.sh" "$@"' node "$@" &
+  bash -c 'trap "" USR1; touch "$RUN/state/node$SLURM_NODEID.up"; export NODE_NAME=$SLURMD_NODENAME
+    exec bash "$CODE/launch/node.sh" "$@"' node "$@" &
 step=$!
 [[ -n $asked && ${#helpers[@]} == 0 ]] && { stop_step & helpers+=($!); }
 if ((HANG_S > 0)); then

@@ -19,7 +19,7 @@ from dms_train.cli.watch import RunWatch, end_hanging_run
 from dms_train.config.build import ConfigError
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
-from dms_train.data.batches import Batch, BatchSource
+from dms_train.data.batches import BatchSource
 from dms_train.data.manifest import read_manifest
 from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.hf.directory import WeightReader
@@ -155,6 +155,7 @@ def _announce_kernels(config: RunConfig) -> None:
 def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) -> TrainState:
     """Run the first `count` stages; where the run then stands."""
     config = prepared.config
+    leads = view.rank == 0
     _agree(prepared, view)
     check_memory(config, prepared.architecture, view)
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
@@ -162,6 +163,9 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     state = prepared.start.state
     train, valid = datasets(prepared, view)
     source = batch_source(config, view, train)
+    eval_batches = (
+        [] if valid is None else batch_source(config, view, valid, len(valid)).microbatches(0)
+    )
     provenance = run_provenance(prepared.architecture, config.model.path)
     exporter = ModelExporter(
         engine=engine,
@@ -172,14 +176,16 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         params_dtype=config.parallel.params_dtype,
         provenance=provenance,
     )
-    validator = ModelValidator(
-        folder=prepared.folder,
-        teacher=prepared.start.model_dir,
-        samples=valid,
-        options=config.stage.validate,
-        since=prepared.since,
-    )
+    validator = _validator(prepared, valid)
     reporter = _reporter(prepared, state, view)
+    saver = Saver(
+        engine=engine,
+        reporter=reporter,
+        options=config.run,
+        folder=prepared.folder / "checkpoints",
+        leads=leads,
+        provenance=provenance,
+    )
     try:
         return loop.run(
             prepared.stages[:count],
@@ -191,18 +197,15 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
                 validator=validator,
                 reporter=reporter,
                 watch=watch,
-                saver=Saver(
-                    engine=engine,
-                    reporter=reporter,
-                    options=config.run,
-                    folder=prepared.folder / "checkpoints",
-                    leads=view.rank == 0,
-                    provenance=provenance,
+                saver=saver,
+                skips=SkipRecord(
+                    folder=prepared.folder / "skipped",
+                    most=config.run.max_skipped_steps,
+                    leads=leads,
                 ),
-                skips=_skips(prepared, view),
                 options=config.run,
                 global_batch_size=config.data.global_batch_size,
-                eval_batches=_eval_batches(config, view, valid),
+                eval_batches=eval_batches,
                 every_integer_cr=_exports_integers(config),
             ),
         )
@@ -210,18 +213,14 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         reporter.close()
 
 
-def _skips(prepared: Prepared, view: ParallelView) -> SkipRecord:
-    return SkipRecord(
-        folder=prepared.folder / "skipped",
-        most=prepared.config.run.max_skipped_steps,
-        leads=view.rank == 0,
+def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidator:
+    return ModelValidator(
+        folder=prepared.folder,
+        teacher=prepared.start.model_dir,
+        samples=samples,
+        options=prepared.config.stage.validate,
+        since=prepared.since,
     )
-
-
-def _eval_batches(config: RunConfig, view: ParallelView, valid: TokenSamples | None) -> list[Batch]:
-    if valid is None:
-        return []
-    return batch_source(config, view, valid, len(valid)).microbatches(0)
 
 
 def _exports_integers(config: RunConfig) -> bool:

@@ -65,6 +65,8 @@ class RunWatch:
     def leave(self) -> None:
         """The run is over, or this rank's part of it."""
         self.heartbeats.stop()
+        # it is sent until the process has ended, and would kill an interpreter that shuts down
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.signalled = signal.Signals(number).name

@@ -16,6 +16,8 @@ CHOICES = {
     "eviction": ("delayed", "immediate"),
     "kl_direction": ("teacher_student", "student_teacher"),
 }
+# Keys that checkpoints and exports of earlier versions lack, with what those versions did.
+_ADDED = {"kl_temperature": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class DMSSpec:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DMSSpec:
         """Inverse of `to_dict`; unknown or missing keys raise ValueError naming them."""
+        values = {**_ADDED, **values}
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             missing, extra = sorted(known - set(values)), sorted(set(values) - known)

@@ -5,6 +5,7 @@ And the launch scripts without a scheduler, which start the same runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -87,6 +88,10 @@ def signalled(root: Path, name: str, number: int, rank: str) -> str:
             ranks = psutil.Process(process.pid).children()
             target = next(r.pid for r in ranks if r.environ().get("RANK") == rank)
         os.kill(target, number)
+        while number == signal.SIGUSR1 and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target, number)  # until the process has ended, as launch/job.sh does
+            time.sleep(0.05)
         return process.communicate(timeout=120)[1]
     finally:
         process.kill()
@@ -102,6 +107,7 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(
     log = signalled(room, name, number, rank)
     run = room / name
     assert "stopped after step" in log
+    assert "Signal 10" not in log
     (step,) = steps_saved(run)
     assert step < STEPS
     assert (run / "state" / "STOPPED").read_text() == f"step {step}\n"

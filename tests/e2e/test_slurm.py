@@ -256,6 +256,7 @@ def test_a_time_limit_in_mid_stage_changes_no_loss(site: Site, whole: Path) -> N
     site.finished(run, 2)
     assert "requeued: stopped and saved" in logs(run)
     assert "could not be requeued" not in logs(run)
+    assert "Signal 10 (SIGUSR1)" not in logs(run)  # it is sent again while the ranks shut down
     assert losses(run) == losses(whole)
 
 
@@ -306,6 +307,7 @@ def test_a_signal_before_the_ranks_listen_is_not_lost(site: Site, whole: Path) -
     assert "signal USR1: asking the step" in logs(run)
     assert "requeued: stopped and saved, step " in logs(run)
     assert "without progress" not in logs(run)
+    assert "Signal 10 (SIGUSR1)" not in logs(run)
     assert [step for step, _ in losses(run)] == list(range(1, steps + 1))
 
 

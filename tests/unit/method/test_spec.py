@@ -83,7 +83,16 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
         PRESETS["dms"].override(**{name: value})
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DMSSpec)])
+ALWAYS_WRITTEN = [f.name for f in dataclasses.fields(DMSSpec) if f.name != "kl_temperature"]
+
+
+def test_a_spec_of_an_earlier_version_has_no_temperature() -> None:
+    values = PRESETS["dms"].to_dict()
+    del values["kl_temperature"]
+    assert DMSSpec.from_dict(values) == PRESETS["dms"]
+
+
+@pytest.mark.parametrize("name", ALWAYS_WRITTEN)
 def test_a_missing_key_is_named(name: str) -> None:
     values = PRESETS["dms"].to_dict()
     del values[name]

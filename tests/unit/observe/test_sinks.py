@@ -318,38 +318,6 @@ def test_a_server_that_never_answers_costs_seconds(wandb, tmp_path, monkeypatch)
     assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
 
 
-def test_rows_wait_for_room_on_a_full_disk(tmp_path):
-    warnings = []
-    try:
-        with small_disk(tmp_path / "disk", 32) as disk:
-            sink = JsonlSink(disk, warn=warnings.append)
-            for step in range(1, 30):
-                sink.log(step, {"text": "x" * 2000})
-            sink.summary({"text": "x" * 2000})
-            assert len(warnings) == 1
-            assert "No space left on device; its rows wait for room" in warnings[0]
-            room = ["mount", "-o", "remount,size=256k", str(disk)]
-            subprocess.run(room, check=True)
-            sink.log(30, {"text": "last"})
-            assert [row["step"] for row in rows(disk)] == list(range(1, 31))
-            sink.close()
-            assert len(warnings) == 1
-    except CannotArrange as reason:
-        pytest.skip(str(reason))
-
-
-def test_rows_that_never_found_room_are_admitted(tmp_path):
-    warnings = []
-    try:
-        with small_disk(tmp_path / "disk", 8) as disk:
-            sink = JsonlSink(disk, warn=warnings.append)
-            sink.log(1, {"text": "x" * 20000})
-            sink.close()
-    except CannotArrange as reason:
-        pytest.skip(str(reason))
-    assert "its last rows could not be written" in warnings[-1]
-
-
 def uploaded(received: wandb_server.Received, run_dir: Path) -> list[tuple[int, float]]:
     """Steps and losses of the only run that the server got."""
     assert list(received.rows) == [(run_dir / "wandb_id").read_text().strip()]
@@ -380,3 +348,35 @@ def test_offline_segments_are_synchronized_as_one_run(wandb, tmp_path, monkeypat
     assert uploaded(received, tmp_path) == [(step, 1 / step) for step in range(1, 7)]
     assert {"config.yaml", "wandb-summary.json"} <= received.files
     assert not any(KEY.encode() in body for body in received.bodies)
+
+
+def test_rows_wait_for_room_on_a_full_disk(tmp_path):
+    warnings = []
+    try:
+        with small_disk(tmp_path / "disk", 32) as disk:
+            sink = JsonlSink(disk, warn=warnings.append)
+            for step in range(1, 30):
+                sink.log(step, {"text": "x" * 2000})
+            sink.summary({"text": "x" * 2000})
+            assert len(warnings) == 1
+            assert "No space left on device; its rows wait for room" in warnings[0]
+            room = ["mount", "-o", "remount,size=256k", str(disk)]
+            subprocess.run(room, check=True)
+            sink.log(30, {"text": "last"})
+            assert [row["step"] for row in rows(disk)] == list(range(1, 31))
+            sink.close()
+            assert len(warnings) == 1
+    except CannotArrange as reason:
+        pytest.skip(str(reason))
+
+
+def test_rows_that_never_found_room_are_admitted(tmp_path):
+    warnings = []
+    try:
+        with small_disk(tmp_path / "disk", 8) as disk:
+            sink = JsonlSink(disk, warn=warnings.append)
+            sink.log(1, {"text": "x" * 20000})
+            sink.close()
+    except CannotArrange as reason:
+        pytest.skip(str(reason))
+    assert "its last rows could not be written" in warnings[-1]
