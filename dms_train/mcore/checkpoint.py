@@ -33,6 +33,7 @@ from dms_train.mcore.checkpoint_state import (
 )
 from dms_train.mcore.errors import CheckpointError, DamagedError
 from dms_train.mcore.groups import ParallelView
+from dms_train.observe.log import logger
 
 _METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -169,7 +170,14 @@ def verify(path: Path, view: ParallelView) -> None:
     """
     problem = None
     try:
-        mine = checksums.share(recorded_files(path), view.rank, view.world_size)
+        recorded = recorded_files(path)
+        if not recorded and view.rank == 0:
+            logger().warning(
+                "checkpoint %s: written without checksums by an earlier version; only the sizes of "
+                "its files were compared",
+                path,
+            )
+        mine = checksums.share(recorded, view.rank, view.world_size)
         for name, reason in checksums.damaged(path, mine).items():
             raise wrong_content(path, name, reason)
     except DamagedError as error:  # the others wait to hear it
