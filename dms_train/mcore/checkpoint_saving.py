@@ -8,6 +8,7 @@ A failure is every rank's: nobody waits for a rank that has given up.
 
 from __future__ import annotations
 
+import glob
 import logging
 import pickle
 import queue
@@ -130,7 +131,7 @@ class CheckpointSaver:
             raise RuntimeError(f"{self._save.path}: still being written")
         token = groups.value_of_rank_0(f"{time.time_ns():x}")
         folder = path.with_name(f"{path.name}.{token}{_PARTIAL}")
-        self._on_leader(path, lambda: folder.mkdir(parents=True))
+        self._on_leader(path, lambda: _make(folder, path))
         tensors, common = save_preprocess(sharded_state(chunks, optimizer, loading=False))
         save = _Save(
             path=path,
@@ -214,6 +215,21 @@ class CheckpointSaver:
             )
 
 
+def _make(folder: Path, path: Path) -> None:
+    """A folder for the files of `path`, after removing what interrupted saves of it left behind."""
+    old = _replaced(path)
+    if old.is_dir() and not path.exists():
+        old.rename(path)  # it ended between the two renames
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _replaced(path: Path) -> Path:
+    """Where the checkpoint that `path` replaces is until the new one has its name."""
+    return path.with_name(f"{path.name}.old{_PARTIAL}")
+
+
 def _host_copy(buckets: list[Any]) -> list[Any]:
     """What the writing process gets: tensors in pageable memory.
 
@@ -242,8 +258,9 @@ def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
     known = {name: record for records in gathered for name, record in records.items()}
     rest = [file for file in folder.iterdir() if file.name not in known]
     seal(folder, save.state, known | checksums.records(rest))
-    old = save.partial.with_name(f"{save.path.name}.old{_PARTIAL}")
+    old = _replaced(save.path)
     if save.path.exists():
+        shutil.rmtree(old, ignore_errors=True)
         save.path.rename(old)
     folder.rename(save.path)
     shutil.rmtree(old, ignore_errors=True)

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -126,6 +127,11 @@ def remove_old(saved: Path, keep: int) -> list[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what interrupted saves left behind."""
+    """Delete what interrupted saves left behind, but for a checkpoint that was not replaced yet."""
     for path in folder.glob("step_*.partial"):
+        whole = path.with_name(path.name.partition(".")[0])
+        if path.name.endswith(".old.partial") and not whole.exists():
+            with contextlib.suppress(OSError):
+                path.rename(whole)
+            continue
         shutil.rmtree(path, ignore_errors=True)

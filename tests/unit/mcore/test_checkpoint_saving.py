@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dms_train.mcore import checkpoint, compat, optimizer_shards
+from dms_train.mcore import checkpoint, checkpoint_saving, compat, optimizer_shards
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import DamagedError, SaveError
 from dms_train.method.plan import LearningRate, StepPlan
@@ -107,6 +108,30 @@ def test_saving_a_step_again_replaces_it(engine: McoreEngine, tmp_path: Path) ->
         engine.save(path, {"turn": turn})
     assert engine.load(path, with_optimizer=True)["turn"] == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_interrupted_saves_left_is_removed_and_no_whole_checkpoint_lost(
+    engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "megatron"
+    engine.save_weights(path, {"turn": 0})
+    (tmp_path / "megatron.1f.partial").mkdir()
+    other = tmp_path / "megatron2.1f.partial"
+    other.mkdir()
+    path.rename(tmp_path / "megatron.old.partial")  # what a kill between the two renames leaves
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_saving, "save_config", full)
+        with pytest.raises(SaveError):
+            engine.save_weights(path, {"turn": 1})
+    assert engine.load(path, with_optimizer=False)["turn"] == 0
+    (tmp_path / "megatron.old.partial" / "sub").mkdir(parents=True)
+    engine.save_weights(path, {"turn": 2})
+    assert engine.load(path, with_optimizer=False)["turn"] == 2
+    assert sorted(tmp_path.iterdir()) == [path, other]
 
 
 @pytest.fixture

@@ -144,6 +144,13 @@ def test_what_an_interrupted_save_left_is_removed(room: Room) -> None:
     assert room.steps == [4]
 
 
+def test_a_checkpoint_that_was_not_replaced_yet_stays(room: Room) -> None:
+    room.save(3, wait=True)
+    (room.folder / "step_00000003").rename(room.folder / "step_00000003.old.partial")
+    room.save(4, wait=True)
+    assert room.steps == [3, 4]
+
+
 def test_a_full_disk_is_counted_and_costs_no_checkpoint(
     room: Room, caplog: pytest.LogCaptureFixture
 ) -> None:
