@@ -7,6 +7,7 @@ from typing import Any
 
 from dms_train.method.plan import StepPlan, StepResult
 from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Validator, Watch
+from dms_train.training.errors import DivergenceError
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
@@ -117,7 +118,11 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     samples = range(state.consumed_samples, state.consumed_samples + parts.global_batch_size)
     result = parts.engine.train_step(plan, batches)
     state.advance(parts.global_batch_size)
-    parts.skips.count(plan, result, state, samples)
+    try:
+        parts.skips.count(plan, result, state, samples)
+    except DivergenceError:
+        parts.saver.settle(state.step)  # a checkpoint that is being written holds good weights
+        raise
     state.neuron_scale = plan.neuron_scale
     if stage.borrows_lane:
         state.target_cr = plan.target_cr
