@@ -73,7 +73,7 @@ def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
     else:
         parts.reporter.validation(state.step, parts.validator.validate())
     state.next_stage()
-    parts.engine.annotate(parts.saver.path(state), state.to_dict())
+    parts.saver.annotate(state, state.to_dict())
 
 
 def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
@@ -164,8 +164,7 @@ def _export_due(state: TrainState, parts: LoopParts) -> None:
         return
     _export(state.due_export, state, parts)
     state.due_export = None
-    settled = {"exported": state.exported, "due_export": None}
-    parts.engine.annotate(parts.saver.path(state), settled)
+    parts.saver.annotate(state, {"exported": state.exported, "due_export": None})
 
 
 def _export_final(state: TrainState, parts: LoopParts) -> None:
