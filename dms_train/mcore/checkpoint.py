@@ -143,15 +143,15 @@ def newest(folder: Path, before: str | None = None) -> tuple[Path | None, list[s
     """The newest whole checkpoint in a folder of checkpoints, and why newer ones were passed.
 
     Args:
-        folder: Folder of `step_*` folders.
+        folder: Folder of checkpoints, each named `step_` and eight digits.
         before: Look only at checkpoints older than the one of this name.
 
     Raises:
         CheckpointError: The newest whole checkpoint was not written by this program.
     """
     passed = []
-    for path in sorted(folder.glob("step_*"), reverse=True):
-        if path.suffix == ".partial" or (before is not None and path.name >= before):
+    for path in sorted(folder.glob("step_????????"), reverse=True):
+        if before is not None and path.name >= before:
             continue
         try:
             check(path)

@@ -76,7 +76,8 @@ def test_damage_is_refused_in_one_line_with_the_folder(sealed: Path, damage: str
 def test_newest_passes_damaged_folders_and_says_why(tmp_path: Path) -> None:
     for step in (8, 9, 10, 100):
         write(tmp_path / f"step_{step:08d}", PLAIN, step=step)
-    write(tmp_path / "step_00000200.1a2b.partial", PLAIN)
+    for name in ("1a2b.partial", "damaged"):
+        write(tmp_path / f"step_00000200.{name}", PLAIN)
     (tmp_path / "step_00000100" / "a.distcp").write_bytes(b"1")
     (tmp_path / "step_00000010" / checkpoint_state.STATE_FILE).unlink()
     path, passed = checkpoint.newest(tmp_path)
