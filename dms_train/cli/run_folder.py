@@ -123,7 +123,7 @@ def _set_aside(path: Path) -> None:
     except OSError as error:
         logger().warning("%s: cannot be renamed (%s)", path, error.strerror)
     else:
-        logger().warning("%s: not usable, now named %s", path, aside.name)
+        logger().info("renamed %s to %s", path, aside.name)
 
 
 def _is_checkpoint(start: StartPoint) -> bool:
