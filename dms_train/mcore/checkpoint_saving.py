@@ -8,12 +8,16 @@ A failure is every rank's: nobody waits for a rank that has given up.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import glob
 import logging
+import os
 import pickle
 import queue
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,6 +49,8 @@ from dms_train.mcore.checkpoint_state import seal
 from dms_train.mcore.errors import SaveError
 
 _PARTIAL = ".partial"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STDERR = 2  # standard streams may be sockets too
 # What stands before the reason when a writer of megatron failed.
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # What torch.save says when a file cannot be written; the rest speaks of positions in it.
@@ -146,7 +152,7 @@ class CheckpointSaver:
         request = strategy.async_save(tensors, folder)
         if request.async_fn is not None:
             request = request._replace(
-                async_fn=partial(_write, request.async_fn, save.records),
+                async_fn=partial(_write, request.async_fn, save.records, os.getpid()),
                 preload_fn=partial(_host_copy, request.async_fn_args[1]),
             )
         request.add_finalize_fn(lambda: self._publish(save))
@@ -239,13 +245,33 @@ def _host_copy(buckets: list[Any]) -> list[Any]:
     return filesystem_async.FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
 
-def _write(write: Callable[..., None], records: _Mailbox, *arguments: Any, **options: Any) -> None:
-    """Megatron's writing, then the checksums; in a process of its own when asynchronous."""
+def _write(
+    write: Callable[..., None], records: _Mailbox, rank: int, *arguments: Any, **options: Any
+) -> None:
+    """Megatron's writing, then the checksums; in a process forked by process `rank`."""
+    if os.getpid() != rank:
+        _leave(rank)
     write(*arguments, **options)
     buckets = arguments[1]  # (rank, write buckets, results queue)
     written = [Path(file) for file, *_ in buckets]
     if all(file.is_file() for file in written):
         records.put(checksums.records(written))
+
+
+def _leave(rank: int) -> None:
+    """Let a forked process not stand in for its rank: it ends with it and holds no connection.
+
+    Other ranks hear that a rank is gone when the last process with its sockets is.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides what Ctrl-C means
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != rank:
+        os._exit(1)  # it was gone before
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing itself is closed by now
+            if int(name) > _STDERR and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                os.dup2(nothing, int(name))  # no file to be written may get the number
 
 
 def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import select
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +60,57 @@ def test_it_holds_the_weights_of_its_beginning(engine: McoreEngine, tmp_path: Pa
     assert equal(weights(engine), asked)
     step(engine, 1)
     assert equal(weights(engine), after)  # so the optimizer's state is of that moment too
+
+
+def sockets(pid: int | str) -> set[str]:
+    """The sockets of a process."""
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    return {link for link in links if link.startswith("socket:")}
+
+
+def test_the_writing_process_holds_no_connection_and_ignores_ctrl_c(
+    engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, writing, go = tmp_path / "step_00000001", tmp_path / "writing", tmp_path / "go"
+
+    def slow(_file: int) -> None:
+        writing.write_text(str(os.getpid()))
+        while not go.exists():
+            time.sleep(0.01)
+
+    with socket.socketpair()[0] as held, monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", slow)
+        engine.save(path, {"step": 1}, wait=False)
+        (child,) = multiprocessing.active_children()
+        while not (writing.is_file() and writing.read_text()):
+            time.sleep(0.01)
+        own = os.readlink(f"/proc/self/fd/{held.fileno()}")
+        assert own in sockets("self")
+        assert child.pid is not None
+        for pid in (child.pid, int(writing.read_text())):
+            assert own not in sockets(pid)
+            os.kill(pid, signal.SIGINT)
+    go.touch()
+    assert engine.finish_save(wait=True) == path
+
+
+def test_the_writing_process_ends_with_its_rank() -> None:
+    read, write = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        ours = os.getpid()
+        if os.fork() == 0:
+            checkpoint_saving._leave(ours)
+            os.write(write, b"ready")
+        while True:
+            time.sleep(1)
+    os.close(write)
+    assert os.read(read, 5) == b"ready"
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    assert select.select([read], [], [], 30)[0], "a process still holds the pipe"
+    assert os.read(read, 1) == b""
+    os.close(read)
 
 
 def test_it_appears_whole_and_at_once(
