@@ -7,6 +7,7 @@ it, which `dms-submit status` repeats. It will not say whether the GPUs or their
 from __future__ import annotations
 
 import argparse
+import contextlib
 import socket
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ def _run(options: argparse.Namespace) -> None:
             raise NodeError(f"node {options.node}: {error}") from error
     except (NodeError, OSError) as error:
         attempt = launcher.attempt() or "local"
-        StateFiles(options.run).failed(options.rank, attempt, error, errors.describe(error))
+        with contextlib.suppress(OSError):  # such as the full disk that is reported
+            StateFiles(options.run).failed(options.rank, attempt, error, errors.describe(error))
         raise
 
 

@@ -77,7 +77,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _before(file: Path, step: int) -> Prepared:
     """The run as it stood before the step."""
-    prepared = prepare(read_frozen(file.resolve().parents[1] / CONFIG_FILE))
+    folder = file.resolve().parents[1]
+    config = read_frozen(folder / CONFIG_FILE)
+    # as written it may be relative to where the run was started
+    run = replace(config.run, dir=str(folder), resume="auto")
+    prepared = prepare(replace(config, run=run))
     if not prepared.start.resumes:
         return prepared
     start = run_folder.resume_point(prepared.config, prepared.start, before=f"step_{step:08d}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -73,9 +74,10 @@ def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
     attempt, lines = launcher.attempt(), errors.describe(error)
     if attempt is None:
         return
-    files.failed(launcher.rank(), attempt, error, lines)
-    if not begun and launcher.rank() == 0 and errors.is_refusal(error):
-        files.refused(lines)
+    with contextlib.suppress(OSError):  # such as the full disk that is reported
+        files.failed(launcher.rank(), attempt, error, lines)
+        if not begun and launcher.rank() == 0 and errors.is_refusal(error):
+            files.refused(lines)
 
 
 def _stage_count(config: RunConfig, until: str | None) -> int:

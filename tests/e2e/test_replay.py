@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -67,7 +67,9 @@ def late_token(samples: list[set[int]]) -> tuple[int, list[int]]:
 
 
 @pytest.mark.timeout(300)
-def test_the_samples_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def test_the_samples_that_are_not_finite_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, model = tmp_path / "data", tmp_path / "model"
     made = refusals.run_here(["data", "exam-sheets", "--out", str(data), "--sheets", "60"])
     assert made.code == 0, made.stderr
@@ -80,16 +82,20 @@ def test_the_samples_that_are_not_finite_are_named(tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
 
     run = tmp_path / "run"
-    stopped = refusals.run_here(words(tmp_path, run))
+    monkeypatch.chdir(tmp_path)
+    stopped = refusals.run_here(words(tmp_path, Path("run")))
     assert stopped.code == 2, stopped.stderr
     (file,) = (run / "skipped").iterdir()
     described = json.loads(file.read_text())
     first = described["samples"][0]
     assert described["step"] == expected[0] // BATCH + 1
     assert described["samples"] == list(range(first, first + BATCH))
-    shown = io.StringIO()
-    with redirect_stdout(shown):
+    shown, told = io.StringIO(), io.StringIO()
+    monkeypatch.chdir(data)  # where run.dir=run is another folder
+    with redirect_stdout(shown), redirect_stderr(told):
         assert replay.main([str(file)]) == 0
+    assert f"resuming from {run}/checkpoints/step_{described['step'] - 1:08d}" in told.getvalue()
+    assert not (data / "run").exists()
     lines = shown.getvalue().splitlines()
     assert len(lines) == BATCH
     bad = [line.partition(":")[0] for line in lines if "nan" in line]

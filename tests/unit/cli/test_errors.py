@@ -6,10 +6,11 @@ import errno
 
 import pytest
 
-from dms_train.cli import errors
+from dms_train.cli import errors, launcher, session
 from dms_train.cli.errors import PeerLost, lost_peer, run_main
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
+from dms_train.observe.state_files import StateFiles
 
 
 def failing(error: BaseException):
@@ -40,6 +41,13 @@ def test_expected_failures_are_lines_and_code_2(error, text, monkeypatch, capsys
     captured = capsys.readouterr()
     assert captured.err.startswith(text)
     assert captured.out == ""
+
+
+def test_a_report_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("DMS_ATTEMPT", "12.0")
+    assert launcher.attempt() == "12.0"
+    (tmp_path / "errors").touch()  # in place of the folder
+    session._say_why(ConfigError("a: b"), StateFiles(tmp_path), begun=False)
 
 
 def test_interrupt_is_130(capsys):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launch import preflight
+
 ROOT = Path(__file__).resolve().parents[3]
 EIGHT = 'for i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done'
 
@@ -85,3 +87,12 @@ def test_a_node_that_lacks_something_is_named_and_starts_nothing(
 
 def test_without_slurm_nothing_is_asked_for(tmp_path: Path) -> None:
     assert node(tmp_path, "exit 1").stdout == "the module ran\n"
+
+
+def test_a_report_that_cannot_be_written_hides_no_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "errors").touch()  # in place of the folder
+    assert preflight.main([str(tmp_path), "--node", "a7", "--free-bytes", str(1 << 62)]) == 2
+    assert "error: node a7: " in capsys.readouterr().err
+    assert (tmp_path / "errors").is_file()
