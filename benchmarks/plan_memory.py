@@ -61,11 +61,11 @@ CASES = {
     "long_recompute": _case("llama3.2-1b", "dms", "dp1", 4, "full"),
     "selective": _case("llama3.2-1b", "dms", "dp1", 1, "selective"),
     "lm": _case("qwen2.5-1.5b", "lm", "dp1", 1, None),
-    "pipeline": _case("qwen2.5-7b", "dms", "pp2", 4, "full"),
-    "interleaved": _case("qwen2.5-1.5b", "dms", "pp2_vp2", 4, None),
-    "tensor": _case("qwen2.5-7b", "dms", "tp2_sp", 2, "full"),
     "tensor_plain": _case("llama3.2-1b", "dms", "tp2", 2, None),
     "copies": _case("qwen2.5-1.5b", "dms", "dp2", 2, None),
+    "interleaved": _case("qwen2.5-1.5b", "dms", "pp2_vp2", 4, None),
+    "pipeline": _case("qwen2.5-7b", "dms", "pp2", 4, "full"),
+    "tensor": _case("qwen2.5-7b", "dms", "tp2_sp", 2, "full"),
     "pipeline_tensor": _case("qwen2.5-7b", "dms", "tp2_pp2_sp", 4, None),
 }
 TINY = {
@@ -117,7 +117,28 @@ def _run(args: argparse.Namespace) -> int:
     print(name, *HEAD, sep="\n")
     for label, row in rows.items():
         print(*lines(label, row, constants), sep="\n")
+    print("\n".join(others(path.with_name("train_step.json"), constants)))
     return 1 if failed else 0
+
+
+def others(path: Path, c: Calibration) -> Iterator[str]:
+    """The plan beside the steps that `train_step.py` measured, fullest process of each."""
+    if not path.exists():
+        return
+    yield "\n| train_step.py | | allocated GB | planned GB | | step s | planned s | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in json.loads(path.read_text())["rows"]:
+        if "failed" in row or row["case"]["subject"] != "ours":
+            continue
+        case = Case.from_dict(row["case"])
+        guess = max(of_stage(stage).allocated(c) for stage in stages(case))
+        time = step_time(stages(case), _GPU, c).total
+        found, took = row["max_memory_allocated"], row["step_s"]
+        words = f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}"
+        yield (
+            f"| {words} | {case.layers} | {found / 1e9:.2f} | {guess / 1e9:.2f} | "
+            f"{guess / found - 1:+.1%} | {took:.3f} | {time:.3f} | {time / took - 1:+.1%} |"
+        )
 
 
 def stages(case: Case) -> list[Stage]:
@@ -159,12 +180,12 @@ def lines(label: str, row: dict[str, Any], c: Calibration) -> Iterator[str]:
     time = f"{row['step_s']:.3f} | {planned:.3f} | {planned / row['step_s'] - 1:+.1%}"
     for stage, found in zip(stages(case), row["stages"], strict=True):
         memory = of_stage(stage)
-        guess = memory.allocated(c)
+        guess, needed = memory.allocated(c), memory.needed(c, case.layout.world)
         share = guess / found["allocated"] - 1 if found["allocated"] else 0.0
         yield (
             f"| {label} | {words} | {stage.rank} | {found['allocated'] / 1e9:.2f} | "
             f"{guess / 1e9:.2f} | {share:+.1%} | {found['used'] / 1e9:.2f} | "
-            f"{memory.needed(c) / 1e9:.2f} | {time if stage.rank == 0 else ' | |'} |"
+            f"{needed / 1e9:.2f} | {time if stage.rank == 0 else ' | |'} |"
         )
 
 
@@ -178,15 +199,25 @@ def fit(rows: dict[str, Any]) -> Calibration:
         constant, factor = 0.0, (rest_1 + rest_2) / (varying_1 + varying_2)
     old = gpus.calibration()
     matmul, traffic = _speeds(first, second, old)
+    alone = [
+        _outside(row) for row in rows.values() if Case.from_dict(row["case"]).layout.world == 1
+    ]
+    several = [_outside(row) for row in rows.values()]
     found = [stage for row in rows.values() for stage in row.get("stages", ())]
     return old._replace(
         activation_factor=round(factor, 4),
         constant_bytes=round(constant),
-        outside_bytes=round(max(stage["used"] - stage["reserved"] for stage in found)),
+        outside_bytes=round(max(alone)),
+        nccl_bytes=round(max(several) - max(alone)),
         reserved_share=round(max(stage["reserved"] / stage["allocated"] for stage in found), 4),
         matmul_efficiency=round(matmul, 4),
         traffic_factor=round(traffic, 4),
     )
+
+
+def _outside(row: dict[str, Any]) -> float:
+    """Bytes of the fullest process outside torch's allocator; 0 of a case that failed."""
+    return max((s["used"] - s["reserved"] for s in row.get("stages", ())), default=0.0)
 
 
 def _solve(one: tuple[float, float, float], two: tuple[float, float, float]) -> tuple[float, float]:

@@ -178,7 +178,7 @@ def _submit(jobs: list[Job], config: RunConfig) -> None:
         # at once: a chain that is cut short can still be cancelled
         (run / _JOBS_FILE).write_text(json.dumps(submitted, indent=1) + "\n")
         print(f"{job.stage}: job {after}")
-    print(f"dms-submit status {run}\ndms-submit cancel {run}")
+    print("\n".join(shlex.join(["dms-submit", verb, str(run)]) for verb in ("status", "cancel")))
 
 
 def _submitted(run: Path) -> dict[str, str]:

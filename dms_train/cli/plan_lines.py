@@ -29,9 +29,10 @@ def layout_lines(config: RunConfig, architecture: Architecture, world_size: int)
     yield "memory  of a GPU, by pipeline stage (GiB):"
     names = list(layout.stages[0].kinds())
     yield "      stage     ranks  " + "  ".join(f"{name:>11}" for name in (*names, "in all"))
+    needed = layout.by_stage(c)
     for number, stage in enumerate(layout.stages):
         ranks = f"{number * per_stage}-{(number + 1) * per_stage - 1}"
-        sizes = (*stage.kinds().values(), stage.needed(c))
+        sizes = (*stage.kinds().values(), needed[number])
         yield f"{number + 1:>11}  {ranks:>8}  " + "  ".join(
             f"{size / _GIB:>11.2f}" for size in sizes
         )

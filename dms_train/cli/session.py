@@ -103,6 +103,7 @@ def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
     _announce_kernels(config)
     run_folder.write(config, leads=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
+    check_memory(config, prepared.architecture, view)
     if view.rank == 0:
         files.begin()
     watch = RunWatch(files, view, _heartbeats(config, view, files))
@@ -157,7 +158,6 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     leads = view.rank == 0
     _agree(prepared, view)
-    check_memory(config, prepared.architecture, view)
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
     engine = build_engine(prepared, view)
     state = prepared.start.state
@@ -186,6 +186,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         leads=leads,
         provenance=provenance,
     )
+    watch.expect_ranks()
     try:
         return loop.run(
             prepared.stages[:count],

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.options import LOGITS_CHUNK, VOCABULARY_MULTIPLE, ParallelOptions
 
-# Logits of one model that the loss holds at a time.
-LOGITS_CHUNK = 2**28
 _FP32 = 4
 _INT64 = 8
 _ROW_TILE = 128  # the attention's statistics are padded to whole tiles of queries

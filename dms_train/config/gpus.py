@@ -52,7 +52,8 @@ class Calibration(NamedTuple):
     Attributes:
         activation_factor: Measured over counted bytes of what varies during a step.
         constant_bytes: In torch's allocator besides: workspaces of the matrix products.
-        outside_bytes: Outside the allocator: CUDA's context, kernels, NCCL.
+        outside_bytes: Outside the allocator: CUDA's context and kernels.
+        nccl_bytes: NCCL's buffers, where there are several processes.
         reserved_share: Reserved by the allocator over allocated, at their peaks.
         matmul_efficiency: Share of the peak that matrix products of layers reach.
         attention_efficiency: Share of the peak that attention reaches, forward and backward.
@@ -63,6 +64,7 @@ class Calibration(NamedTuple):
     activation_factor: float
     constant_bytes: float
     outside_bytes: float
+    nccl_bytes: float
     reserved_share: float
     matmul_efficiency: float
     attention_efficiency: float

@@ -34,15 +34,21 @@ class Layout(NamedTuple):
         config: The configuration with the layout in it.
         stages: Memory of each pipeline stage.
         time: Expected time of a step.
+        world_size: Processes.
     """
 
     config: RunConfig
     stages: list[MemoryEstimate]
     time: StepTime
+    world_size: int
 
     def needed(self, c: Calibration) -> float:
         """Bytes the fullest GPU must have."""
-        return max(stage.needed(c) for stage in self.stages)
+        return max(self.by_stage(c))
+
+    def by_stage(self, c: Calibration) -> list[float]:
+        """Bytes a GPU of each pipeline stage must have."""
+        return [stage.needed(c, self.world_size) for stage in self.stages]
 
     def words(self, other: RunConfig) -> list[str]:
         """The overrides that make this layout out of `other`."""
@@ -61,7 +67,7 @@ def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu:
     """The layout of a configuration that divides."""
     stages = memory.stages_of(config, architecture, world_size)
     time = step_time(stages, gpu, calibration())
-    return Layout(config, [memory.of_stage(stage) for stage in stages], time)
+    return Layout(config, [memory.of_stage(stage) for stage in stages], time, world_size)
 
 
 def search(
@@ -106,7 +112,7 @@ def memory_problems(
     """One line if a configuration that divides does not fit; empty if it does."""
     c = calibration()
     layout = planned(config, architecture, world_size, gpu)
-    needed = [stage.needed(c) for stage in layout.stages]
+    needed = layout.by_stage(c)
     fullest = needed.index(max(needed))
     if needed[fullest] <= gpu.memory:
         return []
@@ -114,11 +120,11 @@ def memory_problems(
     first = fullest * per_stage
     ranks = f"ranks {first} to {first + per_stage - 1}" if per_stage > 1 else f"rank {first}"
     largest = sorted(layout.stages[fullest].kinds().items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in largest)
+    parts = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in largest)
     return [
         f"parallel: pipeline stage {fullest + 1} of {len(needed)} ({ranks}) needs "
-        f"{needed[fullest] / _GIB:.1f} GiB, {(needed[fullest] - gpu.memory) / _GIB:.1f} more than "
-        f"the {gpu.memory_gib:.1f} of a {gpu.label} ({parts}); "
+        f"{needed[fullest] / _GIB:.1f} GiB, {(needed[fullest] - gpu.memory) / _GIB:.1f} GiB more "
+        f"than the {gpu.memory_gib:.1f} GiB of a {gpu.label} ({parts}); "
         f"{advice(config, architecture, world_size, gpu)}"
     ]
 

@@ -60,9 +60,10 @@ class MemoryEstimate:
         """What torch's allocator hands out at most, the measured corrections included."""
         return self.fixed + c.activation_factor * (self.total - self.fixed) + c.constant_bytes
 
-    def needed(self, c: Calibration) -> float:
+    def needed(self, c: Calibration, world_size: int) -> float:
         """Memory a GPU must have: with the allocator's holes and what lies outside it."""
-        return self.allocated(c) * c.reserved_share + c.outside_bytes
+        outside = c.outside_bytes + (c.nccl_bytes if world_size > 1 else 0)
+        return self.allocated(c) * c.reserved_share + outside
 
     def kinds(self) -> dict[str, int]:
         """The parts by name."""
@@ -126,9 +127,14 @@ class Stage:
 
     @property
     def largest_gradient(self) -> int:
-        """Bytes of the vocabulary projection's gradient before it is added up in fp32."""
+        """Bytes of the vocabulary projection's gradient before it is added up in fp32.
+
+        Where products add to the fp32 sums themselves there is none.
+        """
         a, m = self.microbatch.architecture, self.microbatch
-        return padded_vocab(a) * a.hidden_size // m.tp * m.width if self.is_last else 0
+        if m.fused or not self.is_last:
+            return 0
+        return padded_vocab(a) * a.hidden_size // m.tp * m.width
 
 
 def estimate(config: RunConfig, architecture: Architecture, world_size: int) -> MemoryEstimate:

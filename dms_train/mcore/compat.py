@@ -44,22 +44,30 @@ def _wraps_torch_adam(part: Any) -> bool:
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Give Adam the state that a checkpoint is saved from or loaded into; changes no weight."""
+    """Give Adam the state that a checkpoint is saved from or loaded into; changes no weight.
+
+    Megatron makes that of torch by an update with gradients of zeros, which take as much memory
+    again as the fp32 weights.
+    """
     for part in optimizer_parts(optimizer):
         if part.optimizer.state:
             continue
         if not _wraps_torch_adam(part):
             part.init_state_fn(part.optimizer, part.config)
             continue
-        groups = part.optimizer.param_groups
-        saved = [(group["lr"], group["weight_decay"]) for group in groups]
-        for group in groups:
-            group["lr"] = group["weight_decay"] = 0.0
-        part._init_optimizer_states_with_dummy_values()
-        for group, (lr, weight_decay) in zip(groups, saved, strict=True):
-            group["lr"], group["weight_decay"] = lr, weight_decay
-        for state in part.optimizer.state.values():
-            state["step"] = torch.zeros_like(state["step"])
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel():  # of an empty shard torch keeps nothing
+                    part.optimizer.state[parameter] = _zero_state(parameter, bool(group["fused"]))
+
+
+def _zero_state(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
+    """torch's state of a parameter before the first update; a fused one counts on the device."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }
 
 
 def accept_loaded_state(optimizer: Any) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 # Rows of the embedding table are padded to a multiple of this, whatever the tensor-parallel size,
 # so that a checkpoint has the same shapes in every layout.
 VOCABULARY_MULTIPLE = 128
+# Logits of one model that the loss holds at a time on a GPU.
+LOGITS_CHUNK = 2**28
 LAYERS = ("auto", "local", "transformer_engine")
 
 

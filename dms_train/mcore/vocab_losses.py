@@ -20,10 +20,11 @@ from torch import Tensor
 from dms_train.kernels import vocab_loss
 from dms_train.kernels.vocab_loss import Divergence
 from dms_train.mcore import compat
+from dms_train.mcore.options import LOGITS_CHUNK
 
 # Logits of one model that exist at a time, beside those that become the student's gradient. On a
 # GPU large enough for its matrix products, elsewhere small enough for a cache.
-_CHUNK = {"cuda": 2**28, "cpu": 2**22}
+_CHUNK = {"cuda": LOGITS_CHUNK, "cpu": 2**22}
 _TILE = 128  # positions
 
 

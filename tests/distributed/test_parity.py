@@ -48,6 +48,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "selective": (1, {"recompute_granularity": "selective"}),
+    "recompute_units": (1, {"recompute_granularity": "full", "recompute_num_layers": 2}),
+    "selective_tp2_pp2_vp2_sp": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "recompute_granularity": "selective",
+        },
+    ),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "retrofit": {"plan": {"target_cr": 8.0}},

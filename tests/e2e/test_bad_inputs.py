@@ -494,6 +494,18 @@ CONFIG = {
         arrange=_train("data.global_batch_size=3", "data.micro_batch_size=2"),
         says=r"data\.global_batch_size=3: not a multiple of .* use a multiple of 2",
     ),
+    "gpu-unknown": Case(
+        done="`cluster.gpu=h300`",
+        arrange=_train("cluster.gpu=h300"),
+        says=r"cluster\.gpu=h300: choose one of null, a100_40gb",
+    ),
+    "gpu-memory": Case(
+        done="a microbatch of a million samples on a GPU of 80 GB",
+        arrange=_train(
+            "data.global_batch_size=1048576", "data.micro_batch_size=1048576", "cluster.gpu=h100"
+        ),
+        says=r"pipeline stage 1 of 1 \(rank 0\) needs .* GiB more than .* H100 SXM 80 GB",
+    ),
     "window": Case(
         done="a window as long as the samples",
         arrange=_train("method.window=32"),
@@ -1383,6 +1395,7 @@ _VARYING = (
     (re.compile(r"step \d+:"), "step N:"),
     (re.compile(r"KL \S+ nats"), "KL N nats"),
     (re.compile(r"\d+\.\d [GM]iB"), "N GiB"),
+    (re.compile(r"fits: .* \(\S+ s a step\)"), "fits: OVERRIDES (N s a step)"),
     (re.compile(r"line \d+ column \d+ \(char \d+\)"), "line N"),
 )
 

@@ -114,6 +114,9 @@ def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
     exports = folder / "tp2" / "exports"
     assert {path.name for path in exports.iterdir()} == {"cr2", "cr3", "final"}
     assert (exports / "final").is_symlink()
+    (layers,) = [line for line in log.splitlines() if "layers: " in line]
+    assert "layers: local (Transformer Engine needs a GPU" in layers
+    assert layers.endswith("norms by torch, optimizer torch AdamW")
     assert "zero_neuron" in log
     assert "retrofit" in log
     verified = launch.python("-m", "checkpoints_tools.verify", str(exports / "final/hf"))

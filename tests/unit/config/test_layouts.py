@@ -34,7 +34,7 @@ def test_what_does_not_fit_names_ranks_size_and_what_would():
         check(given, world_size=4, architecture=BIG)
     (line,) = caught.value.problems
     assert "pipeline stage 1 of 2 (ranks 0 to 1) needs" in line
-    assert "more than the 79.1 of a H100 SXM 80 GB" in line
+    assert "GiB more than the 79.1 GiB of a H100 SXM 80 GB" in line
     words = line.partition("that fits: ")[2].partition(" (")[0].split()
     assert words == layouts.search(given, BIG, 4, H100)[0].words(given)
 
