@@ -8,11 +8,14 @@ A failure is every rank's: nobody waits for a rank that has given up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import pickle
 import queue
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,6 +51,7 @@ _PARTIAL = ".partial"
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # What torch.save says when a file cannot be written; the rest speaks of positions in it.
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
+_CONNECTIONS = ("socket:", "anon_inode:[eventpoll]")
 # What megatron's writers log here they also raise.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
@@ -212,12 +216,26 @@ class CheckpointSaver:
 
 
 def _write(write: Callable[..., None], records: _Mailbox, *arguments: Any, **options: Any) -> None:
-    """Megatron's writing, then the checksums; in a process of its own when asynchronous."""
+    """Megatron's writing, then the checksums; in a forked process."""
+    _close_connections()
     write(*arguments, **options)
     buckets = arguments[1]  # (rank, write buckets, results queue)
     written = [Path(file) for file, *_ in buckets]
     if all(file.is_file() for file in written):
         records.put(checksums.records(written))
+
+
+def _close_connections() -> None:
+    """Close what the fork holds of this rank's connections to others.
+
+    They would stay open when the rank is killed while its checkpoint is being written, and the
+    others would wait for it.
+    """
+    for link in Path("/proc/self/fd").glob("*") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            target = os.readlink(link)
+            if int(link.name) > sys.stderr.fileno() and target.startswith(_CONNECTIONS):
+                os.close(int(link.name))
 
 
 def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:

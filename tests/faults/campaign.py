@@ -45,6 +45,7 @@ class Inputs:
     """A random teacher and exam sheets, made once."""
 
     folder: Path
+    lr: float
 
     @cached_property
     def words(self) -> list[str]:
@@ -62,7 +63,7 @@ class Inputs:
             "data.micro_batch_size=1",
             "data.global_batch_size=4",
             "method.window=4",
-            "optim.lr=1e-4",
+            f"optim.lr={self.lr}",
             "stage.zero_neuron.steps=20",
             "stage.retrofit.target_cr=3",
             "stage.retrofit.steps_per_cr=20",
@@ -149,12 +150,13 @@ class Campaign:
     kills: int
     in_save: int
     seed: int
+    lr: float
 
     @cached_property
     def inputs(self) -> Inputs:
         folder = self.out / "inputs"
         folder.mkdir(parents=True, exist_ok=True)
-        return Inputs(folder)
+        return Inputs(folder, self.lr)
 
     @cached_property
     def reference(self) -> dict[int, float]:
@@ -360,10 +362,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--in-save", type=int, default=6, help="kills aimed at a save")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--only", help="one scenario")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    campaign = Campaign(args.out.absolute(), args.kills, args.in_save, args.seed)
+    campaign = Campaign(args.out.absolute(), args.kills, args.in_save, args.seed, args.lr)
     chosen = {n: s for n, s in scenarios(campaign).items() if args.only in (None, n)}
     results = {}
     for name, scenario in chosen.items():

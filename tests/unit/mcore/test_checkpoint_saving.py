@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -68,18 +70,34 @@ def test_it_appears_whole_and_at_once(
         fsync(file)
 
     path = tmp_path / "step_00000001"
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, socket.socket():
         patched.setattr(os, "fsync", slow)
         engine.save(path, {"step": 1}, wait=False)
-    assert engine.finish_save(wait=False) is None
-    (partial,) = tmp_path.glob("step_*")
-    assert partial.suffix == ".partial"
-    assert checkpoint.newest(tmp_path) == (None, [])
-    with pytest.raises(DamagedError):
-        engine.load(partial, with_optimizer=False)
-    go.touch()
+    try:
+        assert engine.finish_save(wait=False) is None
+        assert connections_of_writers() == []
+        (partial,) = tmp_path.glob("step_*")
+        assert partial.suffix == ".partial"
+        assert checkpoint.newest(tmp_path) == (None, [])
+        with pytest.raises(DamagedError):
+            engine.load(partial, with_optimizer=False)
+    finally:
+        go.touch()
     assert engine.finish_save(wait=True) == path
     assert list(tmp_path.glob("step_*")) == [path]
+
+
+def connections_of_writers() -> list[str]:
+    """What the processes that write hold of this one's connections."""
+    writers = psutil.Process().children(recursive=True)
+    assert writers
+    time.sleep(0.5)  # they close them first of all
+    held = [
+        f"{writer.pid}: {os.readlink(link)}"
+        for writer in writers
+        for link in Path(f"/proc/{writer.pid}/fd").glob("*")
+    ]
+    return [text for text in held if "socket:" in text or "eventpoll" in text]
 
 
 def test_saving_a_step_again_replaces_it(engine: McoreEngine, tmp_path: Path) -> None:
