@@ -12,7 +12,7 @@ from dms_train.cli.start_point import StartPoint
 from dms_train.config.build import ConfigError, to_mapping
 from dms_train.config.frozen import CONFIG_FILE, require_same
 from dms_train.config.schema import RunConfig
-from dms_train.mcore import checkpoint
+from dms_train.mcore import checkpoint, groups
 from dms_train.mcore.checkpoint_state import STATE_FILE, read_state
 from dms_train.mcore.errors import DamagedError
 from dms_train.mcore.groups import ParallelView
@@ -64,13 +64,18 @@ def resume_point(
 def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartPoint:
     """`start` after comparing checksums, or the newest older checkpoint whose checksums hold.
 
-    All ranks call it: each reads a share of the files, and all hear the same answer.
+    All ranks call it: each reads a share of the files, and all hear the same answer. Ranks that
+    found different checkpoints of the run go back to the oldest of them.
 
     Raises:
-        ConfigError: No checkpoint of the run is left.
+        ConfigError: No checkpoint of the run is left, or the ranks see different folders.
         CheckpointError: The checkpoint that `run.load` names has changed since it was written.
     """
-    while start.student is not None and (start.student / STATE_FILE).is_file():
+    if all(groups.values(start.resumes)):
+        start = _same_on_all_ranks(config, start)
+    _require_same_start(config, start, view)
+    while groups.value_of_rank_0(_is_checkpoint(start)):
+        assert start.student is not None
         try:
             checkpoint.verify(start.student, view)
             break
@@ -79,14 +84,59 @@ def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartP
                 raise
             if view.rank == 0:
                 logger().warning("skipped: %s", error)
-            older = resume_point(config, start, before=start.student.name)
-            if older is None:
-                raise ConfigError(
-                    f"run.dir={config.run.dir}: none of its checkpoints can be used "
-                    f"({str(error).rpartition('; ')[0]}); choose another folder to start again"
-                ) from error
-            start = older
+            older = _older(config, start, str(error))
+            start = _same_on_all_ranks(config, older)
+    _require_same_start(config, start, view)
     return start
+
+
+def _require_same_start(config: RunConfig, start: StartPoint, view: ParallelView) -> None:
+    """All ranks must have found the same place to start from; they looked for themselves."""
+    seen = groups.values((str(start.student), start.state.to_dict()))
+    differing = next((rank for rank, other in enumerate(seen) if other != seen[0]), None)
+    if differing is not None:
+        raise ConfigError(
+            f"rank {differing}: sees {seen[differing][0]} as the place to start from, rank 0 "
+            f"{seen[0][0]}; all ranks must see the same run.dir={config.run.dir}"
+        )
+
+
+def _is_checkpoint(start: StartPoint) -> bool:
+    if start.student is None:
+        return False
+    return start.resumes or (start.student / STATE_FILE).is_file()
+
+
+def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | ConfigError:
+    """What this rank finds before `start`, or the refusal when that is nothing."""
+    assert start.student is not None
+    try:
+        older = resume_point(config, start, before=start.student.name)
+    except ConfigError as error:
+        return error
+    except ValueError as error:
+        return ConfigError(str(error))
+    return older or ConfigError(
+        f"run.dir={config.run.dir}: none of its checkpoints can be used "
+        f"({why.rpartition('; ')[0]}); choose another folder to start again"
+    )
+
+
+def _same_on_all_ranks(config: RunConfig, found: StartPoint | ConfigError) -> StartPoint:
+    """The oldest checkpoint that a rank found; every rank hears of a refusal of one."""
+    while True:
+        for refused in groups.values(found if isinstance(found, ConfigError) else None):
+            if refused is not None:
+                raise refused
+        assert isinstance(found, StartPoint)
+        assert found.student is not None
+        names = groups.values(found.student.name)
+        if min(names) == max(names):
+            return found
+        if found.student.name != min(names):
+            why = f"checkpoint {found.student}: another rank cannot use it; use an older checkpoint"
+            logger().warning("skipped: %s", why)
+            found = _older(config, found, why)
 
 
 def write(config: RunConfig, *, leads: bool) -> None:

@@ -157,7 +157,6 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     """Run the first `count` stages; where the run then stands."""
     config = prepared.config
     leads = view.rank == 0
-    _agree(prepared, view)
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
     engine = build_engine(prepared, view)
     state = prepared.start.state
@@ -226,17 +225,6 @@ def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidat
 
 def _exports_integers(config: RunConfig) -> bool:
     return "export" in config.stage.run and config.stage.export.every_integer_cr
-
-
-def _agree(prepared: Prepared, view: ParallelView) -> None:
-    """All ranks must have found the same place to start from; they looked for themselves."""
-    start = prepared.start
-    mine = (str(start.student), start.state.to_dict())
-    if groups.value_of_rank_0(mine) != mine:
-        raise ConfigError(
-            f"rank {view.rank}: sees {start.student} as the place to start from, rank 0 another "
-            f"one; all ranks must see the same run.dir={prepared.folder}"
-        )
 
 
 def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -24,11 +23,12 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from dms_train.mcore import checksums, compat, fusions, optimizer_shards
+from dms_train.mcore import checksums, compat, fusions, groups, optimizer_shards
 from dms_train.mcore.checkpoint_state import (
     damaged_files,
     read_state,
     recorded_files,
+    unreadable,
     wrong_content,
 )
 from dms_train.mcore.errors import CheckpointError, DamagedError
@@ -98,7 +98,8 @@ def check(path: Path) -> dict[str, Any]:
     """`read_state`, after making sure that loading the folder would run no code of its own.
 
     Raises:
-        DamagedError: As `read_state`, or a pickle in it has changed since it was written.
+        DamagedError: As `read_state`, or a pickle in it cannot be read or has changed since it
+            was written.
         CheckpointError: A pickle in it is foreign.
     """
     state = read_state(path)
@@ -107,9 +108,11 @@ def check(path: Path) -> dict[str, Any]:
         metadata = _MetadataReader(io.BytesIO((path / _METADATA_FILE).read_bytes())).load()
         for name, content in _pickles(path, metadata):
             _require_plain(name, content)
+    except OSError as error:
+        raise unreadable(path, error) from error
     except Exception as error:  # a damaged pickle raises anything
-        for damaged in damaged_files(path, [_METADATA_FILE, name]):
-            raise wrong_content(path, damaged) from error
+        for damaged, reason in damaged_files(path, [_METADATA_FILE, name]).items():
+            raise wrong_content(path, damaged, reason) from error
         raise CheckpointError(
             f"checkpoint {path}: damaged, or not written by this program ({error}); "
             "do not load files from sources you do not trust"
@@ -162,13 +165,18 @@ def verify(path: Path, view: ParallelView) -> None:
     """Compare every file of a checkpoint with its checksum; all ranks call it and share the files.
 
     Raises:
-        DamagedError: On every rank alike, naming the first file that has changed.
+        DamagedError: On every rank alike, with what the first rank that objects has found.
     """
-    mine = checksums.share(recorded_files(path), view.rank, view.world_size)
-    found: list[list[str]] = [[] for _ in range(view.world_size)]
-    dist.all_gather_object(found, checksums.damaged(path, mine))
-    for name in sorted(name for names in found for name in names):
-        raise wrong_content(path, name)
+    problem = None
+    try:
+        mine = checksums.share(recorded_files(path), view.rank, view.world_size)
+        for name, reason in checksums.damaged(path, mine).items():
+            raise wrong_content(path, name, reason)
+    except DamagedError as error:  # the others wait to hear it
+        problem = str(error)
+    for heard in groups.values(problem):
+        if heard is not None:
+            raise DamagedError(heard)
 
 
 def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:

@@ -148,7 +148,10 @@ class CheckpointSaver:
         strategy = FullyParallelSaveStrategyWrapper(save.strategy, group)
         request = strategy.async_save(tensors, folder)
         if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_write, request.async_fn, save.records))
+            request = request._replace(
+                async_fn=partial(_write, request.async_fn, save.records),
+                preload_fn=partial(_host_copy, request.async_fn_args[1]),
+            )
         request.add_finalize_fn(lambda: self._publish(save))
         self._save = save
         self._queue.schedule_async_request(request)
@@ -213,6 +216,15 @@ class CheckpointSaver:
                 f"checkpoint {path}: cannot be written ({reason}); older checkpoints are "
                 "untouched: make room and start the same command again"
             )
+
+
+def _host_copy(buckets: list[Any]) -> list[Any]:
+    """What the writing process gets: tensors in pageable memory.
+
+    Megatron copies to pinned pages. A fork shares those instead of keeping them, and torch gives
+    the freed ones to the next batch, so the process would write tokens among the weights.
+    """
+    return filesystem_async.FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
 
 def _write(write: Callable[..., None], records: _Mailbox, *arguments: Any, **options: Any) -> None:

@@ -58,8 +58,15 @@ def read_state(path: Path) -> dict[str, Any]:
     Sizes are compared here; content is what `checkpoint.verify` reads.
 
     Raises:
-        DamagedError: The folder is absent, incomplete or truncated.
+        DamagedError: The folder is absent, incomplete, truncated or cannot be read.
     """
+    try:
+        return _read_state(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _read_state(path: Path) -> dict[str, Any]:
     state_file = path / STATE_FILE
     if not state_file.is_file():
         raise DamagedError(
@@ -75,7 +82,7 @@ def read_state(path: Path) -> dict[str, Any]:
             f"checkpoint {path}: {STATE_FILE} is damaged ({reason}); use an older checkpoint"
         ) from error
     if not whole:
-        raise wrong_content(path, STATE_FILE)
+        raise wrong_content(path, STATE_FILE, "its checksum differs")
     for name, size in sizes.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
@@ -85,8 +92,8 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def damaged_files(path: Path, names: list[str] | None = None) -> list[str]:
-    """The files of a checkpoint, or those of `names`, whose content is not what was saved."""
+def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:
+    """The files of a checkpoint, or those of `names`, that are not what was saved, and why."""
     recorded = recorded_files(path)
     return checksums.damaged(path, {n: recorded[n] for n in names or recorded if n in recorded})
 
@@ -96,9 +103,18 @@ def recorded_files(path: Path) -> dict[str, FileRecord]:
     return dict(read_state(path)[_FILES])
 
 
-def wrong_content(path: Path, name: str) -> DamagedError:
+def wrong_content(path: Path, name: str, reason: str) -> DamagedError:
     """What to say of a file whose checksum does not hold."""
     return DamagedError(
-        f"checkpoint {path}: the content of {name} is not what was saved (its checksum differs); "
+        f"checkpoint {path}: the content of {name} is not what was saved ({reason}); "
+        "use an older checkpoint"
+    )
+
+
+def unreadable(path: Path, error: OSError) -> DamagedError:
+    """What to say when the storage gives an error in place of a file."""
+    name = Path(error.filename).name if error.filename else "a file"
+    return DamagedError(
+        f"checkpoint {path}: {name} cannot be read ({error.strerror or error}); "
         "use an older checkpoint"
     )

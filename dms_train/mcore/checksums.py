@@ -34,25 +34,30 @@ def crc32(path: Path) -> str:
 
 def records(paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Size and checksum of each file, by its name."""
-    return {
-        path.name: FileRecord(bytes=path.stat().st_size, crc32=value)
-        for path, value in _read(list(paths))
-    }
+    files = list(paths)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return {
+            path.name: FileRecord(bytes=path.stat().st_size, crc32=value)
+            for path, value in zip(files, threads.map(crc32, files), strict=True)
+        }
 
 
-def damaged(folder: Path, recorded: dict[str, FileRecord]) -> list[str]:
-    """The names whose files in `folder` are not what was recorded."""
-    paths = [folder / name for name in recorded if (folder / name).is_file()]
-    sums = {path.name: value for path, value in _read(paths)}
-    return [name for name, record in recorded.items() if sums.get(name) != record["crc32"]]
+def damaged(folder: Path, recorded: dict[str, FileRecord]) -> dict[str, str]:
+    """The names whose files in `folder` are not what was recorded, and why."""
+
+    def problem(name: str) -> str | None:
+        try:
+            holds = crc32(folder / name) == recorded[name]["crc32"]
+        except OSError as error:  # a disk or a mount that fails
+            return f"it cannot be read: {error.strerror or error}"
+        return None if holds else "its checksum differs"
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = zip(recorded, threads.map(problem, recorded), strict=True)
+        return {name: reason for name, reason in found if reason is not None}
 
 
 def share(recorded: dict[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
     """The files that a rank reads so that all ranks together read each once, large ones apart."""
     by_size = sorted(recorded, key=lambda name: (-recorded[name]["bytes"], name))
     return {name: recorded[name] for name in by_size[rank::ranks]}
-
-
-def _read(paths: list[Path]) -> Iterable[tuple[Path, str]]:
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return zip(paths, threads.map(crc32, paths), strict=True)

@@ -102,6 +102,13 @@ def value_of_rank_0(value: Any) -> Any:
     return values[0]
 
 
+def values(value: T) -> list[T]:
+    """What each rank passed in, in their order, on every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def any_rank(flag: bool, view: ParallelView) -> bool:
     """Whether `flag` is true on any rank: the same answer everywhere; waits for all ranks."""
     if view.world_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import shutil
@@ -182,6 +183,27 @@ def test_a_damaged_pickle_is_passed_and_a_foreign_one_refused(sealed: Path, name
     with pytest.raises(CheckpointError, match="do not load files") as caught:
         checkpoint.newest(sealed.parent)
     assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, checkpoint_state.STATE_FILE])
+def test_a_file_that_cannot_be_read_counts_as_damaged(
+    sealed: Path, view: ParallelView, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    older = write(sealed.with_name("step_00000009"), PLAIN)
+    real = Path.open
+
+    def fails(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == sealed / name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(DamagedError, match=rf"{name} .*Input/output error.*use an older"):
+        checkpoint.verify(sealed, view)
+    if name != "a.distcp":  # which is read only to compare its checksum
+        path, passed = checkpoint.newest(sealed.parent)
+        assert path == older
+        assert f"{name} cannot be read (Input/output error)" in passed[0]
 
 
 def test_ranks_share_the_files(sealed: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -85,6 +86,24 @@ def test_it_appears_whole_and_at_once(
         go.touch()
     assert engine.finish_save(wait=True) == path
     assert list(tmp_path.glob("step_*")) == [path]
+
+
+def test_the_copy_for_the_writing_process_is_not_pinned(
+    engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[bool] = []
+    move = torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        """A copy from a GPU to the host is pinned when it does not block."""
+        if arguments[:1] == ("cpu",):
+            pinned.append(options.get("non_blocking", False))
+        return move(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    engine.save(tmp_path / "step_00000001", {"step": 1})
+    assert pinned
+    assert not any(pinned)
 
 
 def connections_of_writers() -> list[str]:

@@ -1,0 +1,46 @@
+"""All ranks continue from one checkpoint, also when one of them cannot read the newest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support import agreement_worker as worker
+from tests.support import launch
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each rank did in every case."""
+    out = tmp_path_factory.mktemp("agreement")
+    arguments = ("-m", "tests.support.agreement_worker", str(out))
+    launch.checked(launch.torchrun(worker.PROCESSES, *arguments, timeout=120))
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(worker.PROCESSES)]
+
+
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [
+        ("content", "step_00000005, step 5"),
+        ("state", "step_00000005, step 5"),
+        ("from_the_beginning", "step_00000003, step 3"),
+    ],
+)
+def test_what_one_rank_cannot_read_all_pass_over(
+    told: list[dict[str, str]], case: str, where: str
+) -> None:
+    assert [ranks[case] for ranks in told] == [where] * worker.PROCESSES
+
+
+def test_all_ranks_refuse_when_one_sees_another_folder(told: list[dict[str, str]]) -> None:
+    (reason,) = {ranks["another_folder"] for ranks in told}
+    assert "rank 1: sees None as the place to start from" in reason
+
+
+def test_all_ranks_refuse_when_one_has_no_checkpoint_left(told: list[dict[str, str]]) -> None:
+    (reason,) = {ranks["no_older_one"] for ranks in told}
+    assert "none of its 2 checkpoint(s) can be used" in reason
+    assert "cannot be read (Input/output error)" in reason
