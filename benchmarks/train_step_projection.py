@@ -54,8 +54,12 @@ CASES = (
 
 
 class Measured(NamedTuple):
-    """Of one GPU: model FLOP/s outside communication that nothing hides and outside the optimizer,
-    and bytes sent per second of communication."""
+    """Of one GPU.
+
+    Attributes:
+        rate: Model FLOP/s outside the optimizer and communication that nothing hides.
+        link: Bytes sent per second of communication.
+    """
 
     rate: float
     link: float
@@ -118,8 +122,9 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     if found is None:
         return
     yield (
-        f"Measured on each GPU: {found.rate / 1e12:.0f} model-TFLOP/s outside exposed communication "
-        f"and optimizer, {found.link / 1e9:.0f} GB/s sent by collectives within a node.\n"
+        f"Measured on each GPU: {found.rate / 1e12:.0f} model-TFLOP/s outside exposed "
+        f"communication and optimizer, {found.link / 1e9:.0f} GB/s sent by collectives within a "
+        "node.\n"
     )
     cases = {assumed: step_s(found, assumed) for assumed in CASES}
     yield "| assumed | narrower products | exposed | network | data exposed | waits |"

@@ -107,16 +107,23 @@ def test_the_copy_for_the_writing_process_is_not_pinned(
 
 
 def connections_of_writers() -> list[str]:
-    """What the processes that write hold of this one's connections."""
-    writers = psutil.Process().children(recursive=True)
-    assert writers
-    time.sleep(0.5)  # they close them first of all
-    held = [
-        f"{writer.pid}: {os.readlink(link)}"
-        for writer in writers
-        for link in Path(f"/proc/{writer.pid}/fd").glob("*")
-    ]
-    return [text for text in held if "socket:" in text or "eventpoll" in text]
+    """What the processes that write hold of this one's connections, once they had time to let go.
+
+    They let go first of all, and write until they are told to end.
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        writers = psutil.Process().children(recursive=True)
+        assert writers
+        held = [
+            f"{writer.pid}: {os.readlink(link)}"
+            for writer in writers
+            for link in Path(f"/proc/{writer.pid}/fd").glob("*")
+        ]
+        held = [text for text in held if "socket:" in text or "eventpoll" in text]
+        if not held or time.monotonic() > deadline:
+            return held
+        time.sleep(0.05)
 
 
 def test_saving_a_step_again_replaces_it(engine: McoreEngine, tmp_path: Path) -> None:
