@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,30 @@ def _require_same_start(config: RunConfig, start: StartPoint, view: ParallelView
             f"rank {differing}: sees {seen[differing][0]} as the place to start from, rank 0 "
             f"{seen[0][0]}; all ranks must see the same run.dir={config.run.dir}"
         )
+
+
+def set_aside(start: StartPoint, *, leads: bool) -> None:
+    """Rename the newer checkpoints that a resumed run passed over, so that none counts as kept.
+
+    All ranks call it, after `verified`; one renames, and none goes on before.
+    """
+    if start.resumes and leads:
+        assert start.student is not None
+        for path in start.student.parent.glob("step_????????"):
+            if path.name > start.student.name:
+                _set_aside(path)
+    groups.value_of_rank_0(None)
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    try:
+        path.rename(aside)
+    except OSError as error:
+        logger().warning("%s: cannot be renamed (%s)", path, error.strerror)
+    else:
+        logger().info("renamed %s to %s", path, aside.name)
 
 
 def _is_checkpoint(start: StartPoint) -> bool:

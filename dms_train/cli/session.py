@@ -158,6 +158,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     leads = view.rank == 0
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
+    run_folder.set_aside(prepared.start, leads=leads)
     engine = build_engine(prepared, view)
     state = prepared.start.state
     train, valid = datasets(prepared, view)

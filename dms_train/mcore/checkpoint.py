@@ -33,6 +33,7 @@ from dms_train.mcore.checkpoint_state import (
 )
 from dms_train.mcore.errors import CheckpointError, DamagedError
 from dms_train.mcore.groups import ParallelView
+from dms_train.observe.log import logger
 
 _METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -142,15 +143,15 @@ def newest(folder: Path, before: str | None = None) -> tuple[Path | None, list[s
     """The newest whole checkpoint in a folder of checkpoints, and why newer ones were passed.
 
     Args:
-        folder: Folder of `step_*` folders.
+        folder: Folder of checkpoints, each named `step_` and eight digits.
         before: Look only at checkpoints older than the one of this name.
 
     Raises:
         CheckpointError: The newest whole checkpoint was not written by this program.
     """
     passed = []
-    for path in sorted(folder.glob("step_*"), reverse=True):
-        if path.suffix == ".partial" or (before is not None and path.name >= before):
+    for path in sorted(folder.glob("step_????????"), reverse=True):
+        if before is not None and path.name >= before:
             continue
         try:
             check(path)
@@ -169,7 +170,14 @@ def verify(path: Path, view: ParallelView) -> None:
     """
     problem = None
     try:
-        mine = checksums.share(recorded_files(path), view.rank, view.world_size)
+        recorded = recorded_files(path)
+        if not recorded and view.rank == 0:
+            logger().warning(
+                "checkpoint %s: written without checksums by an earlier version; only the sizes of "
+                "its files were compared",
+                path,
+            )
+        mine = checksums.share(recorded, view.rank, view.world_size)
         for name, reason in checksums.damaged(path, mine).items():
             raise wrong_content(path, name, reason)
     except DamagedError as error:  # the others wait to hear it

@@ -9,13 +9,15 @@ A failure is every rank's: nobody waits for a rank that has given up.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import glob
 import logging
 import os
 import pickle
 import queue
 import re
 import shutil
-import sys
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -47,6 +49,8 @@ from dms_train.mcore.checkpoint_state import seal
 from dms_train.mcore.errors import SaveError
 
 _PARTIAL = ".partial"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STDERR = 2  # standard streams may be sockets too
 # What stands before the reason when a writer of megatron failed.
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # What torch.save says when a file cannot be written; the rest speaks of positions in it.
@@ -134,7 +138,7 @@ class CheckpointSaver:
             raise RuntimeError(f"{self._save.path}: still being written")
         token = groups.value_of_rank_0(f"{time.time_ns():x}")
         folder = path.with_name(f"{path.name}.{token}{_PARTIAL}")
-        self._on_leader(path, lambda: folder.mkdir(parents=True))
+        self._on_leader(path, lambda: _make(folder, path))
         tensors, common = save_preprocess(sharded_state(chunks, optimizer, loading=False))
         save = _Save(
             path=path,
@@ -149,7 +153,7 @@ class CheckpointSaver:
         request = strategy.async_save(tensors, folder)
         if request.async_fn is not None:
             request = request._replace(
-                async_fn=partial(_write, request.async_fn, save.records),
+                async_fn=partial(_write, request.async_fn, save.records, os.getpid()),
                 preload_fn=partial(_host_copy, request.async_fn_args[1]),
             )
         request.add_finalize_fn(lambda: self._publish(save))
@@ -218,6 +222,21 @@ class CheckpointSaver:
             )
 
 
+def _make(folder: Path, path: Path) -> None:
+    """A folder for the files of `path`, after removing what interrupted saves of it left behind."""
+    old = _replaced(path)
+    if old.is_dir() and not path.exists():
+        old.rename(path)  # it ended between the two renames
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _replaced(path: Path) -> Path:
+    """Where the checkpoint that `path` replaces is until the new one has its name."""
+    return path.with_name(f"{path.name}.old{_PARTIAL}")
+
+
 def _host_copy(buckets: list[Any]) -> list[Any]:
     """What the writing process gets: tensors in pageable memory.
 
@@ -227,9 +246,12 @@ def _host_copy(buckets: list[Any]) -> list[Any]:
     return filesystem_async.FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
 
 
-def _write(write: Callable[..., None], records: _Mailbox, *arguments: Any, **options: Any) -> None:
-    """Megatron's writing, then the checksums; in a forked process."""
-    _close_connections()
+def _write(
+    write: Callable[..., None], records: _Mailbox, rank: int, *arguments: Any, **options: Any
+) -> None:
+    """Megatron's writing, then the checksums; in a process forked by process `rank`."""
+    if os.getpid() != rank:
+        _leave(rank)
     write(*arguments, **options)
     buckets = arguments[1]  # (rank, write buckets, results queue)
     written = [Path(file) for file, *_ in buckets]
@@ -237,17 +259,22 @@ def _write(write: Callable[..., None], records: _Mailbox, *arguments: Any, **opt
         records.put(checksums.records(written))
 
 
-def _close_connections() -> None:
-    """Close what the fork holds of this rank's connections to others.
+def _leave(rank: int) -> None:
+    """Let a forked process not stand in for its rank: it ends with it and holds no connection.
 
-    They would stay open when the rank is killed while its checkpoint is being written, and the
-    others would wait for it.
+    Other ranks hear that a rank is gone when the last process with its sockets is.
     """
-    for link in Path("/proc/self/fd").glob("*") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):  # the descriptor of this very listing
-            target = os.readlink(link)
-            if int(link.name) > sys.stderr.fileno() and target.startswith(_CONNECTIONS):
-                os.close(int(link.name))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides what Ctrl-C means
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != rank:
+        os._exit(1)  # it was gone before
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing itself is closed by now
+            if int(name) > _STDERR and os.readlink(f"/proc/self/fd/{name}").startswith(
+                _CONNECTIONS
+            ):
+                os.dup2(nothing, int(name))  # no file to be written may get the number
 
 
 def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
@@ -260,8 +287,9 @@ def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
     known = {name: record for records in gathered for name, record in records.items()}
     rest = [file for file in folder.iterdir() if file.name not in known]
     seal(folder, save.state, known | checksums.records(rest))
-    old = save.partial.with_name(f"{save.path.name}.old{_PARTIAL}")
+    old = _replaced(save.path)
     if save.path.exists():
+        shutil.rmtree(old, ignore_errors=True)
         save.path.rename(old)
     folder.rename(save.path)
     shutil.rmtree(old, ignore_errors=True)

@@ -74,8 +74,9 @@ def _read_state(path: Path) -> dict[str, Any]:
         )
     try:
         state = json.loads(state_file.read_text())
-        sizes = {name: record["bytes"] for name, record in state[_FILES].items()}
-        whole = state[_CHECKSUM] == _checksum(state)
+        sizes = _sizes(state[_FILES])
+        early = _CHECKSUM not in state and not _with_checksums(state[_FILES])
+        whole = early or state[_CHECKSUM] == _checksum(state)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise DamagedError(
@@ -92,6 +93,17 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def _with_checksums(files: dict[str, Any]) -> bool:
+    """Whether they are recorded by more than their sizes, as earlier versions did."""
+    return not all(isinstance(record, int) for record in files.values())
+
+
+def _sizes(files: dict[str, Any]) -> dict[str, int]:
+    if not _with_checksums(files):
+        return files
+    return {name: record["bytes"] for name, record in files.items()}
+
+
 def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:
     """The files of a checkpoint, or those of `names`, that are not what was saved, and why."""
     recorded = recorded_files(path)
@@ -99,8 +111,9 @@ def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:
 
 
 def recorded_files(path: Path) -> dict[str, FileRecord]:
-    """Size and checksum of each file as they were saved."""
-    return dict(read_state(path)[_FILES])
+    """Size and checksum of each file as they were saved; none from versions without checksums."""
+    files = read_state(path)[_FILES]
+    return dict(files) if _with_checksums(files) else {}
 
 
 def wrong_content(path: Path, name: str, reason: str) -> DamagedError:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dms_train.method.plan import StepPlan, StepResult
 from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Validator, Watch
+from dms_train.training.errors import DivergenceError
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
@@ -72,7 +73,7 @@ def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
     else:
         parts.reporter.validation(state.step, parts.validator.validate())
     state.next_stage()
-    parts.engine.annotate(parts.saver.path(state), state.to_dict())
+    parts.saver.annotate(state, state.to_dict())
 
 
 def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
@@ -117,7 +118,11 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     samples = range(state.consumed_samples, state.consumed_samples + parts.global_batch_size)
     result = parts.engine.train_step(plan, batches)
     state.advance(parts.global_batch_size)
-    parts.skips.count(plan, result, state, samples)
+    try:
+        parts.skips.count(plan, result, state, samples)
+    except DivergenceError:
+        parts.saver.settle(state.step)  # a checkpoint that is being written holds good weights
+        raise
     state.neuron_scale = plan.neuron_scale
     if stage.borrows_lane:
         state.target_cr = plan.target_cr
@@ -159,8 +164,7 @@ def _export_due(state: TrainState, parts: LoopParts) -> None:
         return
     _export(state.due_export, state, parts)
     state.due_export = None
-    settled = {"exported": state.exported, "due_export": None}
-    parts.engine.annotate(parts.saver.path(state), settled)
+    parts.saver.annotate(state, {"exported": state.exported, "due_export": None})
 
 
 def _export_final(state: TrainState, parts: LoopParts) -> None:

@@ -7,12 +7,14 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dms_train.observe.log import logger
 from dms_train.training.engine import TrainEngine
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
@@ -71,6 +73,17 @@ class Saver:
             if waits:
                 self._saved(state.step, self.path(state))
 
+    def annotate(self, state: TrainState, values: dict[str, Any]) -> None:
+        """Note in the checkpoint of this position what was done after it was saved.
+
+        A run that is resumed from it does what could not be noted again.
+        """
+        path = self.path(state)
+        try:
+            self.engine.annotate(path, values)
+        except (OSError, ValueError) as error:
+            logger().warning("%s: cannot be updated (%s)", path, error)
+
     def poll(self, step: int) -> None:
         """Take note, after step `step`, of a checkpoint that has become complete."""
         self._finish(step, wait=False)
@@ -115,6 +128,8 @@ def _is_temporary(path: Path) -> bool:
 def remove_old(saved: Path, keep: int) -> list[Path]:
     """Delete all but the newest `keep` temporary checkpoints; returns what was deleted.
 
+    What the storage refuses to delete is no reason to stop.
+
     Folders of later steps than `saved` do not count: a run that goes back behind a damaged
     checkpoint must not delete its own in favour of that one.
     """
@@ -122,11 +137,21 @@ def remove_old(saved: Path, keep: int) -> list[Path]:
     temporary = [path for path in found if path.name <= saved.name and _is_temporary(path)]
     old = temporary[: max(0, len(temporary) - keep)]
     for path in old:
-        shutil.rmtree(path)
+        left = path.with_name(f"{path.name}.removed.partial")  # never half of a checkpoint
+        try:
+            path.rename(left)
+        except OSError as error:
+            logger().warning("%s: cannot be deleted (%s)", path, error.strerror)
+        shutil.rmtree(left, ignore_errors=True)
     return old
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what interrupted saves left behind."""
+    """Delete what interrupted saves left behind, but for a checkpoint that was not replaced yet."""
     for path in folder.glob("step_*.partial"):
+        whole = path.with_name(path.name.partition(".")[0])
+        if path.name.endswith(".old.partial") and not whole.exists():
+            with contextlib.suppress(OSError):
+                path.rename(whole)
+            continue
         shutil.rmtree(path, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,17 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank did in every case."""
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs, after two ranks looked where to continue them."""
     out = tmp_path_factory.mktemp("agreement")
     arguments = ("-m", "tests.support.agreement_worker", str(out))
     launch.checked(launch.torchrun(worker.PROCESSES, *arguments, timeout=120))
+    return out
+
+
+@pytest.fixture(scope="module")
+def told(out: Path) -> list[dict[str, str]]:
+    """What each rank did in every case."""
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(worker.PROCESSES)]
 
 
@@ -33,6 +40,18 @@ def test_what_one_rank_cannot_read_all_pass_over(
     told: list[dict[str, str]], case: str, where: str
 ) -> None:
     assert [ranks[case] for ranks in told] == [where] * worker.PROCESSES
+
+
+def test_what_was_passed_over_is_set_aside_and_what_was_refused_stays(out: Path) -> None:
+    left = {
+        case: {path.name for path in (out / case / "checkpoints").iterdir()}
+        for case in worker.CASES
+    }
+    whole = [f"step_{step:08d}" for step in worker.STEPS]
+    aside = [f"{name}.damaged" for name in whole]
+    assert left["content"] == left["state"] == {whole[0], whole[1], aside[2]}
+    assert left["from_the_beginning"] == {whole[0], aside[1], aside[2]}
+    assert left["no_older_one"] == left["another_folder"] == set(whole)
 
 
 def test_all_ranks_refuse_when_one_sees_another_folder(told: list[dict[str, str]]) -> None:

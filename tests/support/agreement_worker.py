@@ -88,6 +88,7 @@ def resumed(run: Path, view: ParallelView, case: str) -> str:
         except ConfigError as error:
             return str(error)
     assert start.student is not None
+    run_folder.set_aside(start, leads=view.rank == 0)
     return f"{start.student.name}, step {start.state.step}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -75,7 +76,8 @@ def test_damage_is_refused_in_one_line_with_the_folder(sealed: Path, damage: str
 def test_newest_passes_damaged_folders_and_says_why(tmp_path: Path) -> None:
     for step in (8, 9, 10, 100):
         write(tmp_path / f"step_{step:08d}", PLAIN, step=step)
-    write(tmp_path / "step_00000200.1a2b.partial", PLAIN)
+    for name in ("1a2b.partial", "damaged"):
+        write(tmp_path / f"step_00000200.{name}", PLAIN)
     (tmp_path / "step_00000100" / "a.distcp").write_bytes(b"1")
     (tmp_path / "step_00000010" / checkpoint_state.STATE_FILE).unlink()
     path, passed = checkpoint.newest(tmp_path)
@@ -204,6 +206,24 @@ def test_a_file_that_cannot_be_read_counts_as_damaged(
         path, passed = checkpoint.newest(sealed.parent)
         assert path == older
         assert f"{name} cannot be read (Input/output error)" in passed[0]
+
+
+def test_a_checkpoint_of_a_version_without_checksums_is_taken_with_a_warning(
+    sealed: Path, view: ParallelView, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {name: len(content) for name, content in PLAIN.items()}
+    early = json.dumps({"step": 10, "files": sizes})
+    (sealed / checkpoint_state.STATE_FILE).write_text(early)
+    assert checkpoint.newest(sealed.parent) == (sealed, [])
+    with caplog.at_level("WARNING", "dms_train"):
+        checkpoint.verify(sealed, view)
+    assert "written without checksums by an earlier version" in caplog.text
+    checkpoint_state.annotate(sealed, {"exported": "cr2"})
+    checkpoint.verify(sealed, view)
+    assert checkpoint_state.read_state(sealed)["exported"] == "cr2"
+    (sealed / "a.distcp").write_bytes(b"1")
+    with pytest.raises(DamagedError, match=r"a\.distcp has 1 bytes instead of 5120"):
+        checkpoint.verify(sealed, view)
 
 
 def test_ranks_share_the_files(sealed: Path) -> None:

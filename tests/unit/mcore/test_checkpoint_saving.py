@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
+import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from dms_train.mcore import checkpoint, compat, optimizer_shards
+from dms_train.mcore import checkpoint, checkpoint_saving, compat, optimizer_shards
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import DamagedError, SaveError
 from dms_train.method.plan import LearningRate, StepPlan
@@ -57,6 +61,57 @@ def test_it_holds_the_weights_of_its_beginning(engine: McoreEngine, tmp_path: Pa
     assert equal(weights(engine), asked)
     step(engine, 1)
     assert equal(weights(engine), after)  # so the optimizer's state is of that moment too
+
+
+def sockets(pid: int | str) -> set[str]:
+    """The sockets of a process."""
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    return {link for link in links if link.startswith("socket:")}
+
+
+def test_the_writing_process_holds_no_connection_and_ignores_ctrl_c(
+    engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, writing, go = tmp_path / "step_00000001", tmp_path / "writing", tmp_path / "go"
+
+    def slow(_file: int) -> None:
+        writing.write_text(str(os.getpid()))
+        while not go.exists():
+            time.sleep(0.01)
+
+    with socket.socketpair()[0] as held, monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", slow)
+        engine.save(path, {"step": 1}, wait=False)
+        (child,) = multiprocessing.active_children()
+        while not (writing.is_file() and writing.read_text()):
+            time.sleep(0.01)
+        own = os.readlink(f"/proc/self/fd/{held.fileno()}")
+        assert own in sockets("self")
+        assert child.pid is not None
+        for pid in (child.pid, int(writing.read_text())):
+            assert own not in sockets(pid)
+            os.kill(pid, signal.SIGINT)
+    go.touch()
+    assert engine.finish_save(wait=True) == path
+
+
+def test_the_writing_process_ends_with_its_rank() -> None:
+    read, write = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        ours = os.getpid()
+        if os.fork() == 0:
+            checkpoint_saving._leave(ours)
+            os.write(write, b"ready")
+        while True:
+            time.sleep(1)
+    os.close(write)
+    assert os.read(read, 5) == b"ready"
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    assert select.select([read], [], [], 30)[0], "a process still holds the pipe"
+    assert os.read(read, 1) == b""
+    os.close(read)
 
 
 def test_it_appears_whole_and_at_once(
@@ -132,6 +187,30 @@ def test_saving_a_step_again_replaces_it(engine: McoreEngine, tmp_path: Path) ->
         engine.save(path, {"turn": turn})
     assert engine.load(path, with_optimizer=True)["turn"] == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_interrupted_saves_left_is_removed_and_no_whole_checkpoint_lost(
+    engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "megatron"
+    engine.save_weights(path, {"turn": 0})
+    (tmp_path / "megatron.1f.partial").mkdir()
+    other = tmp_path / "megatron2.1f.partial"
+    other.mkdir()
+    path.rename(tmp_path / "megatron.old.partial")  # what a kill between the two renames leaves
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_saving, "save_config", full)
+        with pytest.raises(SaveError):
+            engine.save_weights(path, {"turn": 1})
+    assert engine.load(path, with_optimizer=False)["turn"] == 0
+    (tmp_path / "megatron.old.partial" / "sub").mkdir(parents=True)
+    engine.save_weights(path, {"turn": 2})
+    assert engine.load(path, with_optimizer=False)["turn"] == 2
+    assert sorted(tmp_path.iterdir()) == [path, other]
 
 
 @pytest.fixture

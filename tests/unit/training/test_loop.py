@@ -605,3 +605,13 @@ def test_a_resumed_run_remembers_the_skipped_steps_before(tmp_path: Path) -> Non
     assert world.of("died")
     with pytest.raises(DivergenceError, match=r"step 9: .* skipped step 3 in a row"):
         run(tmp_path, state=restored(tmp_path, 8), skips={8})
+
+
+def test_a_checkpoint_under_way_is_finished_before_the_run_gives_up(tmp_path: Path) -> None:
+    world, waited = World(), []
+    world.skips = {6, 7, 8}
+    world.finish_save = lambda *, wait: waited.append(wait)  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match="skipped step 3 in a row"):
+        loop.run(build_stages(OPTIONS, 1e-4, 0), TrainState(), parts(world, tmp_path))
+    assert len(world.plans) == 9
+    assert waited[-1]

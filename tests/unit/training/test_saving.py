@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import NoProgress
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
-from dms_train.training.saving import Saver
+from dms_train.training.saving import Saver, remove_old
 from dms_train.training.state import TrainState
 
 
@@ -142,6 +144,46 @@ def test_what_an_interrupted_save_left_is_removed(room: Room) -> None:
     assert not left.exists()
     room.saver.settle(4)
     assert room.steps == [4]
+
+
+def test_a_checkpoint_that_was_not_replaced_yet_stays(room: Room) -> None:
+    room.save(3, wait=True)
+    (room.folder / "step_00000003").rename(room.folder / "step_00000003.old.partial")
+    room.save(4, wait=True)
+    assert room.steps == [3, 4]
+
+
+def test_what_the_storage_does_not_delete_is_no_reason_to_stop(
+    room: Room, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    for step in (1, 2):
+        room.save(step, wait=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", busy)
+        room.save(3, wait=True)
+    assert room.steps == [2, 3]  # what is left of 1 is no checkpoint
+    with monkeypatch.context() as patched, caplog.at_level("WARNING", "dms_train"):
+        patched.setattr(Path, "rename", busy)
+        assert remove_old(room.folder / "step_00000003", 1)
+    assert "step_00000002: cannot be deleted (Device or resource busy)" in caplog.text
+    room.save(4, wait=True)
+    assert room.steps == [3, 4]
+    assert not list(room.folder.glob("*.partial"))
+
+
+def test_a_note_that_cannot_be_written_is_no_reason_to_stop(
+    room: Room, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    room.engine.annotate = full  # type: ignore[attr-defined]
+    with caplog.at_level("WARNING", "dms_train"):
+        room.saver.annotate(TrainState(step=1), {"exported": "cr2"})
+    assert "step_00000001: cannot be updated ([Errno 28] No space left" in caplog.text
 
 
 def test_a_full_disk_is_counted_and_costs_no_checkpoint(
