@@ -127,6 +127,15 @@ class Run:
     def partial(self) -> list[Path]:
         return list((self.folder / "checkpoints").glob("step_*.partial"))
 
+    def forget(self, step: int) -> None:
+        """Remove what an earlier start left behind `step`, so that what is seen is of the next."""
+        for folder in self.partial():
+            shutil.rmtree(folder)
+        file = self.folder / "metrics.jsonl"
+        kept = [row for row in self.rows() if row["step"] <= step]
+        if file.is_file():
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+
     def copy_to(self, folder: Path) -> Run:
         """The same run in another folder, to be spoilt."""
         if folder.exists():
@@ -202,8 +211,8 @@ class Campaign:
         run.finish()
         entries = [json.loads(line) for line in journal.read_text().splitlines()]
         return {
-            "faults": len(entries),
-            "during_a_save": sum(entry["left_partial"] for entry in entries),
+            "faults": sum(entry["killed"] for entry in entries),
+            "during_a_save": sum(entry["killed"] and entry["left_partial"] for entry in entries),
             "seed": self.seed,
             "ranks": sorted({entry["rank"] for entry in entries}),
             "steps_taken_again": sum(entry["step"] - entry["newest"] for entry in entries),
@@ -216,6 +225,7 @@ class Campaign:
         rank = draw.randrange(WORLD)
         within = number % max(1, self.kills // max(1, self.in_save)) == 0
         resumed = max((int(path.name[5:]) for path in run.checkpoints()), default=0)
+        run.forget(resumed)
         # moments spread over the run, and always before its end
         aim = min(STEPS - 2, max(resumed, round((number + draw.random()) * STEPS / self.kills)))
         delay = draw.random() * (0.05 if within else 0.5)
@@ -236,6 +246,7 @@ class Campaign:
             "resumed_from": resumed,
             "newest": max((int(path.name[5:]) for path in run.checkpoints()), default=0),
             "aimed_at_a_save": within,
+            "killed": ranks.codes.get(rank) == -signal.SIGKILL,
             "left_partial": left and bool(run.partial()),
         }
 
