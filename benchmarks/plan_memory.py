@@ -112,24 +112,27 @@ def _run(args: argparse.Namespace) -> int:
         failed += "failed" in rows[label]
         print(*lines(label, rows[label], gpus.calibration()), sep="\n", flush=True)
     if args.fit:
-        write(fit(rows), rows)
+        write(fit(rows, train_steps(path.parent)), rows)
     constants = Calibration(**json.loads(DATA_FILE.read_text())["constants"])
     print(name, *HEAD, sep="\n")
     for label, row in rows.items():
         print(*lines(label, row, constants), sep="\n")
-    print("\n".join(others(path.with_name("train_step.json"), constants)))
+    print("\n".join(others(train_steps(path.parent), constants)))
     return 1 if failed else 0
 
 
-def others(path: Path, c: Calibration) -> Iterator[str]:
+def train_steps(folder: Path) -> list[dict[str, Any]]:
+    """The steps of ours that `train_step.py` measured."""
+    path = folder / "train_step.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if "failed" not in row and row["case"]["subject"] == "ours"]
+
+
+def others(steps: list[dict[str, Any]], c: Calibration) -> Iterator[str]:
     """The plan beside the steps that `train_step.py` measured, fullest process of each."""
-    if not path.exists():
-        return
     yield "\n| train_step.py | | allocated GB | planned GB | | step s | planned s | |"
     yield "|---|---|---|---|---|---|---|---|"
-    for row in json.loads(path.read_text())["rows"]:
-        if "failed" in row or row["case"]["subject"] != "ours":
-            continue
+    for row in steps:
         case = Case.from_dict(row["case"])
         guess = max(of_stage(stage).allocated(c) for stage in stages(case))
         time = step_time(stages(case), _GPU, c).total
@@ -176,6 +179,8 @@ def lines(label: str, row: dict[str, Any], c: Calibration) -> Iterator[str]:
     if "failed" in row:
         yield f"| {label} | {words} | {row['failed']} |" + " |" * 8
         return
+    if "superseded" in row:
+        words += f"; {row['superseded']}"
     planned = step_time(stages(case), _GPU, c).total
     time = f"{row['step_s']:.3f} | {planned:.3f} | {planned / row['step_s'] - 1:+.1%}"
     for stage, found in zip(stages(case), row["stages"], strict=True):
@@ -189,8 +194,12 @@ def lines(label: str, row: dict[str, Any], c: Calibration) -> Iterator[str]:
         )
 
 
-def fit(rows: dict[str, Any]) -> Calibration:
-    """The constants with which both calibrating cases come out as measured."""
+def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
+    """The constants with which both calibrating cases come out as measured.
+
+    And the speed of links from the steps of `train_step.py` that used tensor parallelism.
+    """
+    rows = {name: row for name, row in rows.items() if "superseded" not in row}
     first, second = (rows[name] for name in CALIBRATING)
     (varying_1, rest_1), (varying_2, rest_2) = _counted(first), _counted(second)
     # factor * varying + constant = measured - fixed, for both
@@ -204,7 +213,7 @@ def fit(rows: dict[str, Any]) -> Calibration:
     ]
     several = [_outside(row) for row in rows.values()]
     found = [stage for row in rows.values() for stage in row.get("stages", ())]
-    return old._replace(
+    fitted = old._replace(
         activation_factor=round(factor, 4),
         constant_bytes=round(constant),
         outside_bytes=round(max(alone)),
@@ -213,6 +222,19 @@ def fit(rows: dict[str, Any]) -> Calibration:
         matmul_efficiency=round(matmul, 4),
         traffic_factor=round(traffic, 4),
     )
+    return fitted._replace(link_efficiency=round(_links(steps, fitted), 4))
+
+
+def _links(steps: list[dict[str, Any]], c: Calibration) -> float:
+    """Share of a link's bandwidth with which tensor-parallel steps take as long as they did."""
+    found = []
+    for row in steps:
+        case = Case.from_dict(row["case"])
+        if case.layout.tp > 1 and case.kind == "dms":
+            planned = step_time(stages(case), _GPU, c._replace(link_efficiency=1.0))
+            left = row["step_s"] - planned.total + planned.communication
+            found.append(planned.communication / left)
+    return sum(found) / len(found) if found else c.link_efficiency
 
 
 def _outside(row: dict[str, Any]) -> float:

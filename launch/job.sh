@@ -77,7 +77,8 @@ step=$!
 [[ -n $asked && ${#helpers[@]} == 0 ]] && { stop_step & helpers+=($!); }
 if ((HANG_S > 0)); then
   while sleep 5 && kill -0 "$step" 2>/dev/null; do
-    age=$(($(date +%s) - $(stat -c %Y "$state/heartbeat")))
+    beat=$(stat -c %Y "$state/heartbeat" 2>/dev/null) || continue
+    age=$(($(date +%s) - beat))
     ((age > HANG_S)) && { end_step "no heartbeat for $age s"; break; }
   done &
   helpers+=($!)

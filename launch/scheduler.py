@@ -57,7 +57,7 @@ def states(jobs: Iterable[str]) -> dict[str, str]:
     if not wanted or not available():
         return {}
     # of every user: a shared run folder may have been submitted by somebody else
-    lines = _run(["squeue", "--noheader", "--format=%A %T %r"], "").splitlines()
+    lines = _run(["squeue", "--all", "--noheader", "--format=%A %T %r"], "").splitlines()
     known = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
     return {job: state for job, state in known.items() if job in wanted}
 

@@ -16,9 +16,12 @@ from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
 from dms_train.cli.model import read_architecture
 from dms_train.cli.plan_lines import layout_lines, layout_table
+from dms_train.config import divide, layouts
+from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.gpus import GPUS, gpu
 from dms_train.config.memory import parameter_count
+from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.schedule import evicted_fraction
@@ -60,12 +63,23 @@ def _main(arguments: Sequence[str]) -> int:
     if options.gpu is not None:
         gpu(options.gpu)
         config = replace(config, cluster=replace(config.cluster, gpu=options.gpu))
-    if options.list_layouts:
+    if options.list_layouts is not None:
         print("\n".join(_ranked(config, architecture, world_size, options.list_layouts)))
         return 0
+    _advise(config, architecture, world_size)
     check(config, world_size=world_size, architecture=architecture)
     print(describe(config, architecture, world_size, _loaded_cr(config)))
     return 0
+
+
+def _advise(config: RunConfig, architecture: Architecture, world_size: int) -> None:
+    """Refuse what does not divide with a layout that does, also where no GPU is named."""
+    if config.cluster.gpu is not None or any(check_ranges(config, architecture)):
+        return  # `check` has an answer
+    problems = list(divide.problems(config, world_size, architecture))
+    if problems:
+        gpu = GPUS[layouts.ASSUMED_GPU]
+        raise ConfigError(*problems, layouts.advice(config, architecture, world_size, gpu))
 
 
 def _ranked(
@@ -97,16 +111,22 @@ def _loaded_cr(config: RunConfig) -> float:
     return with_student(find_start(config), Path(config.run.load)).state.loaded_cr
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: say a number from 1")
+    return int(text)
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dms-plan", description="Show what a run would do.")
     parser.add_argument("overrides", nargs="*", help="the words that dms-train would be given")
-    parser.add_argument("--world-size", type=int, help="processes (default: tensor x pipeline)")
+    parser.add_argument("--world-size", type=_count, help="processes (default: tensor x pipeline)")
     parser.add_argument(
         "--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; refuses what does not fit it"
     )
     parser.add_argument(
         "--list-layouts",
-        type=int,
+        type=_count,
         nargs="?",
         const=10,
         metavar="N",

@@ -12,13 +12,12 @@ from dms_train.config.memory import needs_teacher
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 
-_UNNAMED = GPUS["h100"]  # whose speed is assumed while none is named
 _GIB = 2**30
 _TEACHER, _STUDENT = 1, 3  # in forward passes
 
 
 def _chosen(config: RunConfig) -> Gpu:
-    return _UNNAMED if config.cluster.gpu is None else GPUS[config.cluster.gpu]
+    return GPUS[config.cluster.gpu or layouts.ASSUMED_GPU]
 
 
 def layout_lines(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:

@@ -188,6 +188,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         leads=leads,
         provenance=provenance,
     )
+    watch.expect_ranks()
     try:
         return loop.run(
             prepared.stages[:count],

@@ -59,6 +59,13 @@ class RunWatch:
         """From here on a signal stops the run after the current step instead of ending it."""
         for number in _SIGNALS:
             signal.signal(number, self._remember)
+
+    def expect_ranks(self) -> None:
+        """From here on a rank that falls silent ends the run.
+
+        To be called when data and model are there: building an index of the data lets no other
+        thread of its process run.
+        """
         if self.view.world_size > 1:
             self.heartbeats.start()
 

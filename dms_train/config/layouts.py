@@ -24,6 +24,7 @@ _VIRTUAL_SIZES = (None, 2, 4)
 _RECOMPUTE = (None, "selective", "full")
 _SAMPLES = (1, 2, 4, 8)
 _MOST_PROCESSES = 4096
+ASSUMED_GPU = "h100"  # whose speed and memory count while none is named
 _GIB = 2**30
 
 
@@ -134,13 +135,19 @@ def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: 
     found = search(config, architecture, world_size, gpu)
     if found:
         words = " ".join(found[0].words(config))
-        return f"the fastest layout that fits: {words} ({found[0].time.total:.3g} s a step)"
+        return (
+            f"the fastest layout that divides and fits {gpu.label}: {words} "
+            f"({found[0].time.total:.3g} s a step)"
+        )
     for more in (2**n for n in range(world_size.bit_length(), _MOST_PROCESSES.bit_length())):
         found = search(config, architecture, more, gpu)
         if found:
             words = " ".join(found[0].words(config))
-            return f"no layout of {world_size} {gpu.label} fits; {more} would do with {words}"
+            return (
+                f"no layout of {world_size} {gpu.label} divides and fits; {more} would do"
+                f"{f' with {words}' if words else ''}"
+            )
     return (
-        f"no layout fits on up to {_MOST_PROCESSES} {gpu.label}; use a larger GPU or shorter "
-        "samples"
+        f"no layout divides and fits on up to {_MOST_PROCESSES} {gpu.label}; use a larger GPU or "
+        "shorter samples"
     )

@@ -1,7 +1,7 @@
 """How long a training step takes: products, attention, memory traffic, communication, bubble.
 
-Every term is work divided by a speed from the GPU's data sheet times a measured share of it. What
-overlaps in reality is added up, so the estimate leans towards too long.
+Every term is work divided by a speed from the GPU's data sheet times a measured share of it. Terms
+are added up; what overlaps was measured as part of the shares.
 """
 
 from __future__ import annotations

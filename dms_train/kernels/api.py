@@ -74,9 +74,12 @@ def choose(name: str, device: torch.device) -> str:
     return name
 
 
-def fuses(device: torch.device) -> bool:
-    """Whether the kernels beside attention run on a device: activation, RoPE and decisions."""
-    return device.type == "cuda" and _has_triton()
+def fuses(name: str) -> bool:
+    """Whether the kernels beside attention run too: activation, RoPE and decisions.
+
+    They go with the backend that `choose` returned, so that every other one is free of Triton.
+    """
+    return name == "triton"
 
 
 def _has_triton() -> bool:

@@ -55,6 +55,7 @@ _STDERR = 2  # standard streams may be sockets too
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # What torch.save says when a file cannot be written; the rest speaks of positions in it.
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
+_CONNECTIONS = ("socket:", "anon_inode:[eventpoll]")
 # What megatron's writers log here they also raise.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
@@ -270,7 +271,9 @@ def _leave(rank: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing itself is closed by now
-            if int(name) > _STDERR and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if int(name) > _STDERR and os.readlink(f"/proc/self/fd/{name}").startswith(
+                _CONNECTIONS
+            ):
                 os.dup2(nothing, int(name))  # no file to be written may get the number
 
 

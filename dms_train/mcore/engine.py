@@ -67,10 +67,12 @@ class McoreEngine:
         self.spec = spec
         self.view = view
         self._options = options
-        self._attend = kernels.backend(kernels.choose(options.kernels, view.device))
+        backend = kernels.choose(options.kernels, view.device)
+        self._attend = kernels.backend(backend)
         self._kit = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
-        fused = fusions.apply(self._config, view.device)
+        fused = kernels.fuses(backend)
+        fusions.apply(self._config, view.device, fused=fused)
         self._method = MethodState(spec, self._attend, fused=fused)
         self._models = self._build_chunks(self._method, source)
         self._saver = CheckpointSaver(leads=view.rank == 0)

@@ -15,23 +15,19 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from dms_train.kernels import api as kernels
 from dms_train.mcore import compat
 
 
-def apply(config: Any, device: torch.device) -> bool:
+def apply(config: Any, device: torch.device, *, fused: bool) -> None:
     """Set what this device fuses in megatron's configuration, before a model is built.
 
-    Returns:
-        Whether the kernels beside attention run (`kernels.api.fuses`).
+    `fused` says whether the kernels beside attention run (`kernels.api.fuses`).
     """
-    fused = kernels.fuses(device)
     # megatron's name for its slot of an activation; the function in it is ours (see `layer_spec`)
     config.use_te_activation_func = fused
     if device.type == "cuda":
         _clip_in_few_kernels()
         config.gradient_accumulation_fusion = _accumulates_in_place(device)
-    return fused
 
 
 def _clip_in_few_kernels() -> None:

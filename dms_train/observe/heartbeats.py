@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _EVERY_SECONDS = 10.0
+# After a pause of everybody (a file system that fails over, a job that is suspended) all files are
+# old; a rank that lives has written again by the third look.
+_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ class Heartbeats:
     def stop(self) -> None:
         """This rank leaves in good order."""
         self._ends.set()
-        self._file(self.rank).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._file(self.rank).unlink(missing_ok=True)
 
     def silent(self) -> list[Silent]:
         """The ranks that have given no sign of life for too long."""
@@ -75,12 +79,13 @@ class Heartbeats:
         return [silent for silent in found if silent is not None]
 
     def _watch(self) -> None:
-        following = (self.rank + 1) % self.ranks
+        following, looks = (self.rank + 1) % self.ranks, 0
         while not self._ends.wait(min(_EVERY_SECONDS, self.patience / 6)):
             # a file system that fails for a moment is no rank that hangs
             with contextlib.suppress(OSError):
-                if self._age(following, self._beat()) is not None:
-                    self.hang(self.silent())
+                looks = looks + 1 if self._age(following, self._beat()) is not None else 0
+                if looks >= _LOOKS and (silent := self.silent()):
+                    self.hang(silent)
                     return
 
     def _file(self, rank: int) -> Path:

@@ -113,7 +113,8 @@ class Saver:
 
     def _failed(self, step: int, error: ValueError) -> None:
         self._failures += 1
-        self.reporter.save_failed(step, self._failures, str(error).rpartition(": ")[0])
+        if self.leads:
+            self.reporter.save_failed(step, self._failures, str(error).rpartition(": ")[0])
 
 
 def _is_temporary(path: Path) -> bool:

@@ -1395,7 +1395,7 @@ _VARYING = (
     (re.compile(r"step \d+:"), "step N:"),
     (re.compile(r"KL \S+ nats"), "KL N nats"),
     (re.compile(r"\d+\.\d [GM]iB"), "N GiB"),
-    (re.compile(r"fits: .* \(\S+ s a step\)"), "fits: OVERRIDES (N s a step)"),
+    (re.compile(r"80 GB: .* \(\S+ s a step\)"), "80 GB: OVERRIDES (N s a step)"),
     (re.compile(r"line \d+ column \d+ \(char \d+\)"), "line N"),
 )
 

@@ -45,6 +45,7 @@ class Inputs:
     """A random teacher and exam sheets, made once."""
 
     folder: Path
+    lr: float
 
     @cached_property
     def words(self) -> list[str]:
@@ -62,7 +63,7 @@ class Inputs:
             "data.micro_batch_size=1",
             "data.global_batch_size=4",
             "method.window=4",
-            "optim.lr=1e-4",
+            f"optim.lr={self.lr}",
             "stage.zero_neuron.steps=20",
             "stage.retrofit.target_cr=3",
             "stage.retrofit.steps_per_cr=20",
@@ -126,6 +127,15 @@ class Run:
     def partial(self) -> list[Path]:
         return list((self.folder / "checkpoints").glob("step_*.partial"))
 
+    def forget(self, step: int) -> None:
+        """Remove what an earlier start left behind `step`, so that what is seen is of the next."""
+        for folder in self.partial():
+            shutil.rmtree(folder)
+        file = self.folder / "metrics.jsonl"
+        kept = [row for row in self.rows() if row["step"] <= step]
+        if file.is_file():
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+
     def copy_to(self, folder: Path) -> Run:
         """The same run in another folder, to be spoilt."""
         if folder.exists():
@@ -149,12 +159,13 @@ class Campaign:
     kills: int
     in_save: int
     seed: int
+    lr: float
 
     @cached_property
     def inputs(self) -> Inputs:
         folder = self.out / "inputs"
         folder.mkdir(parents=True, exist_ok=True)
-        return Inputs(folder)
+        return Inputs(folder, self.lr)
 
     @cached_property
     def reference(self) -> dict[int, float]:
@@ -200,8 +211,8 @@ class Campaign:
         run.finish()
         entries = [json.loads(line) for line in journal.read_text().splitlines()]
         return {
-            "faults": len(entries),
-            "during_a_save": sum(entry["left_partial"] for entry in entries),
+            "faults": sum(entry["killed"] for entry in entries),
+            "during_a_save": sum(entry["killed"] and entry["left_partial"] for entry in entries),
             "seed": self.seed,
             "ranks": sorted({entry["rank"] for entry in entries}),
             "steps_taken_again": sum(entry["step"] - entry["newest"] for entry in entries),
@@ -214,6 +225,7 @@ class Campaign:
         rank = draw.randrange(WORLD)
         within = number % max(1, self.kills // max(1, self.in_save)) == 0
         resumed = max((int(path.name[5:]) for path in run.checkpoints()), default=0)
+        run.forget(resumed)
         # moments spread over the run, and always before its end
         aim = min(STEPS - 2, max(resumed, round((number + draw.random()) * STEPS / self.kills)))
         delay = draw.random() * (0.05 if within else 0.5)
@@ -234,6 +246,7 @@ class Campaign:
             "resumed_from": resumed,
             "newest": max((int(path.name[5:]) for path in run.checkpoints()), default=0),
             "aimed_at_a_save": within,
+            "killed": ranks.codes.get(rank) == -signal.SIGKILL,
             "left_partial": left and bool(run.partial()),
         }
 
@@ -360,10 +373,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--in-save", type=int, default=6, help="kills aimed at a save")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--only", help="one scenario")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    campaign = Campaign(args.out.absolute(), args.kills, args.in_save, args.seed)
+    campaign = Campaign(args.out.absolute(), args.kills, args.in_save, args.seed, args.lr)
     chosen = {n: s for n, s in scenarios(campaign).items() if args.only in (None, n)}
     results = {}
     for name, scenario in chosen.items():

@@ -70,11 +70,29 @@ def test_a_gpu_that_is_too_small_is_refused(monkeypatch, capsys, tmp_path):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "(ranks 0 to 7) needs" in said
-    assert "the fastest layout that fits: parallel.tensor_model_parallel_size=" in said
+    assert "parallel.tensor_model_parallel_size=" in said
     assert run_plan(monkeypatch, *words, *layout, "--gpu", "h300") == 2
     assert "choose one of a100_40gb" in capsys.readouterr().err
     assert run_plan(monkeypatch, *words, *layout, "cluster.gpu=h300") == 2
     assert "cluster.gpu=h300: choose one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-2", "two"])
+def test_counts_start_at_one(monkeypatch, capsys, count):
+    for flag in ("--world-size", "--list-layouts"):
+        assert run_plan(monkeypatch, f"{flag}={count}", "model.path=x", "data.paths=[x]") == 2
+        assert f"{count}: say a number from 1" in capsys.readouterr().err
+
+
+def test_what_does_not_divide_is_answered_with_what_does(monkeypatch, capsys, tmp_path):
+    model = to_hf_config(configs.KNOWN["qwen_r1_7b"])
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    words = ["experiment=qwen_r1_7b", f"model.path={tmp_path}", "data.paths=[x]"]
+    layout = ["parallel.tensor_model_parallel_size=3", "--world-size=8"]
+    assert run_plan(monkeypatch, *words, *layout) == 2
+    said = capsys.readouterr().err
+    assert "does not divide the model's num_attention_heads=28" in said
+    assert "the fastest layout that divides and fits H100 SXM 80 GB: parallel." in said
 
 
 def test_stages_shorter_than_five_steps():

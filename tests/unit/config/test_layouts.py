@@ -35,7 +35,7 @@ def test_what_does_not_fit_names_ranks_size_and_what_would():
     (line,) = caught.value.problems
     assert "pipeline stage 1 of 2 (ranks 0 to 1) needs" in line
     assert "GiB more than the 79.1 GiB of a H100 SXM 80 GB" in line
-    words = line.partition("that fits: ")[2].partition(" (")[0].split()
+    words = line.partition("80 GB: ")[2].partition(" (")[0].split()
     assert words == layouts.search(given, BIG, 4, H100)[0].words(given)
 
 
@@ -72,18 +72,22 @@ def test_what_does_not_divide_is_answered_with_what_does():
     with pytest.raises(ConfigError) as caught:
         check(given, world_size=8, architecture=BIG)
     assert "does not divide the model's num_attention_heads=32" in caught.value.problems[0]
-    assert caught.value.problems[-1].startswith("the fastest layout that fits: parallel.")
+    assert caught.value.problems[-1].startswith(
+        "the fastest layout that divides and fits H100 SXM 80 GB: parallel."
+    )
 
 
 def test_too_few_gpus_are_answered_with_how_many_would_do():
     large = configs.KNOWN["qwen_r1_32b"]
     said = layouts.advice(config(), large, 4, H100)
-    more = int(said.partition("fits; ")[2].split()[0])
-    assert said.startswith("no layout of 4 H100 SXM 80 GB fits; ")
+    more = int(said.partition("and fits; ")[2].split()[0])
+    assert said.startswith("no layout of 4 H100 SXM 80 GB divides and fits; ")
     assert not layouts.search(config(), large, more // 2, H100)
     assert layouts.search(config(), large, more, H100)
     tiny = H100._replace(memory_gib=1.0)
-    assert layouts.advice(config(), large, 4, tiny).startswith("no layout fits on up to 4096")
+    assert layouts.advice(config(), large, 4, tiny).startswith(
+        "no layout divides and fits on up to 4096"
+    )
 
 
 def test_nothing_is_refused_without_a_gpu_to_fit():

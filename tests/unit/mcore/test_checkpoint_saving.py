@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -125,16 +126,19 @@ def test_it_appears_whole_and_at_once(
         fsync(file)
 
     path = tmp_path / "step_00000001"
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, socket.socket():
         patched.setattr(os, "fsync", slow)
         engine.save(path, {"step": 1}, wait=False)
-    assert engine.finish_save(wait=False) is None
-    (partial,) = tmp_path.glob("step_*")
-    assert partial.suffix == ".partial"
-    assert checkpoint.newest(tmp_path) == (None, [])
-    with pytest.raises(DamagedError):
-        engine.load(partial, with_optimizer=False)
-    go.touch()
+    try:
+        assert engine.finish_save(wait=False) is None
+        assert connections_of_writers() == []
+        (partial,) = tmp_path.glob("step_*")
+        assert partial.suffix == ".partial"
+        assert checkpoint.newest(tmp_path) == (None, [])
+        with pytest.raises(DamagedError):
+            engine.load(partial, with_optimizer=False)
+    finally:
+        go.touch()
     assert engine.finish_save(wait=True) == path
     assert list(tmp_path.glob("step_*")) == [path]
 
@@ -155,6 +159,26 @@ def test_the_copy_for_the_writing_process_is_not_pinned(
     engine.save(tmp_path / "step_00000001", {"step": 1})
     assert pinned
     assert not any(pinned)
+
+
+def connections_of_writers() -> list[str]:
+    """What the processes that write hold of this one's connections, once they had time to let go.
+
+    They let go first of all, and write until they are told to end.
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        writers = psutil.Process().children(recursive=True)
+        assert writers
+        held = [
+            f"{writer.pid}: {os.readlink(link)}"
+            for writer in writers
+            for link in Path(f"/proc/{writer.pid}/fd").glob("*")
+        ]
+        held = [text for text in held if "socket:" in text or "eventpoll" in text]
+        if not held or time.monotonic() > deadline:
+            return held
+        time.sleep(0.05)
 
 
 def test_saving_a_step_again_replaces_it(engine: McoreEngine, tmp_path: Path) -> None:

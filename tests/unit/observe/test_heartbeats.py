@@ -76,3 +76,32 @@ def test_files_of_an_earlier_run_do_not_count(ranks: Ranks, tmp_path: Path) -> N
     assert ranks.all[0].silent() == []  # it may be about to start
     assert ranks.told.wait(20)
     assert [entry.rank for entry in ranks.found[0][1]] == [1]
+
+
+class Scripted(Heartbeats):
+    """Sees the next rank silent or not as a list says, one entry for each look."""
+
+    script: list[bool]
+
+    def _beat(self) -> float:
+        return 0.0
+
+    def _age(self, rank: int, now: float) -> Silent | None:
+        return Silent(rank, 99.0, "host") if self.script[0] else None
+
+    def wait(self, _seconds: float) -> bool:
+        self.script.pop(0)
+        return not self.script
+
+
+@pytest.mark.parametrize(
+    ("looks", "alarms"),
+    [([True, True, True], 1), ([True, True, False] * 3, 0), ([True, False] * 4, 0)],
+)
+def test_a_pause_of_all_ranks_is_no_silence(tmp_path: Path, looks: list[bool], alarms: int) -> None:
+    found: list[list[Silent]] = []
+    heartbeats = Scripted(tmp_path, 0, 2, patience=1.0, hang=found.append)
+    heartbeats.script = [False, *looks, False]
+    heartbeats._ends.wait = heartbeats.wait  # type: ignore[method-assign, assignment]
+    heartbeats._watch()
+    assert len(found) == alarms

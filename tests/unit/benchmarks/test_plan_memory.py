@@ -1,0 +1,77 @@
+"""The plan against what was measured, and the constants against the measurements they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan_memory
+from benchmarks.train_step_shapes import Case
+from dms_train.config.gpus import GPUS, calibration, read_calibration
+from dms_train.config.memory import of_stage
+from dms_train.config.step_time import step_time
+
+RESULTS = Path(plan_memory.__file__).parent / "results" / "nvidia_h200" / "plan_memory.json"
+ROWS = json.loads(RESULTS.read_text())["rows"]
+# What code that has changed since has allocated is shown, and says nothing about the plan.
+VALID = [name for name, row in ROWS.items() if "superseded" not in row]
+CHECKED = sorted(set(VALID) - set(plan_memory.CALIBRATING))
+STEPS = plan_memory.train_steps(RESULTS.parent)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_memory_is_within_a_tenth_of_what_a_gpu_allocated(name):
+    stages = plan_memory.stages(Case.from_dict(ROWS[name]["case"]))
+    for stage, found in zip(stages, ROWS[name]["stages"], strict=True):
+        memory = of_stage(stage)
+        assert memory.allocated(calibration()) == pytest.approx(found["allocated"], rel=0.1)
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['label']}-{row['case']['layout']}")
+def test_so_it_is_for_the_steps_of_the_other_benchmark(row):
+    stages = plan_memory.stages(Case.from_dict(row["case"]))
+    fullest = max(of_stage(stage).allocated(calibration()) for stage in stages)
+    assert fullest == pytest.approx(row["max_memory_allocated"], rel=0.1)
+    time = step_time(stages, GPUS["h200"], calibration()).total
+    assert time == pytest.approx(row["step_s"], rel=0.2)
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_a_gpu_never_used_more_than_the_plan_asks_for(name):
+    case = Case.from_dict(ROWS[name]["case"])
+    stages = plan_memory.stages(case)
+    for stage, found in zip(stages, ROWS[name]["stages"], strict=True):
+        needed = of_stage(stage).needed(calibration(), case.layout.world)
+        assert found["used"] <= 1.01 * needed
+
+
+def test_enough_was_checked():
+    cases = [ROWS[name]["case"] for name in CHECKED] + [row["case"] for row in STEPS]
+    recomputed = [case for case in cases if case["recompute"]]
+    pipelined = [case for case in cases if case["layout"]["pp"] > 1]
+    assert len(cases) >= 4
+    assert recomputed
+    assert pipelined
+
+
+def test_the_constants_are_those_of_the_measurements():
+    assert plan_memory.fit(ROWS, STEPS) == calibration()
+    assert read_calibration()["device"] == "NVIDIA H200"
+
+
+def test_the_fit_finds_the_constants_that_were_put_in():
+    put = calibration()._replace(activation_factor=1.1, constant_bytes=3 * 10**8)
+    rows = {}
+    for name in plan_memory.CALIBRATING:
+        row = dict(ROWS[name])
+        (stage,) = plan_memory.stages(Case.from_dict(row["case"]))
+        size = of_stage(stage).allocated(put)
+        row["stages"] = [{"allocated": size, "reserved": 1.05 * size, "used": 1.05 * size + 2e9}]
+        rows[name] = row
+    found = plan_memory.fit(rows, STEPS)
+    assert found.activation_factor == pytest.approx(1.1, abs=1e-3)
+    assert found.constant_bytes == pytest.approx(3e8, rel=1e-2)
+    assert found.reserved_share == pytest.approx(1.05, abs=1e-3)
+    assert found.outside_bytes == pytest.approx(2e9, abs=2)
