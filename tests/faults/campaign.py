@@ -125,7 +125,11 @@ class Run:
         return sorted(path for path in found if (path / "run_state.json").is_file())
 
     def partial(self) -> list[Path]:
-        return list((self.folder / "checkpoints").glob("step_*.partial"))
+        """What is being written, without what is being deleted."""
+        found = (self.folder / "checkpoints").glob("step_*.partial")
+        return [
+            path for path in found if not path.name.endswith((".removed.partial", ".old.partial"))
+        ]
 
     def forget(self, step: int) -> None:
         """Remove what an earlier start left behind `step`, so that what is seen is of the next."""
