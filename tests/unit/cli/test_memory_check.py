@@ -31,7 +31,9 @@ def test_what_fits_passes_in_silence(monkeypatch, caplog):
 
 
 def test_what_is_expected_not_to_fit_is_warned_about(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("dms_train"), "propagate", True)
+    logger = logging.getLogger("dms_train")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "disabled", False)  # Hydra, in an earlier test, disables it
     with caplog.at_level(logging.WARNING):
         check(monkeypatch, 60)
     (record,) = caplog.records
