@@ -27,7 +27,7 @@ def check(monkeypatch: pytest.MonkeyPatch, gib: float, **changes) -> None:
 
 def test_what_fits_passes_in_silence(monkeypatch, caplog):
     check(monkeypatch, 139)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name == "dms_train"]
 
 
 def test_what_is_expected_not_to_fit_is_warned_about(monkeypatch, caplog):
@@ -36,7 +36,8 @@ def test_what_is_expected_not_to_fit_is_warned_about(monkeypatch, caplog):
     monkeypatch.setattr(logger, "disabled", False)  # Hydra, in an earlier test, disables it
     with caplog.at_level(logging.WARNING):
         check(monkeypatch, 60)
-    (record,) = caplog.records
+    # libraries may have something to say too
+    (record,) = [record for record in caplog.records if record.name == logger.name]
     assert "GiB more than the 60.0 GiB of a NVIDIA H100" in record.getMessage()
     assert ": data.micro_batch_size=1 (" in record.getMessage()
 
