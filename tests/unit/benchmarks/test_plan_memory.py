@@ -61,6 +61,16 @@ def test_the_constants_are_those_of_the_measurements():
     assert read_calibration()["device"] == "NVIDIA H200"
 
 
+def test_attention_is_as_fast_as_it_was_measured_to_be():
+    record = json.loads(RESULTS.with_name("attention.json").read_text())
+    (case,) = (case for case in record["train"] if case["label"] == "1x32/8x8192x128")
+    (row,) = (row for row in case["rows"] if row["name"] == "ours: triton")
+    # causal: 2 S^2 D a head forward, 2.5 times that backward
+    flops = 3.5 * 2 * 32 * 8192**2 * 128
+    measured = flops / (row["total_ms"] / 1e3) / (GPUS["h200"].tflops * 1e12)
+    assert calibration().attention_efficiency == pytest.approx(measured, rel=0.05)
+
+
 def test_the_fit_finds_the_constants_that_were_put_in():
     put = calibration()._replace(activation_factor=1.1, constant_bytes=3 * 10**8)
     rows = {}
