@@ -10,12 +10,10 @@ import pytest
 from tests.support import saving_runs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
-TP2 = {"tensor_model_parallel_size": 2}
 CASES: list[dict[str, Any]] = [
     {"name": name, "parallel": parallel, "architecture": {}, "length": 24, "exact": True}
     for name, parallel in (
-        ("tp2-fp32", {**TP2, "params_dtype": "fp32"}),
-        ("tp2_sp-bf16", {**TP2, "params_dtype": "bf16", "sequence_parallel": True}),
+        ("tp2-fp32", {"tensor_model_parallel_size": 2, "params_dtype": "fp32"}),
         ("dp2-bf16", {"params_dtype": "bf16"}),
     )
 ]
