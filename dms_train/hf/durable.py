@@ -52,5 +52,7 @@ def _sync(path: Path, flags: int) -> None:
     number = os.open(path, flags)
     try:
         os.fsync(number)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(number)

@@ -35,5 +35,17 @@ def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
     )
 
 
+def test_all_ranks_refuse_what_the_gpu_of_one_cannot_hold() -> None:
+    result = launch.torchrun(2, "-m", "tests.support.unequal_worker", "20")
+    assert result.returncode != 0
+    (told,) = re.findall("^.*error: .*$", result.stderr, re.MULTILINE)
+    assert told.startswith("config error: rank 1 has a NVIDIA A100 with 20.0 GiB: parallel: ")
+    assert "more than the 20.0 GiB of a NVIDIA A100" in told
+
+
+def test_gpus_that_differ_but_hold_it_pass() -> None:
+    launch.checked(launch.torchrun(2, "-m", "tests.support.unequal_worker", "79"))
+
+
 def test_the_memory_of_a_step_is_that_of_the_fullest_rank() -> None:
     launch.checked(launch.torchrun(2, "-m", "tests.support.memory_worker"))

@@ -100,7 +100,7 @@ def test_folders_of_file_systems_that_cannot(
     monkeypatch.setattr(os, "fsync", refuse)
     durable.sync_folder(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=os.strerror(number)):
+    with pytest.raises(OSError, match=f"{os.strerror(number)}: '{tmp_path}/file'"):
         durable.sync_file(tmp_path / "file")
 
 
