@@ -39,6 +39,8 @@ from launch.stage import PREPARE_FILE
 
 _JOBS_FILE = Path("launch") / "jobs.json"
 _VERBS = ("status", "resume", "cancel")
+_CANCEL_PATIENCE_SECONDS = 120.0  # a chain is a few calls of sbatch
+_AGAIN_SECONDS = 0.2
 
 
 def main() -> None:
@@ -91,28 +93,50 @@ def _check_site(cluster: ClusterOptions) -> None:
 
 
 @contextmanager
-def _alone(run: Path) -> Iterator[None]:
-    """Keep every other `dms-submit` away from a run folder, on whatever machine it is."""
+def _alone(run: Path, patience: float = 0.0) -> Iterator[None]:
+    """Keep every other `dms-submit` away from a run folder, on whatever machine it is.
+
+    Args:
+        run: The folder.
+        patience: Seconds to wait for one that was first.
+    """
     mark = run / "launch" / "submitting"
+    end = time.monotonic() + patience
+    while not _marked(run, mark):
+        if time.monotonic() >= end:
+            raise ConfigError(
+                f"{run}: being submitted by {_text(mark)}; wait, or remove {mark} if that "
+                "was killed"
+            )
+        time.sleep(_AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _marked(run: Path, mark: Path) -> bool:
+    """Leave the mark; False when another process has left its own."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         with mark.open("x") as file:  # atomic on shared file systems too
             file.write(f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}\n")
     except FileExistsError as error:
-        if not mark.is_file():
+        if not mark.parent.is_dir():
             raise ConfigError(f"run.dir={run}: not a folder; choose another one") from error
-        raise ConfigError(
-            f"{run}: being submitted by {mark.read_text().strip()}; wait, or remove {mark} if that "
-            "was killed"
-        ) from error
+        return False
     except OSError as error:
         raise ConfigError(
             f"run.dir={run}: cannot be written ({error.strerror}); choose another folder"
         ) from error
+    return True
+
+
+def _text(mark: Path) -> str:
     try:
-        yield
-    finally:
-        mark.unlink(missing_ok=True)
+        return mark.read_text().strip()
+    except FileNotFoundError:  # it has just ended
+        return "another process"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -191,6 +215,14 @@ def _act_on(verb: str, words: list[str]) -> int:
     if len(words) != 1:
         raise ConfigError(f"dms-submit {verb}: give one run folder")
     run = Path(words[0]).expanduser().resolve()
+    if verb == "cancel" and (run / "launch").is_dir():
+        # not between two jobs of a chain: the later ones would stay in the queue
+        with _alone(run, _CANCEL_PATIENCE_SECONDS):
+            return _act(verb, run)
+    return _act(verb, run)
+
+
+def _act(verb: str, run: Path) -> int:
     config = read_frozen(run / CONFIG_FILE)
     if not (run / _JOBS_FILE).is_file():
         raise ConfigError(f"{run}: was not submitted by dms-submit")

@@ -22,6 +22,10 @@ class PeerLost(RuntimeError):
     """Another rank ended or does not answer; why is for that rank to say."""
 
 
+class RankHangs(PeerLost):
+    """Some rank does not go on, and this is what is known of it."""
+
+
 def lost_peer(error: RuntimeError) -> bool:
     """Whether a failed collective means that another rank is gone."""
     by_class = any(cls.__name__ in _PEER_CLASSES for cls in type(error).__mro__)

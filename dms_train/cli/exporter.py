@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dms_train.hf import formats
+from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.export import check_replaceable, write_export
 from dms_train.hf.selftest import SelfTest
@@ -109,6 +109,7 @@ class ModelExporter:
                 shutil.rmtree(link)  # an earlier export: `check_folder` refused anything else
             link.unlink(missing_ok=True)
             link.symlink_to(target, target_is_directory=True)
+            durable.sync_folder(self.folder)
         dist.barrier()
 
     def write_hf(self, path: Path, state: dict[str, Any]) -> None:

@@ -9,25 +9,36 @@ from dms_train.config.build import ConfigError
 from dms_train.config.gpus import like
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
 from dms_train.observe import log
 
+_GIB = 2**30
+
 
 def check_memory(config: RunConfig, architecture: Architecture, view: ParallelView) -> None:
-    """Refuse what cannot fit this GPU whatever the batch, warn of what is not expected to.
+    """Refuse what cannot fit a GPU whatever the batch, warn of what is not expected to.
+
+    All ranks call it, and all decide by the GPU that lacks most, which may be another rank's.
 
     Raises:
-        ConfigError: Weights, gradients and optimizer state alone are too large.
+        ConfigError: Weights, gradients and optimizer state alone are too large; on every rank.
     """
     if view.device.type != "cuda":
         return
-    found = torch.cuda.get_device_properties(view.device)
-    gpu = like(found.name, found.total_memory)
-    problems = layouts.memory_problems(config, architecture, view.world_size, gpu)
+    own = torch.cuda.get_device_properties(view.device)
+    gpus = groups.values((own.name, own.total_memory, view.pp_rank))
+    stages = memory.estimate_stages(config, architecture, view.world_size)
+    lacks = [stages[stage].fixed - total for _, total, stage in gpus]
+    rank = lacks.index(max(lacks))
+    name, total, _ = gpus[rank]
+    problems = layouts.memory_problems(config, architecture, view.world_size, like(name, total))
     if not problems:
         return
-    stages = memory.estimate_stages(config, architecture, view.world_size)
-    if max(stage.fixed for stage in stages) > found.total_memory:
+    if len({gpu[:2] for gpu in gpus}) > 1:
+        own_gpu = f"rank {rank} has a {name} with {total / _GIB:.1f} GiB"
+        problems = [f"{own_gpu}: {problem}" for problem in problems]
+    if lacks[rank] > 0:
         raise ConfigError(*problems)
     if view.rank == 0:
         log.logger().warning("%s", problems[0])

@@ -178,7 +178,6 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         params_dtype=config.parallel.params_dtype,
         provenance=provenance,
     )
-    validator = _validator(prepared, valid)
     reporter = _reporter(prepared, state, view)
     saver = Saver(
         engine=engine,
@@ -188,7 +187,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         leads=leads,
         provenance=provenance,
     )
-    watch.expect_ranks()
+    watch.expect_ranks(engine)
     try:
         return loop.run(
             prepared.stages[:count],
@@ -197,7 +196,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
                 engine=engine,
                 source=source,
                 exporter=exporter,
-                validator=validator,
+                validator=_validator(prepared, valid),
                 reporter=reporter,
                 watch=watch,
                 saver=saver,
@@ -213,6 +212,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
             ),
         )
     finally:
+        watch.leave()  # what the sinks still have to send keeps nobody waiting
         reporter.close()
 
 

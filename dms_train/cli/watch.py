@@ -12,8 +12,9 @@ from types import FrameType
 
 from dms_train.cli import errors, launcher
 from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.groups import ParallelView
-from dms_train.observe.heartbeats import Heartbeats, Silent
+from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.log import logger
 from dms_train.observe.state_files import StateFiles
 
@@ -21,14 +22,13 @@ from dms_train.observe.state_files import StateFiles
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
-def end_hanging_run(files: StateFiles) -> Callable[[list[Silent]], None]:
-    """What to do about silent ranks: name them and end this process, whose main thread waits."""
+def end_hanging_run(files: StateFiles) -> Callable[[str], None]:
+    """What to do about ranks that hang: say so and end this process, whose main thread waits."""
 
-    def end(silent: list[Silent]) -> None:
-        who = ", ".join(map(str, silent))
-        error = errors.PeerLost(
-            f"{who} did not answer; the run ends here. Start the same command again to resume from "
-            "the newest checkpoint"
+    def end(found: str) -> None:
+        error = errors.RankHangs(
+            f"{found}; the run ends here. Start the same command again to resume from the newest "
+            "checkpoint"
         )
         lines = errors.describe(error)
         attempt = launcher.attempt()
@@ -60,13 +60,14 @@ class RunWatch:
         for number in _SIGNALS:
             signal.signal(number, self._remember)
 
-    def expect_ranks(self) -> None:
-        """From here on a rank that falls silent ends the run.
+    def expect_ranks(self, engine: McoreEngine) -> None:
+        """From here on a rank that falls silent, or lives but does not go on, ends the run.
 
         To be called when data and model are there: building an index of the data lets no other
         thread of its process run.
         """
         if self.view.world_size > 1:
+            engine.on_microbatch = self.heartbeats.moved
             self.heartbeats.start()
 
     def leave(self) -> None:

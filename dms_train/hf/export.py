@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dms_train.hf import formats
+from dms_train.hf import durable, formats
 from dms_train.hf.architecture import Architecture, to_hf_config
 from dms_train.hf.directory import WeightWriter, dtype_name, read_config, write_json
 from dms_train.hf.errors import HFError
@@ -190,6 +190,7 @@ def _published(out_dir: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        durable.sync_tree(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -197,7 +198,7 @@ def _published(out_dir: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
     if out_dir.exists():
         os.replace(out_dir, replaced)
-    os.replace(partial, out_dir)
+    durable.publish(partial, out_dir)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

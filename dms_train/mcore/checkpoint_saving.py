@@ -43,6 +43,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dms_train.hf import durable
 from dms_train.mcore import checksums, groups
 from dms_train.mcore.checkpoint import COMMON_FILE, sharded_state
 from dms_train.mcore.checkpoint_state import seal
@@ -293,12 +294,14 @@ def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
     save_config(CheckpointingConfig(save.strategy.backend, save.strategy.version), str(folder))
     known = {name: record for records in gathered for name, record in records.items()}
     rest = [file for file in folder.iterdir() if file.name not in known]
+    for file in rest:  # the writers have done so with theirs
+        durable.sync_file(file)
     seal(folder, save.state, known | checksums.records(rest))
     old = _replaced(save.path)
     if save.path.exists():
         shutil.rmtree(old, ignore_errors=True)
         save.path.rename(old)
-    folder.rename(save.path)
+    durable.publish(folder, save.path)
     shutil.rmtree(old, ignore_errors=True)
 
 

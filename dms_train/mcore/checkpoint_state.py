@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from dms_train.hf import durable
 from dms_train.mcore import checksums
 from dms_train.mcore.checksums import FileRecord
 from dms_train.mcore.errors import DamagedError
@@ -39,6 +40,7 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(folder / STATE_FILE)
+    durable.sync_folder(folder)
 
 
 def _checksum(state: dict[str, Any]) -> str:

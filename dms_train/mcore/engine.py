@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,11 @@ class EngineOptions:
 
 
 class McoreEngine:
-    """A student, and a frozen teacher where wanted, on megatron-core in one parallel layout."""
+    """A student, and a frozen teacher where wanted, on megatron-core in one parallel layout.
+
+    Attributes:
+        on_microbatch: Called before each forward pass.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class McoreEngine:
         self.view = view
         self._options = options
         backend = kernels.choose(options.kernels, view.device)
+        self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = kernels.backend(backend)
         self._kit = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
@@ -116,7 +121,10 @@ class McoreEngine:
 
     def _context(self, plan: StepPlan, batches: list[Batch]) -> PassContext:
         scale = token_scale(batches, self.view)
-        return PassContext(self.spec, plan, self.architecture, self.view, self._options.seed, scale)
+        seed = self._options.seed
+        return PassContext(
+            self.spec, plan, self.architecture, self.view, seed, scale, self.on_microbatch
+        )
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> PassTotals:
         if plan.loss == "distill" and not self._models[0].has_teacher:

@@ -31,6 +31,7 @@ class PassContext(NamedTuple):
     view: ParallelView
     seed: int
     token_scale: Tensor  # number of microbatches over all data ranks / loss tokens of the step
+    on_microbatch: Callable[[], None]
 
 
 class PassTotals(NamedTuple):
@@ -87,6 +88,7 @@ def _loss_function(
 def _forward_step(context: PassContext) -> Callable[..., Any]:
     def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         batch = next(batches)
+        context.on_microbatch()
         keys = sample_keys(context.seed, context.plan.step, batch.samples)
         output = model(batch.tokens, batch.labels, keys)
         return output, _loss_function(context, batch)

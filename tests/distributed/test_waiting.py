@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.support import launch
@@ -13,6 +16,35 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 def test_the_wait_outlives_the_timeout_of_the_process_group() -> None:
     seconds = str(3 * TIMEOUT_SECONDS)
     launch.checked(launch.torchrun(2, "-m", "tests.support.waiting_worker", seconds))
+
+
+def test_who_takes_long_is_not_taken_for_one_who_stands(tmp_path: Path) -> None:
+    words = ("-m", "tests.support.stuck_worker", "patient", str(tmp_path))
+    launch.checked(launch.torchrun(2, *words))
+
+
+def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
+    words = ("-m", "tests.support.stuck_worker", "deadlock", str(tmp_path))
+    result = launch.torchrun(2, *words)
+    assert result.returncode != 0
+    told = re.findall("^error: .*$", result.stderr, re.MULTILINE)
+    assert re.search(
+        r"all ranks wait for each other, or for their GPUs, for more than 6 s: ranks 0-1 at "
+        r"torch/distributed/distributed_c10d.py:\d+ in barrier; the run ends here",
+        told[0],
+    )
+
+
+def test_all_ranks_refuse_what_the_gpu_of_one_cannot_hold() -> None:
+    result = launch.torchrun(2, "-m", "tests.support.unequal_worker", "20")
+    assert result.returncode != 0
+    (told,) = re.findall("^.*error: .*$", result.stderr, re.MULTILINE)
+    assert told.startswith("config error: rank 1 has a NVIDIA A100 with 20.0 GiB: parallel: ")
+    assert "more than the 20.0 GiB of a NVIDIA A100" in told
+
+
+def test_gpus_that_differ_but_hold_it_pass() -> None:
+    launch.checked(launch.torchrun(2, "-m", "tests.support.unequal_worker", "79"))
 
 
 def test_the_memory_of_a_step_is_that_of_the_fullest_rank() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support import launch, refusals
+from tests.support import launch, refusals, stuck_worker
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 STEPS = 16
@@ -140,6 +140,20 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(room: Path) -> None:
             rank.kill()
             rank.wait()
     assert re.search(r"error: rank 1 \(.*, after step \d+, silent for \d+ s\) did not answer", told)
+
+
+def test_a_rank_that_lives_but_does_not_go_on_is_named(room: Path) -> None:
+    words = [*command(room, "stuck")[2:], "parallel=single"]
+    words.append(f"parallel.distributed_timeout_minutes={stuck_worker.TIMEOUT_SECONDS / 60}")
+    result = launch.torchrun(2, "-m", "tests.support.stuck_worker", "reads", *words)
+    assert result.returncode != 0
+    (told,) = re.findall("^error: .*$", result.stderr, re.MULTILINE)
+    assert re.match(
+        rf"error: rank 1 \(\S+, after step {stuck_worker.STEP}\) lives but has not gone on for "
+        r"\d+ s, at stuck_worker.py:\d+ in read_from_a_dead_disk, called from "
+        r"dms_train/data/batches.py:\d+ in \S+; the run ends here\. Start the same command",
+        told,
+    )
 
 
 def test_a_run_can_leave_after_a_stage_and_be_continued_from_its_own_file(room: Path) -> None:

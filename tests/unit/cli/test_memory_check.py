@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +11,25 @@ import torch
 
 from dms_train.cli.memory_check import check_memory
 from dms_train.config.build import ConfigError
+from dms_train.mcore import groups, runtime
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.options import ParallelOptions
 from tests.support import configs
 
 MODEL = configs.KNOWN["qwen_r1_1_5b"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[ParallelView]:
+    yield groups.start(ParallelOptions(), seed=1)
+    groups.stop()
+    runtime.stop()
+
+
 def check(monkeypatch: pytest.MonkeyPatch, gib: float, **changes) -> None:
     found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    view = SimpleNamespace(device=torch.device("cuda"), world_size=1, rank=0)
+    view = SimpleNamespace(device=torch.device("cuda"), world_size=1, rank=0, pp_rank=0)
     config = configs.config(
         parallel__params_dtype="bf16", data__seq_length=8192, data__micro_batch_size=2, **changes
     )

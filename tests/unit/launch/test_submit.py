@@ -8,6 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -331,6 +333,51 @@ def test_one_submission_at_a_time(tmp_path: Path, queue: Scheduler) -> None:
     assert queue.taken == []
     submit._main(words)
     assert not (run / "launch" / "submitting").exists()
+
+
+def test_a_cancel_during_a_submission_leaves_no_later_job(
+    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    waits = threading.Event()
+    ended: list[int] = []
+    cancel = threading.Thread(target=lambda: ended.append(submit._main(["cancel", str(run)])))
+    pause = time.sleep
+
+    def wait(seconds: float) -> None:
+        waits.set()
+        pause(seconds)
+
+    monkeypatch.setattr(time, "sleep", wait)
+    take = scheduler.submit
+
+    def second_is_slow(text: str, after: str | None) -> str:
+        if after == "101":
+            cancel.start()
+            assert waits.wait(60)
+        taken = take(text, after)
+        queue.queue[taken] = "PENDING"
+        return taken
+
+    monkeypatch.setattr(scheduler, "submit", second_is_slow)
+    submit._main([*WORDS, f"run.dir={run}"])
+    cancel.join(60)
+    assert ended == [0]
+    assert sorted(queue.cancelled) == sorted(queue.queue)
+    assert len(queue.cancelled) == 7
+    assert (run / "state" / "CANCELLED").is_file()
+    assert not (run / "launch" / "submitting").exists()
+
+
+def test_a_cancel_does_not_wait_for_ever(
+    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    submit._main([*WORDS, f"run.dir={run}"])
+    monkeypatch.setattr(submit, "_CANCEL_PATIENCE_SECONDS", 0.0)
+    with submit._alone(run), pytest.raises(ConfigError, match="if that was killed"):
+        submit._main(["cancel", str(run)])
+    assert queue.cancelled == []
 
 
 def test_jobs_work_where_the_run_was_first_submitted(

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from dms_train.observe.heartbeats import Heartbeats, Silent
+from dms_train.observe.heartbeats import Heartbeats, Report, Silent
+from dms_train.observe.main_thread import MainThread, Stand
+
+
+class Told(MainThread):
+    """What a rank hears of its main thread; those of this process share one."""
+
+    def __init__(self) -> None:
+        self.stand = Stand("works", 0.0, "step.py:1 in f")
+
+    def look(self, reached: object, at_most: float) -> Stand:
+        return self.stand
 
 
 class Ranks:
     """Heartbeats of several ranks in one process, and what they found."""
 
     def __init__(self, folder: Path, ranks: int, patience: float) -> None:
-        self.found: list[tuple[int, list[Silent]]] = []
+        self.found: list[tuple[int, str]] = []
         self.told = threading.Event()
+        self.main = [Told() for _ in range(ranks)]
         self.all = [
-            Heartbeats(folder, rank, ranks, patience, self._remember(rank)) for rank in range(ranks)
+            Heartbeats(folder, rank, ranks, patience, self._remember(rank), self.main[rank])
+            for rank in range(ranks)
         ]
 
     def _remember(self, rank: int):  # type: ignore[no-untyped-def]
-        def hang(silent: list[Silent]) -> None:
-            self.found.append((rank, silent))
+        def hang(found: str) -> None:
+            self.found.append((rank, found))
             self.told.set()
 
         return hang
@@ -54,10 +70,10 @@ def test_the_rank_before_names_the_silent_ones(ranks: Ranks) -> None:
     ranks.fall_silent(1)
     ranks.fall_silent(2)
     assert ranks.told.wait(20)
-    by, silent = ranks.found[0]
+    by, found = ranks.found[0]
     assert by == 0
-    assert [entry.rank for entry in silent] == [1, 2]
-    assert "after step 7" in str(silent[0])
+    one = r"\(\S+, after step 7, silent for \d+ s\)"
+    assert re.fullmatch(f"rank 1 {one}, rank 2 {one} did not answer", found)
 
 
 def test_ranks_that_beat_or_left_are_not_named(ranks: Ranks) -> None:
@@ -75,7 +91,49 @@ def test_files_of_an_earlier_run_do_not_count(ranks: Ranks, tmp_path: Path) -> N
     ranks.all[0].start()
     assert ranks.all[0].silent() == []  # it may be about to start
     assert ranks.told.wait(20)
-    assert [entry.rank for entry in ranks.found[0][1]] == [1]
+    assert ranks.found[0][1].startswith("rank 1 (no step known, silent for ")
+    assert "rank 2" not in ranks.found[0][1]
+
+
+def test_what_an_earlier_run_left_is_not_believed(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    old = tmp_path / "ranks" / "1"
+    old.write_text(json.dumps(asdict(Report("host", 3, "stands", "tokens.py:1 in f", 99.0))))
+    os.utime(old, (time.time() - 9000, time.time() - 9000))
+    ranks.all[0].start()
+    assert ranks.all[0].stuck() is None
+
+
+def test_every_standing_rank_is_named_and_where(ranks: Ranks) -> None:
+    for number, main in enumerate(ranks.main):
+        main.stand = Stand(
+            "stands" if number in (0, 2) else "waits", 9.0, f"tokens.py:{number} in f"
+        )
+    for heartbeats in ranks.all:
+        heartbeats.reached(7)
+        heartbeats.folder.mkdir(exist_ok=True)
+        heartbeats._beat()
+    found = [heartbeats.stuck() for heartbeats in ranks.all]
+    assert found[0] is found[2] is None  # the ranks before them speak, and all ranks do not wait
+    assert found[1] == found[3]
+    one = r"\(\S+, after step 7\) lives but has not gone on for 9 s, at tokens.py"
+    assert re.fullmatch(f"rank 0 {one}:0 in f; rank 2 {one}:2 in f", str(found[1]))
+
+
+def test_who_waits_is_named_only_when_all_do(ranks: Ranks) -> None:
+    places = ["a.py:1 in f", "a.py:1 in f", "b.py:2 in g", "a.py:1 in f"]
+    for number, main in enumerate(ranks.main):
+        main.stand = Stand("waits", 9.0, places[number])
+    ranks.main[2].stand = Stand("works", 0.0, places[2])
+    for _ in range(2):
+        for heartbeats in ranks.all:
+            heartbeats.folder.mkdir(exist_ok=True)
+            heartbeats._beat()
+        if ranks.main[2].stand.kind == "works":
+            assert [heartbeats.stuck() for heartbeats in ranks.all] == [None] * 4
+            ranks.main[2].stand = Stand("waits", 9.0, places[2])
+    found = ranks.all[0].stuck()
+    assert str(found).endswith(": ranks 0-1, 3 at a.py:1 in f; rank 2 at b.py:2 in g")
 
 
 class Scripted(Heartbeats):
@@ -99,7 +157,7 @@ class Scripted(Heartbeats):
     [([True, True, True], 1), ([True, True, False] * 3, 0), ([True, False] * 4, 0)],
 )
 def test_a_pause_of_all_ranks_is_no_silence(tmp_path: Path, looks: list[bool], alarms: int) -> None:
-    found: list[list[Silent]] = []
+    found: list[str] = []
     heartbeats = Scripted(tmp_path, 0, 2, patience=1.0, hang=found.append)
     heartbeats.script = [False, *looks, False]
     heartbeats._ends.wait = heartbeats.wait  # type: ignore[method-assign, assignment]

@@ -1,0 +1,58 @@
+"""What was written stays written when a machine loses its power.
+
+A file system may keep a rename and lose what the renamed file holds, or forget the rename, until
+the file and the folder that names it are synchronised. Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+# What is said of folders that the file system cannot synchronise, as some network ones cannot, or
+# that are not ours to open.
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+_NEW_ABOVE = 2
+
+
+def sync_file(path: Path) -> None:
+    """Return when the storage has the content of a file."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the storage has the names in a folder, where the file system can say so."""
+    try:
+        _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            raise
+
+
+def sync_tree(folder: Path) -> None:
+    """Return when the storage has all files below a folder."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            sync_tree(path)
+        else:
+            sync_file(path)
+    sync_folder(folder)
+
+
+def publish(folder: Path, name: Path) -> None:
+    """Give a folder whose content is synchronised its name, which nothing has yet."""
+    os.replace(folder, name)
+    # the folders above may be new themselves: RUN, exports and cr4 of RUN/exports/cr4/hf
+    for above in (name.parent, *name.parent.parents[:_NEW_ABOVE]):
+        sync_folder(above)
+
+
+def _sync(path: Path, flags: int) -> None:
+    number = os.open(path, flags)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(number)

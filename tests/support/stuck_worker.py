@@ -1,0 +1,110 @@
+"""Ranks that live but do not go on, and ranks that only take long.
+
+torchrun ... -m tests.support.stuck_worker deadlock|patient FOLDER
+torchrun ... -m tests.support.stuck_worker reads WORDS    `dms-train WORDS`, rank 1 with a dead disk
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dms_train.cli import train
+from dms_train.cli.watch import end_hanging_run
+from dms_train.data.tokens import TokenSamples
+from dms_train.mcore import groups
+from dms_train.mcore.options import ParallelOptions
+from dms_train.observe.heartbeats import Heartbeats
+from dms_train.observe.state_files import StateFiles
+
+TIMEOUT_SECONDS = 12.0
+STEP = 3  # the last one that the dead disk has the samples of
+
+
+def read_from_a_dead_disk() -> bytes:
+    reading, _writing = os.pipe()
+    return os.read(reading, 1)
+
+
+def train_with_a_dead_disk(words: list[str]) -> None:
+    """Samples of the global batch (8) that follows some step never arrive on rank 1."""
+    inner = TokenSamples.__getitem__
+
+    def read(samples: TokenSamples, number: int) -> Any:
+        if os.environ["RANK"] == "1" and number >= 8 * STEP:
+            read_from_a_dead_disk()
+        return inner(samples, number)
+
+    TokenSamples.__getitem__ = read  # type: ignore[method-assign]
+    sys.argv = ["dms-train", *words]
+    train.main()
+
+
+class Together:
+    """Two ranks with signs of life and a short timeout."""
+
+    def __init__(self, folder: Path) -> None:
+        options = ParallelOptions(distributed_timeout_minutes=TIMEOUT_SECONDS / 60)
+        self.view = groups.start(options, 0)
+        self.heartbeats = Heartbeats(
+            folder=folder / "ranks",
+            rank=self.view.rank,
+            ranks=self.view.world_size,
+            patience=TIMEOUT_SECONDS / 2,
+            hang=end_hanging_run(StateFiles(folder)),
+        )
+        self.heartbeats.start()
+        self.folder = folder
+
+    def others_waited(self, patiences: float) -> bool:
+        """Whether rank 1 says that it has waited so often as long as counts as standing."""
+        try:
+            report = json.loads((self.folder / "ranks" / "1").read_text())
+        except (FileNotFoundError, ValueError):  # it is just writing
+            return False
+        return report["kind"] == "waits" and report["seconds"] > patiences * TIMEOUT_SECONDS / 2
+
+    def take_long(self) -> str:
+        """Compute, then wait for a process, each for as long as a standing rank is let."""
+        while not self.others_waited(1.5):
+            torch.ones(200, 200).mm(torch.ones(200, 200))
+        reading, writing = os.pipe()
+
+        def end_the_process() -> None:
+            while not self.others_waited(3):
+                threading.Event().wait(0.1)
+            os.write(writing, b"x")
+
+        threading.Thread(target=end_the_process).start()
+        subprocess.run(["head", "-c1"], stdin=reading, capture_output=True, check=True)
+        return "done"
+
+    def wait_for_each_other(self) -> None:
+        mine = [dist.new_group() for _ in range(2)][self.view.rank]
+        dist.barrier(group=mine)
+
+
+def main() -> None:
+    mode, *words = sys.argv[1:]
+    if mode == "reads":
+        train_with_a_dead_disk(words)
+        return
+    ranks = Together(Path(words[0]))
+    if mode == "patient":
+        assert groups.of_rank_0(ranks.take_long) == "done"
+    else:
+        ranks.wait_for_each_other()
+    ranks.heartbeats.stop()
+    groups.stop()
+
+
+if __name__ == "__main__":
+    main()
