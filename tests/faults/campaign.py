@@ -321,7 +321,7 @@ class Campaign:
 
 def poison(rank: int, steps: tuple[int, ...]) -> None:
     """Let rank 3 of this process's engine compute gradients that are not finite in these steps."""
-    inner = McoreEngine.forward_backward
+    inner = McoreEngine._gradients
 
     def poisoned(engine: McoreEngine, plan: Any, batches: Any) -> Any:
         totals = inner(engine, plan, batches)
@@ -330,7 +330,7 @@ def poison(rank: int, steps: tuple[int, ...]) -> None:
                 parameter.main_grad.fill_(torch.nan)
         return totals
 
-    McoreEngine.forward_backward = poisoned  # type: ignore[method-assign]
+    McoreEngine._gradients = poisoned  # type: ignore[method-assign]
 
 
 def truncate(file: Path) -> None:
