@@ -35,6 +35,16 @@ def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("failure", "code", "told"), [("refusal", 2, "config error"), ("bug", 1, "TypeError")]
+)
+def test_a_rank_that_fails_waits_for_no_collective(failure: str, code: int, told: str) -> None:
+    result = launch.torchrun(2, "-m", "tests.support.failing_worker", failure, timeout=120)
+    assert result.returncode != 0
+    assert f"{told}: rank 0 has a reason" in result.stderr
+    assert f"exitcode  : {code} " in result.stderr
+
+
 def test_all_ranks_refuse_what_the_gpu_of_one_cannot_hold() -> None:
     result = launch.torchrun(2, "-m", "tests.support.unequal_worker", "20")
     assert result.returncode != 0

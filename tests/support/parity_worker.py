@@ -50,6 +50,7 @@ def main() -> None:
         if gradients:
             metadata = {"totals": json.dumps(totals)}
             save_file(gradients, out / f"{case['name']}.safetensors", metadata=metadata)
+    groups.stop()
 
 
 if __name__ == "__main__":
