@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dms_train.kernels import prefill
+from dms_train.kernels.prefill_lists import Pages, Tokens
 
 Row = dict[str, Any]
 
@@ -139,9 +140,7 @@ def _row(
     }
 
 
-def _compact(
-    key: Tensor, value: Tensor, evicted: Tensor, none: Tensor, pages: prefill.Pages
-) -> None:
+def _compact(key: Tensor, value: Tensor, evicted: Tensor, none: Tensor, pages: Pages) -> None:
     from dms_train.kernels.triton_pack import pack_survivors
 
     pack_survivors(key, value, prefill.count(evicted, none), pages)
@@ -178,7 +177,7 @@ class _Slabs:
         first = (slab.data_ptr() - home) // bytes_
         self.free += range(first, first + pages)
 
-    def room(self, layer: int, lengths: Tensor) -> prefill.Pages:
+    def room(self, layer: int, lengths: Tensor) -> Pages:
         """Pages for the lists of one layer; the host waits for their lengths."""
         held, table = self.held[layer], self.tables[layer]
         need = [-(-count // prefill.PAGE_SLOTS) for count in lengths[0].tolist()]
@@ -194,7 +193,7 @@ class _Slabs:
         table.copy_(torch.tensor([rows], dtype=torch.int32))
         lowest = min(self.slabs, key=lambda slab: slab.data_ptr())
         shift = (self.slabs[0].data_ptr() - lowest.data_ptr()) // (lowest[0].numel() * 2)
-        return prefill.Pages(lowest, table + shift)
+        return Pages(lowest, table + shift)
 
 
 def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
@@ -219,7 +218,7 @@ def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
             evicted = torch.cat([carried[layer].evicted, evicted], 2)
             stretch = prefill.plan_chunk(evicted, carried[layer], case.window)
             _, carried[layer] = prefill.extend_prompt(
-                prefill.Tokens(query, key, value),
+                Tokens(query, key, value),
                 stretch,
                 carried[layer],
                 slabs.room(layer, stretch.lengths),

@@ -1,13 +1,14 @@
 """The training step: how long, how much memory, and what it is made of; peers in the same run.
 
     python benchmarks/train_step.py [--shapes qwen2.5-1.5b] [--cases ours:lm,ours:distill,ours:dms]
-        [--layouts dp1,tp2_sp,dp2] [--layers auto] [--profile] [--output benchmarks/results]
+        [--layouts dp1,tp2_sp,dp2] [--layers local,transformer_engine] [--peer-layers ...]
+        [--profile] [--output benchmarks/results]
 
 Every case runs in a process of its own (or in torchrun, where the layout takes several GPUs) with
 the settings of `launch/env.sh`, and is written to `train_step.json` in the device's folder as soon
-as it is measured; cases that the file already has and that are not run again stay. Without a GPU
-the tiny shape shows that every part works. model-TFLOP/s counts 6N for the student, 2N for the
-teacher and causal attention, whatever is really done.
+as it is measured, with the time at which the command began; cases that the file already has and
+that are not run again stay. Without a GPU the tiny shape shows that every part works. model-TFLOP/s
+counts 6N for the student, 2N for the teacher and causal attention, whatever is really done.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ import torch
 
 from benchmarks import train_step_profile
 from benchmarks.timing import device_name
-from benchmarks.train_step_shapes import KINDS, SHAPES, SUBJECTS, Case, Layout, parse_layout
+from benchmarks.train_step_shapes import KINDS, LAYERS, SHAPES, SUBJECTS, Case, Layout, parse_layout
 from dms_train.cli.errors import run_main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,14 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shapes", type=_words(SHAPES), default=[default], metavar="NAMES")
     parser.add_argument("--cases", type=_cases, default=_cases(_CASES), help=f"default: {_CASES}")
     parser.add_argument("--layouts", type=_layouts, default=[Layout()], help="tp2_sp,pp2_vp2,dp2")
-    parser.add_argument("--layers", default="auto", help="parallel.layers of ours")
-    parser.add_argument("--peer-layers", default="local", help="or transformer_engine")
+    parser.add_argument("--layers", type=_words(LAYERS), default=["auto"], help="of ours")
+    parser.add_argument("--peer-layers", type=_words(LAYERS[1:]), default=["local"])
     parser.add_argument("--recompute", choices=("selective", "full"))
     parser.add_argument("--microbatches", type=int, default=1, help="of each data-parallel rank")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="kernels of one further step")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
     args = parser.parse_args(arguments)
+    for case in _wanted(args):
+        if not case.known:
+            parser.error(f"{case.label} in layout {case.layout.label}: the peer cannot do that")
     return run_main(lambda: _run(args))
 
 
@@ -87,17 +92,18 @@ def _wanted(args: argparse.Namespace) -> Iterator[Case]:
     for shape in args.shapes:
         for layout in args.layouts:
             for subject, kind in args.cases:
-                yield Case(
-                    shape=shape,
-                    subject=subject,
-                    kind=kind,
-                    layout=layout,
-                    layers=args.layers if subject == "ours" else args.peer_layers,
-                    microbatches=args.microbatches,
-                    recompute=args.recompute,
-                    steps=args.steps,
-                    profile=args.profile,
-                )
+                for layers in args.layers if subject == "ours" else args.peer_layers:
+                    yield Case(
+                        shape=shape,
+                        subject=subject,
+                        kind=kind,
+                        layout=layout,
+                        layers=layers,
+                        microbatches=args.microbatches,
+                        recompute=args.recompute,
+                        steps=args.steps,
+                        profile=args.profile,
+                    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -105,11 +111,12 @@ def _run(args: argparse.Namespace) -> int:
     name = device_name(device)
     path = args.output / re.sub(r"\W+", "_", name.lower()) / "train_step.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    failed = 0
+    failed, began = 0, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     print(name, *HEAD, sep="\n", flush=True)
     for case in _wanted(args):
-        row = run_case(case)
-        rows = [r for r in rows if r["case"] != row["case"]] + [row]
+        row = run_case(case) | {"run": began}
+        rows = [r for r in rows if Case.from_dict(r["case"]).setting != case.setting]
+        rows.append(row)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"device": name, "rows": rows}, indent=1) + "\n")
         print(line(row), flush=True)
@@ -196,10 +203,10 @@ def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """DMS over distillation and distillation over LM, of ours in the same setting."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
-        case = row["case"]
-        if case["subject"] == "ours" and "failed" not in row:
-            setting = {k: v for k, v in case.items() if k not in ("kind", "profile", "steps")}
-            times.setdefault(json.dumps(setting), {})[case["kind"]] = row["step_s"]
+        case = Case.from_dict(row["case"])
+        if case.subject == "ours" and "failed" not in row:
+            setting = {key: value for key, value in case.setting.items() if key != "kind"}
+            times.setdefault(json.dumps(setting), {})[case.kind] = row["step_s"]
     for text, found in times.items():
         case = Case.from_dict({**json.loads(text), "kind": "lm"})
         where = f"{case.shape} {case.layout.label} ({case.layers})"

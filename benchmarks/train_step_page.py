@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step, train_step_projection
 from benchmarks.performance_page import write_page
-from benchmarks.train_step_shapes import Case
+from benchmarks.train_step_shapes import KINDS, SHAPES, SUBJECTS, Case
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training_speed.md"
 
@@ -39,14 +39,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def page_lines(record: dict[str, Any]) -> Iterator[str]:
     """The page's results."""
-    rows = [row for row in record["rows"] if "failed" not in row]
+    rows = sorted((row for row in record["rows"] if "failed" not in row), key=_place)
     known: dict[str, str] = {}
     for row in rows:
         known |= row["versions"]
     yield f"Device: {record['device']}; " + ", ".join(f"{k} {v}" for k, v in known.items()) + "."
-    yield "In brackets the 20 % and 80 % quantiles.\n"
-    yield from train_step.HEAD
-    yield from map(train_step.line, rows)
+    runs = sorted({row["run"] for row in rows})
+    began = ", ".join(f"{number} began {run}" for number, run in enumerate(runs, 1))
+    yield "In brackets the 20 % and 80 % quantiles. `run` is the command that measured a row:"
+    yield f"{began}.\n"
+    yield train_step.HEAD[0] + " run |"
+    yield train_step.HEAD[1] + "---|"
+    yield from (f"{train_step.line(row)} {runs.index(row['run']) + 1} |" for row in rows)
     yield ""
     yield from (f"- {text}" for text in [*train_step.ratio_lines(rows), *scaling_lines(rows)])
     yield "\n## What a step is made of\n"
@@ -55,6 +59,19 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
     if projected:
         yield "\n## Projected: Qwen2.5-32B on 256 GPUs\n"
         yield from projected
+
+
+def _place(row: dict[str, Any]) -> tuple[int | str, ...]:
+    """Equal work side by side, the peer before ours."""
+    case = Case.from_dict(row["case"])
+    return (
+        list(SHAPES).index(case.shape),
+        case.layout.world,
+        case.layout.label,
+        KINDS.index(case.kind),
+        SUBJECTS.index(case.subject),
+        case.layers,
+    )
 
 
 def scaling_lines(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -122,9 +122,7 @@ def _forward_step(teacher: GPTModel | None, device: torch.device) -> Callable[..
 def step_of_peer(
     case: Case, view: ParallelView, parallel: ParallelOptions, batches: list[Batch]
 ) -> Callable[[], float]:
-    """A training step of the stock model; data parallelism is the only layout it knows here."""
-    if case.layout.tp * case.layout.pp > 1 or case.kind == "dms":
-        raise ValueError("the peer runs whole on every GPU and knows no DMS; use --cases ours:...")
+    """A training step of the stock model: what `Case.known` says it can do."""
     config = _config(case, parallel)
     model = _model(case, config).to(view.device)
     teacher = None

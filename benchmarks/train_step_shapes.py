@@ -10,7 +10,8 @@ from dms_train.config.flops import forward_flops_per_token
 from dms_train.hf.architecture import Architecture, RopeScaling
 
 KINDS = ("lm", "distill", "dms")
-SUBJECTS = ("ours", "peer")
+SUBJECTS = ("peer", "ours")
+LAYERS = ("auto", "local", "transformer_engine")
 _LABELS = {"lm": "LM loss", "distill": "teacher + KL", "dms": "teacher + KL + DMS"}
 # In forward passes of the student: forward 1, backward 2, and the teacher's forward pass.
 _PASSES = {"lm": 3, "distill": 4, "dms": 4}
@@ -136,6 +137,24 @@ class Case:
     warmup: int = 3
     steps: int = 10
     profile: bool = False
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What is measured, whatever number of steps it is measured on."""
+        how = ("warmup", "steps", "profile")
+        return {name: value for name, value in self.to_dict().items() if name not in how}
+
+    @property
+    def known(self) -> bool:
+        """Whether the subject does this: the peer has no DMS, no pipeline, a KL of whole rows only.
+
+        Its local layers know no sequence parallelism.
+        """
+        if self.subject == "ours":
+            return True
+        whole = self.kind == "lm" or self.layout.tp == 1
+        spread = not self.layout.sp or self.layers == "transformer_engine"
+        return self.kind != "dms" and self.layout.pp == 1 and whole and spread
 
     @property
     def label(self) -> str:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.prefill import EDGE, Pages, Stretch
+from dms_train.kernels.prefill_lists import EDGE, Pages, Stretch
 
 # Edges that one step of the counting kernel handles.
 _COUNTED = 128
@@ -125,7 +125,7 @@ def _slots_kernel(
 def count_survivors(
     evicted: Tensor, before: Tensor, kept: int, start: Tensor, stop: Tensor
 ) -> Tensor:
-    """Edges of a stretch, int32 [b, h, ceil(s / EDGE) + 1]; arguments as in `prefill.Stretch`."""
+    """Edges of a stretch, int32 [b, h, ceil(s / EDGE) + 1]; arguments as in `Stretch`."""
     b, h, s = evicted.shape
     blocks = triton.cdiv(s, EDGE)
     edges = torch.empty(b, h, blocks + 1, dtype=torch.int32, device=evicted.device)

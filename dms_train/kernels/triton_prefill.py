@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.prefill import EDGE, Pages, Stretch, Tokens
+from dms_train.kernels.prefill_lists import EDGE, Pages, Stretch, Tokens
 
 LOG2_E = 1.4426950408889634
 

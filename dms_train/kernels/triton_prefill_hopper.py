@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dms_train.kernels.prefill import EDGE
+from dms_train.kernels.prefill_lists import EDGE
 from dms_train.kernels.triton_prefill import LOG2_E, Call
 
 # Queries of a block, half for each computing group.

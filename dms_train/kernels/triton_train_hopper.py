@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dms_train.kernels import triton_train_hopper_backward, triton_train_hopper_forward
-from dms_train.kernels.triton_train import (
+from dms_train.kernels.triton_train_problem import (
     Problem,
     Saved,
     aligned,

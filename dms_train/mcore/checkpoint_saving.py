@@ -263,12 +263,12 @@ def _write(
 def _leave(rank: int) -> None:
     """Let a forked process not stand in for its rank: it ends with it and holds no connection.
 
-    Other ranks hear that a rank is gone when the last process with its sockets is.
+    Other ranks hear that a rank is gone when the last process with its sockets is, and a GPU has
+    its memory again when the last one with the rank's handles of the driver is.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides what Ctrl-C means
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != rank:
-        os._exit(1)  # it was gone before
+    _end_with(rank)
+    os.register_at_fork(after_in_child=partial(_end_with, os.getpid()))
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing itself is closed by now
@@ -276,6 +276,13 @@ def _leave(rank: int) -> None:
                 _CONNECTIONS
             ):
                 os.dup2(nothing, int(name))  # no file to be written may get the number
+
+
+def _end_with(parent: int) -> None:
+    """Let this process be killed when its parent ends; what it forks does not inherit that."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)  # it was gone before
 
 
 def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:

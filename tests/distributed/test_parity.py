@@ -7,15 +7,13 @@ pair of family, preset and layout occurs.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
-from tests.support import launch
+from tests.support import parity_runs
 
 BAR = 1e-5
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -114,17 +112,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family, preset, variant in sorted({(f, p, v) for f, p, _, v in CASES}):
         by_world.setdefault(1, []).append(_describe(family, preset, "one", variant))
     for world, cases in by_world.items():
-        listing = folder / f"cases{world}.json"
-        listing.write_text(json.dumps(cases))
-        arguments = ("-m", "tests.support.parity_worker", str(listing), str(folder))
-        launch.checked(launch.torchrun(world, *arguments, timeout=1500))
+        parity_runs.run(world, cases, folder, timeout=1500)
     return folder
-
-
-def _read(folder: Path, name: str) -> tuple[dict[str, float], dict[str, Any]]:
-    with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return json.loads(file.metadata()["totals"]), tensors
 
 
 @pytest.mark.dist
@@ -133,20 +122,13 @@ def _read(folder: Path, name: str) -> tuple[dict[str, float], dict[str, Any]]:
 def test_layout_equals_one_process(
     results: Path, family: str, preset: str, layout: str, variant: str
 ) -> None:
-    totals, gradients = _read(results, f"{family}-{preset}-{layout}-{variant}")
-    expected, reference = _read(results, f"{family}-{preset}-one-{variant}")
-    assert gradients.keys() == reference.keys()
+    found = parity_runs.read(results, f"{family}-{preset}-{layout}-{variant}")
+    expected = parity_runs.read(results, f"{family}-{preset}-one-{variant}")
     if variant != "zeroing":
-        assert 0.3 < expected["alpha"] < 0.7
-        assert expected["aux_loss"] > 0.05
-    loss = sum(totals[k] for k in ("token_loss", "aux_loss"))
-    expected_loss = sum(expected[k] for k in ("token_loss", "aux_loss"))
-    worst_loss = abs(loss - expected_loss) / abs(expected_loss)
-    worst = max(
-        ((gradients[name] - g).abs().max() / g.abs().max().clamp_min(1e-30)).item()
-        for name, g in reference.items()
-        if g.abs().max() > 0 or gradients[name].abs().max() > 0
-    )
+        assert 0.3 < expected.totals["alpha"] < 0.7
+        assert expected.totals["aux_loss"] > 0.05
+    worst_loss = parity_runs.loss_difference(found, expected)
+    worst = parity_runs.largest_difference(found, expected)
     print(f"{layout} {family} {preset} {variant}: loss {worst_loss:.1e}, gradients {worst:.1e}")
     assert worst_loss < BAR
     assert worst < BAR

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from dms_train.kernels import prefill, triton_prefill
+from dms_train.kernels.prefill_lists import Tokens
 from tests.support.prefill_problems import (
     InChunks,
     Prompt,
@@ -82,8 +83,8 @@ def test_the_kernel_for_other_gpus_agrees() -> None:
         none = torch.zeros(p.b, p.h, dtype=torch.int32, device="cuda")
         stretch = prefill.count(evicted, none)
         pages = nan_pages(key, p.s, p.page_slots)
-        prefill.extend(prefill.Tokens(query, key, value), stretch, pages, **p.how)
-        call = triton_prefill.Call(prefill.Tokens(query, key, value), stretch, pages, **p.how)
+        prefill.extend(Tokens(query, key, value), stretch, pages, **p.how)
+        call = triton_prefill.Call(Tokens(query, key, value), stretch, pages, **p.how)
         for capability in ((8, 6), (9, 0)):
             tile = triton_prefill.tiles(p.dtype, p.d, capability)
             out = triton_prefill.attend(call, tile)

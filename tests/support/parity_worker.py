@@ -5,6 +5,7 @@ torchrun ... -m tests.support.parity_worker CASES.json OUT_FOLDER
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from dms_train.mcore import groups
 from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
@@ -22,34 +24,47 @@ from dms_train.method.spec import PRESETS
 from tests.support import tiny
 
 
-def one_step(case: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def one_step(
+    case: dict[str, Any], view: ParallelView
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Totals on every rank and Hugging Face named gradients on rank 0."""
-    parallel = ParallelOptions(**case["layout"])
-    view = groups.start(parallel, seed=1)
-    architecture = tiny.architecture(case["family"])
+    architecture = tiny.architecture(case["family"], **case.get("architecture", {}))
     # offset near 0, so that about half of the small lanes' decisions evict
     changes = {"window": 4, "alpha_offset": 0.5, **case.get("spec", {})}
     spec = PRESETS[case["preset"]].override(**changes)
+    parallel = ParallelOptions(**case["layout"])
     options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
-    student = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002)
+    std = case.get("std", 0.2)
+    student = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002, std=std)
     engine = McoreEngine(architecture, spec, view, options, student)
-    engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
+    engine.attach_teacher(RandomWeights(architecture, 2, std))
     plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})
-    totals = engine.forward_backward(plan, tiny.microbatches(view.dp_rank, view.dp_size))
-    gradients = engine.hf_gradients()
-    groups.stop(keep_process_group=True)
+    length = case.get("length", tiny.LENGTH)
+    batches = tiny.microbatches(view.dp_rank, view.dp_size, length=length)
+    totals = engine.forward_backward(plan, batches)
     loss = {"token_loss": totals.token_loss, "aux_loss": totals.aux_loss}
-    return {**loss, "alpha": totals.alpha / totals.samples, "live": totals.live}, gradients
+    means = {"alpha": totals.alpha / totals.samples, "live": totals.live}
+    return {**loss, **means}, engine.hf_gradients()
+
+
+def _groups_of(case: dict[str, Any]) -> list[int | None]:
+    """What a layout's process groups depend on; making them takes long on GPUs."""
+    kinds = ("tensor", "pipeline", "virtual_pipeline")
+    return [case["layout"].get(f"{kind}_model_parallel_size") for kind in kinds]
 
 
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[2])
-    for case in cases:
-        totals, gradients = one_step(case)
-        if gradients:
-            metadata = {"totals": json.dumps(totals)}
-            save_file(gradients, out / f"{case['name']}.safetensors", metadata=metadata)
+    for _, alike in itertools.groupby(sorted(cases, key=lambda c: str(_groups_of(c))), _groups_of):
+        first, *rest = alike
+        view = groups.start(ParallelOptions(**first["layout"]), seed=1)
+        for case in (first, *rest):
+            totals, gradients = one_step(case, view)
+            if gradients:
+                metadata = {"totals": json.dumps(totals)}
+                save_file(gradients, out / f"{case['name']}.safetensors", metadata=metadata)
+        groups.stop(keep_process_group=True)
     groups.stop()
 
 

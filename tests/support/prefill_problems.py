@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dms_train.kernels import prefill, reference
+from dms_train.kernels.prefill_lists import Pages, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def assert_near(out: Tensor, exact: Tensor) -> None:
     assert error < max(unit, 5e-7), f"relative error {error:.2e}"
 
 
-def nan_pages(key: Tensor, slots: int, page_slots: int) -> prefill.Pages:
+def nan_pages(key: Tensor, slots: int, page_slots: int) -> Pages:
     """Pages in random order, full of NaN, as memory may be."""
     pages = prefill.fresh_pages(key, slots, page_slots)
     pages.pages.fill_(torch.nan)
@@ -75,7 +76,7 @@ def in_one_go(p: Prompt) -> tuple[Tensor, Tensor]:
     none = torch.zeros(p.b, p.h, dtype=torch.int32, device=p.device)
     stretch = prefill.count(evicted, none)
     pages = nan_pages(key, int(stretch.lengths.max()), p.page_slots)
-    out = prefill.extend(prefill.Tokens(query, key, value), stretch, pages, **p.how)
+    out = prefill.extend(Tokens(query, key, value), stretch, pages, **p.how)
     return out, judge(query, key, value, evicted, p)
 
 
@@ -115,7 +116,7 @@ class InChunks:
             last = first + size
             part = slice(first, last)
             known = self.known(first - prefill.recent_tokens(p.window), last, last)
-            chunk = prefill.Tokens(*(x[:, :, part] for x in (self.query, self.key, self.value)))
+            chunk = Tokens(*(x[:, :, part] for x in (self.query, self.key, self.value)))
             stretch = prefill.plan_chunk(known, carried, p.window)
             if self.shuffled:
                 carried = self.shuffle(carried)
@@ -182,7 +183,7 @@ def check_ragged(p: Prompt, starts: list[int], stops: list[int]) -> None:
     start, stop = torch.tensor(starts, **put), torch.tensor(stops, **put)
     stretch = prefill.count(evicted, none, start=start, stop=stop)
     pages = nan_pages(key, p.s, p.page_slots)
-    out = prefill.extend(prefill.Tokens(query, key, value), stretch, pages, **p.how)
+    out = prefill.extend(Tokens(query, key, value), stretch, pages, **p.how)
     for row, (first, last) in enumerate(zip(starts, stops, strict=True)):
         alone = [x[row : row + 1, :, first:last] for x in (query, key, value, evicted)]
         assert_near(out[row : row + 1, :, first:last], judge(*alone, p))

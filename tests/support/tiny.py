@@ -39,9 +39,14 @@ class SmallLanes:
     """
 
     def __init__(
-        self, architecture: Architecture, seed: int, channel: int, factor: float = 0.005
+        self,
+        architecture: Architecture,
+        seed: int,
+        channel: int,
+        factor: float = 0.005,
+        std: float = 0.2,
     ) -> None:
-        self._random = RandomWeights(architecture, seed, 0.2)
+        self._random = RandomWeights(architecture, seed, std)
         self._heads = architecture.num_attention_heads // architecture.num_query_groups
         self._architecture, self._channel, self._factor = architecture, channel, factor
 
@@ -70,6 +75,8 @@ def batch(first: int, size: int = 2, length: int = LENGTH, vocab: int = VOCAB) -
     return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=mask, samples=samples)
 
 
-def microbatches(rank: int, ranks: int, groups: int = 4, size: int = 2) -> list[Batch]:
+def microbatches(
+    rank: int, ranks: int, groups: int = 4, size: int = 2, length: int = LENGTH
+) -> list[Batch]:
     """This data rank's part of one global batch of `groups` microbatches."""
-    return [batch(group * size, size) for group in range(rank, groups, ranks)]
+    return [batch(group * size, size, length) for group in range(rank, groups, ranks)]

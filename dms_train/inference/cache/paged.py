@@ -35,6 +35,7 @@ from dms_train.kernels.paged import (
     PagedCache,
     Step,
 )
+from dms_train.kernels.prefill_lists import Pages, Tokens
 from dms_train.kernels.slots import attend_slots
 from dms_train.method.spec import DMSSpec
 
@@ -211,13 +212,9 @@ class PagedKVCache:
         stretch = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
         table, spare = self._grow(layer, rows, stretch.lengths)
         slab, first = self.pool.lowest
+        tokens, pages = Tokens(query, arrival.key, arrival.value), Pages(slab, table - first)
         output, after = prefill.extend_prompt(
-            prefill.Tokens(query, arrival.key, arrival.value),
-            stretch,
-            before,
-            prefill.Pages(slab, table - first),
-            window=window,
-            scale=d**-0.5,
+            tokens, stretch, before, pages, window=window, scale=d**-0.5
         )
         self._settled(layer, rows, stretch.lengths, spare=spare)
         if self._rule.source != NEVER:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.kernels.paged import ALWAYS, NEVER, Decisions
-from dms_train.kernels.prefill import Carried, Stretch, recent_tokens
+from dms_train.kernels.prefill import Carried, recent_tokens
+from dms_train.kernels.prefill_lists import Stretch
 
 
 def carried(lengths: Tensor, ring: Tensor, seen: Tensor, source: int) -> Carried:

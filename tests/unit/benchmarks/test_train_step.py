@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import train_step, train_step_profile
+from benchmarks import train_step, train_step_page, train_step_profile
 from benchmarks.train_step_shapes import Case, Layout, parse_layout
 
 
@@ -82,6 +82,57 @@ def test_ratios_compare_the_same_setting_only() -> None:
         "qwen2.5-1.5b dp1 (auto): dms / distill = 1.080",
         "qwen2.5-1.5b dp1 (auto): distill / lm = 1.250",
     ]
+
+
+def test_a_setting_is_what_is_measured_and_not_for_how_long() -> None:
+    assert case(steps=3, profile=True).setting == case(steps=9).setting
+    assert case(layers="local").setting != case(layers="transformer_engine").setting
+
+
+@pytest.mark.parametrize(
+    ("asked", "known"),
+    [
+        ({"kind": "lm", "layout": Layout(tp=2)}, True),
+        ({"kind": "lm", "layout": Layout(tp=2, sp=True)}, False),
+        ({"kind": "lm", "layout": Layout(tp=2, sp=True), "layers": "transformer_engine"}, True),
+        ({"kind": "distill", "layout": Layout(tp=2)}, False),
+        ({"kind": "lm", "layout": Layout(pp=2)}, False),
+        ({"kind": "dms"}, False),
+    ],
+)
+def test_what_the_peer_cannot_do_is_known(asked: dict[str, object], known: bool) -> None:
+    peer = {"layers": "local"} | asked
+    assert case(subject="peer", **peer).known == known
+    assert case(**peer).known
+
+
+def test_what_the_peer_cannot_do_is_refused_before_anything_runs(capsys) -> None:
+    with pytest.raises(SystemExit):
+        train_step.main(["--cases", "peer:lm,peer:dms"])
+    assert "teacher + KL + DMS in layout dp1: the peer cannot do that" in capsys.readouterr().err
+
+
+def test_the_page_says_which_command_measured_a_row() -> None:
+    measured = {
+        "label": "",
+        "step_s": 0.2,
+        "low_s": 0.2,
+        "high_s": 0.2,
+        "tokens_per_s_gpu": 1.0,
+        "model_tflops_gpu": 1.0,
+        "max_memory_allocated": 1,
+        "versions": {},
+    }
+    later = measured | {"case": case(kind="lm").to_dict(), "run": "2026-02-02"}
+    first = measured | {"case": case(subject="peer").to_dict(), "run": "2026-01-01"}
+    page = list(train_step_page.page_lines({"device": "some", "rows": [first, later]}))
+    table = [line for line in page if line.startswith("| qwen2.5-1.5b")]
+    assert [line.split("|")[3].strip() for line in table] == [
+        "ours (auto): LM loss",
+        "megatron-core (auto): teacher + KL",
+    ]
+    assert [line.split("|")[-2].strip() for line in table] == ["2", "1"]
+    assert any("1 began 2026-01-01, 2 began 2026-02-02" in line for line in page)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from dms_train.kernels import prefill
 from dms_train.kernels.errors import KernelError
+from dms_train.kernels.prefill_lists import Tokens
 from tests.support.prefill_problems import (
     InChunks,
     Prompt,
@@ -72,7 +73,7 @@ def test_an_evicted_value_cannot_leak_not_even_a_huge_one() -> None:
         value[:, :, 10] = x
         stretch = prefill.count(evicted, none)
         pages = prefill.fresh_pages(key, p.s, 16)
-        outs.append(prefill.extend(prefill.Tokens(query, key, value), stretch, pages, **p.how))
+        outs.append(prefill.extend(Tokens(query, key, value), stretch, pages, **p.how))
     assert torch.equal(outs[0][:, :, 15:], outs[1][:, :, 15:])
     assert not torch.equal(outs[0][:, :, 10:15], outs[1][:, :, 10:15])
 
@@ -82,7 +83,7 @@ def test_scores_far_from_zero_do_not_overflow() -> None:
     query, key, value, evicted = p.tensors()
     stretch = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
     pages = prefill.fresh_pages(key, p.s, 16)
-    out = prefill.extend(prefill.Tokens(1e3 * query, key, value), stretch, pages, **p.how)
+    out = prefill.extend(Tokens(1e3 * query, key, value), stretch, pages, **p.how)
     exact = judge(1e3 * query, key, value, evicted, p)
     # rounding of scores near 1e3 dominates
     assert (out - exact).norm() < 1e-5 * exact.norm()
@@ -109,4 +110,4 @@ def test_tensors_that_do_not_fit_are_refused(change: dict, said: str) -> None:
     given = {"query": query, "key": key, "value": value} | change
     pages = prefill.fresh_pages(key, p.s)
     with pytest.raises(KernelError, match=said):
-        prefill.extend(prefill.Tokens(**given), stretch, pages, **p.how)
+        prefill.extend(Tokens(**given), stretch, pages, **p.how)

@@ -1,0 +1,117 @@
+"""A whole run on GPUs whose checkpoints are written in the background, killed during one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import refusals
+from tests.support.started_ranks import StartedRun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(400),
+]
+STEPS = 24
+SIZES = {
+    "num_layers": 6,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1536,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 64,
+}
+_PATIENCE = 200.0
+# A rank that says nothing for half of this is given up. Reading and writing take less.
+TIMEOUT_MINUTES = 0.8
+
+
+def words(folder: Path) -> list[str]:
+    """A run of two stages, with a random teacher that is written to `folder`."""
+    data, model = folder / "data", folder / "model"
+    made = refusals.run_here(["data", "exam-sheets", "--out", str(data), "--sheets", "120"])
+    assert made.code == 0, made.stderr
+    refusals.write_model(model, data / "tokenizer", **SIZES)
+    return [
+        f"model.path={model}",
+        f"data.paths=[{data / 'train'}]",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.seq_length=128",  # one tile of keys: no order of additions is left to chance
+        "data.micro_batch_size=1",
+        "data.global_batch_size=4",
+        "method.window=16",
+        "optim.lr=1e-4",
+        "stage.zero_neuron.steps=8",
+        "stage.retrofit.target_cr=2",
+        "stage.retrofit.steps_per_cr=16",
+        "parallel.params_dtype=bf16",
+        f"parallel.distributed_timeout_minutes={TIMEOUT_MINUTES}",
+        "run.save_interval=4",
+        "run.eval_samples=4",
+        "observe=quiet",
+        "observe.progress=false",
+    ]
+
+
+def finish(run: StartedRun) -> dict[int, float]:
+    """The loss of every step of a run that comes to its end."""
+    codes = run.finish(_PATIENCE)
+    assert not any(codes), run.log(0) + run.log(len(codes) - 1)
+    assert (run.folder / "state" / "DONE").is_file()
+    return run.losses()
+
+
+def killed_in_save(run: StartedRun) -> None:
+    """Kill the last rank while a checkpoint is written, not the first one."""
+
+    def writes() -> bool:
+        return bool(run.checkpoints() and run.unfinished())
+
+    run.wait_until(writes, _PATIENCE)
+    run.ranks[-1].kill()
+    begin, step = time.monotonic(), max(row["step"] for row in run.rows())
+    codes = run.finish(120.0 * TIMEOUT_MINUTES)
+    print(f"killed after step {step} while {run.unfinished()} was written, beside")
+    print(f"{[path.name for path in run.checkpoints()]}; codes {codes}, the last")
+    print(f"{time.monotonic() - begin:.1f} s later: {run.log(0)[-600:]}")
+    assert all(codes)
+    assert run.unfinished()
+
+
+@pytest.mark.parametrize(
+    ("processes", "tensor_parallel"),
+    [
+        pytest.param(1, 1, id="one"),
+        *(
+            pytest.param(
+                2,
+                size,
+                id=name,
+                marks=[
+                    pytest.mark.multi_gpu,
+                    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+                ],
+            )
+            for name, size in (("tp2", 2), ("dp2", 1))
+        ),
+    ],
+)
+def test_a_run_killed_while_it_saves_goes_on(
+    tmp_path: Path, processes: int, tensor_parallel: int
+) -> None:
+    common = [*words(tmp_path), f"parallel.tensor_model_parallel_size={tensor_parallel}"]
+    waits = StartedRun.start(tmp_path / "waits", processes, [*common, "run.async_save=false"])
+    expected = finish(waits)
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    common.append("run.async_save=true")
+    killed = StartedRun.start(tmp_path / "killed", processes, common)
+    killed_in_save(killed)
+    newest = int(killed.checkpoints()[-1].name[5:])
+    again = StartedRun.start(killed.folder, processes, common)
+    assert finish(again) == expected
+    taken = [row["step"] for row in again.rows() if "train/loss" in row]
+    assert all(taken.count(step) == 1 for step in range(1, newest + 1))

@@ -1,0 +1,105 @@
+"""What `saving_worker` has to show, on any device."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support import launch
+from tests.support import saving_worker as worker
+
+_PATIENCE = 120.0
+# Products on a GPU are the same from run to run with this setting of its library.
+_REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def run(what: str, processes: int, cases: list[dict[str, Any]], out: Path) -> None:
+    """All cases in one launch."""
+    listing = out / f"{what}-cases.json"
+    listing.write_text(json.dumps(cases))
+    words = ("-m", "tests.support.saving_worker", what, str(listing), str(out))
+    launch.checked(launch.torchrun(processes, *words, timeout=500, **_REPEATABLE))
+
+
+def read(out: Path, case: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    """One outcome for each rank."""
+    return json.loads((out / case["name"] / f"{what}.json").read_text())
+
+
+def assert_nothing_leaks(outcomes: list[dict[str, Any]]) -> None:
+    """A checkpoint written during later steps is the one of its own step, and continues the run."""
+    for found in outcomes:
+        rows = found["rows"]
+        assert len({row["loss"] for row in rows}) == worker.STEPS
+        assert all(0.02 < row["alpha"] < 0.98 for row in rows)
+        assert found["moved"] > 0.9 * found["tensors"]  # what a late copy would show
+        assert found["connections"] == []
+        for name in ("waited", "background"):
+            assert found[f"{name}: not as saved"] == []
+            assert found[f"{name}: rows"] == rows[worker.HALF :]
+            assert found[f"{name}: not as continued"] == []
+    assert sum(found["writers"] for found in outcomes) > 0
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return worker.status(pid) == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _wait(what: str, done: Any, running: Any = lambda: True) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not done():
+        assert running(), f"ended before: {what}"
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.01)
+
+
+def kill_during_save(case: dict[str, Any], processes: int, rank: int, out: Path) -> None:
+    """SIGKILL to one rank whose writers are at work: they end with it, and the checkpoint before
+    continues the run as if nothing had happened."""
+    listing = out / "cases.json"
+    listing.write_text(json.dumps([case]))
+    words = ["-m", "tests.support.saving_worker", "killed", str(listing), str(out)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    folder = out / case["name"]
+    with (out / "killed.log").open("w") as log:
+        started = subprocess.Popen(
+            [sys.executable, *launcher, *words],
+            env=launch.environment(**_REPEATABLE),
+            cwd=launch.ROOT,
+            stdout=log,
+            stderr=log,
+        )
+    listed = [folder / f"writing-{number}.json" for number in range(processes)]
+    ranks: list[dict[str, Any]] = []
+    try:
+        running = lambda: started.poll() is None  # noqa: E731
+        _wait("writers", lambda: all(file.is_file() for file in listed), running)
+        ranks = [json.loads(file.read_text()) for file in listed]
+        assert len(ranks[rank]["writers"]) > 1
+        os.kill(ranks[rank]["rank"], signal.SIGKILL)
+        _wait("end of the writers", lambda: all(map(_gone, ranks[rank]["writers"])))
+        assert started.wait(_PATIENCE) != 0
+    finally:
+        for pid in (pid for found in ranks for pid in (found["rank"], *found["writers"])):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        started.kill()
+        started.wait()
+    first, second = (f"step_{step:08d}" for step in (worker.HALF, worker.HALF + 1))
+    assert [path.name for path in folder.glob("step_????????")] == [first]
+    assert list(folder.glob(f"{second}.*.partial"))
+    run("resumed", processes, [case], out)
+    for found in read(out, case, "resumed"):
+        assert found["newest"] == first
+        assert found["passed"] == []
+        assert found["rows"] == found["whole"][worker.HALF :]
