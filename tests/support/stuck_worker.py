@@ -34,16 +34,22 @@ def read_from_a_dead_disk() -> bytes:
     return os.read(reading, 1)
 
 
-def train_with_a_dead_disk(words: list[str]) -> None:
-    """Samples of the global batch (8) that follows some step never arrive on rank 1."""
+def lose_the_disk(first: int) -> None:
+    """From this sample on none arrives in this process."""
     inner = TokenSamples.__getitem__
 
     def read(samples: TokenSamples, number: int) -> Any:
-        if os.environ["RANK"] == "1" and number >= 8 * STEP:
+        if number >= first:
             read_from_a_dead_disk()
         return inner(samples, number)
 
     TokenSamples.__getitem__ = read  # type: ignore[method-assign]
+
+
+def train_with_a_dead_disk(words: list[str]) -> None:
+    """Samples of the global batch (8) that follows some step never arrive on rank 1."""
+    if os.environ["RANK"] == "1":
+        lose_the_disk(8 * STEP)
     sys.argv = ["dms-train", *words]
     train.main()
 
