@@ -20,7 +20,10 @@ def test_the_wait_outlives_the_timeout_of_the_process_group() -> None:
 
 def test_who_takes_long_is_not_taken_for_one_who_stands(tmp_path: Path) -> None:
     words = ("-m", "tests.support.stuck_worker", "patient", str(tmp_path))
-    launch.checked(launch.torchrun(2, *words))
+    result = launch.torchrun(2, *words)
+    launch.checked(result)
+    (told,) = re.findall("warning: rank 1 has waited .*$", result.stderr, re.MULTILINE)
+    assert re.search(r"; rank 0 \(\S+, after step 0\) still works, at \S+:\d+ in ", told)
 
 
 def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:

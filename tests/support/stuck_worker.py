@@ -22,6 +22,7 @@ from dms_train.cli.watch import end_hanging_run
 from dms_train.data.tokens import TokenSamples
 from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
+from dms_train.observe import log
 from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.state_files import StateFiles
 
@@ -67,6 +68,7 @@ class Together:
             patience=TIMEOUT_SECONDS / 2,
             hang=end_hanging_run(StateFiles(folder)),
         )
+        log.configure(self.view.rank)
         self.heartbeats.start()
         self.folder = folder
 
