@@ -57,6 +57,7 @@ def main() -> None:
         told = {str(where): spoilt(engine, where) for where in (*WHERE, None)}
         (out / f"{name}-{view.rank}.json").write_text(json.dumps(told))
         groups.stop(keep_process_group=True)
+    groups.stop()
 
 
 if __name__ == "__main__":
