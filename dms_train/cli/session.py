@@ -187,8 +187,8 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
         leads=leads,
         provenance=provenance,
     )
-    watch.expect_ranks(engine)
-    try:
+    # what the sinks still have to send keeps nobody waiting
+    with contextlib.closing(reporter), watch.expecting_ranks(engine):
         return loop.run(
             prepared.stages[:count],
             state,
@@ -211,9 +211,6 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
                 every_integer_cr=_exports_integers(config),
             ),
         )
-    finally:
-        watch.leave()  # what the sinks still have to send keeps nobody waiting
-        reporter.close()
 
 
 def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidator:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -60,8 +60,9 @@ class RunWatch:
         for number in _SIGNALS:
             signal.signal(number, self._remember)
 
-    def expect_ranks(self, engine: McoreEngine) -> None:
-        """From here on a rank that falls silent, or lives but does not go on, ends the run.
+    @contextlib.contextmanager
+    def expecting_ranks(self, engine: McoreEngine) -> Iterator[None]:
+        """Meanwhile a rank that falls silent, ends, or lives but does not go on, ends the run.
 
         To be called when data and model are there: building an index of the data lets no other
         thread of its process run.
@@ -69,10 +70,16 @@ class RunWatch:
         if self.view.world_size > 1:
             engine.on_microbatch = self.heartbeats.moved
             self.heartbeats.start()
+        try:
+            yield
+        except BaseException:
+            self.leave(in_order=False)
+            raise
+        self.leave()
 
-    def leave(self) -> None:
-        """The run is over, or this rank's part of it."""
-        self.heartbeats.stop()
+    def leave(self, *, in_order: bool = True) -> None:
+        """The run is over, or this rank's part of it; the first call says how."""
+        self.heartbeats.stop(in_order=in_order)
         # it is sent until the process has ended, and would kill an interpreter that shuts down
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

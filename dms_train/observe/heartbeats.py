@@ -5,7 +5,9 @@ others: how far its main thread is, where it is and for how long it has been the
 the file of the next rank. A process that is stopped, or a machine that is gone, falls silent; a
 process whose main thread waits for a disk or a lock says so itself. Whoever waits for such a rank
 in a collective could not say for whom. Ages are differences between times of files of one file
-system, so clocks of machines need not agree. Standard library only.
+system, so clocks of machines need not agree. Of the ranks of its own machine each one also sees
+whether their processes run: GPUs wait for a rank that is gone until a timeout. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from dms_train.observe import processes
 from dms_train.observe.log import logger
 from dms_train.observe.main_thread import Kind, MainThread
 
@@ -40,6 +43,7 @@ class Report:
         kind: What its main thread does (`main_thread`).
         place: Where.
         seconds: For how long it has been there.
+        process: Its process (`processes.mark`).
     """
 
     host: str
@@ -47,6 +51,7 @@ class Report:
     kind: Kind
     place: str
     seconds: float
+    process: str = ""
 
     def __str__(self) -> str:
         return f"{self.host}, after step {self.step}"
@@ -89,6 +94,8 @@ class Heartbeats:
     _began: float = field(default=0.0, init=False)
     _own: Report | None = field(default=None, init=False)
     _mentioned: bool = field(default=False, init=False)
+    _process: str = field(default_factory=processes.mark, init=False)
+    _gone: frozenset[int] = field(default=frozenset(), init=False)
     _ends: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
@@ -107,19 +114,41 @@ class Heartbeats:
         """The main thread got somewhere, such as to the next microbatch."""
         self._moves += 1
 
-    def stop(self) -> None:
-        """This rank leaves in good order."""
+    def stop(self, *, in_order: bool = True) -> None:
+        """This rank leaves; not in order, it leaves its file so that others see that it is gone."""
+        if self._ends.is_set():
+            return
         self._ends.set()
         if self._thread is not None:
             # before its file is removed; not for ever, as the file system may be what hangs
             self._thread.join(self._interval())
-        self._remove()
+        if in_order:
+            self._remove()
 
     def silent(self) -> list[Silent]:
         """The ranks that have given no sign of life for too long."""
         now = self._beat()
         found = (self._age(rank, now) for rank in range(self.ranks))
         return [silent for silent in found if silent is not None]
+
+    def ended(self) -> str | None:
+        """The ranks of this machine whose processes were gone at this look and the last one.
+
+        Whoever leaves in order removes its file before its process ends.
+        """
+        found = {r: a for r, a in self._neighbours() if processes.has_ended(a.process)}
+        before, self._gone = self._gone, frozenset(found)
+        return ", ".join(f"rank {r} ({found[r]})" for r in sorted(before & self._gone)) or None
+
+    def _neighbours(self) -> Iterator[tuple[int, Report]]:
+        """Other ranks of this machine, which stand in a row."""
+        for row in (range(self.rank + 1, self.ranks), range(self.rank - 1, -1, -1)):
+            for rank in row:
+                report = self._current(rank)
+                if report is not None:
+                    if report.host != socket.gethostname():
+                        break
+                    yield rank, report
 
     def stuck(self) -> str | None:
         """What is known of ranks that live but do not go on.
@@ -181,6 +210,8 @@ class Heartbeats:
                 silent = self.silent() if looks >= _LOOKS else []
                 who = ", ".join(map(str, silent))
                 found = f"{who} did not answer" if silent else self.stuck()
+                if (gone := self.ended()) is not None:
+                    found = f"{gone} has ended"
                 if found is not None:
                     self._remove()  # else the next one to notice would blame this rank
                     self.hang(found)
@@ -200,7 +231,9 @@ class Heartbeats:
     def _beat(self) -> float:
         """Write; the time that the file system gives it."""
         stand = self.main.look((self._step, self._moves), 2 * self._interval())
-        self._own = Report(socket.gethostname(), self._step, stand.kind, stand.place, stand.seconds)
+        self._own = Report(
+            socket.gethostname(), self._step, stand.kind, stand.place, stand.seconds, self._process
+        )
         with contextlib.suppress(OSError):  # on a full disk the time alone changes
             self._file(self.rank).write_text(json.dumps(asdict(self._own)))
         os.utime(self._file(self.rank))

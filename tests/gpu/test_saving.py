@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support import saving_runs
+from tests.support import saving_worker as worker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,6 +54,14 @@ CASES = {
         case("pp2_vp2", "bf16", 320, head=64, exact=True, **PP2),
     ],
 }
+# Continued in another layout, and the largest relative difference of a loss.
+MOVES = [
+    ("tp2-fp32", "dp2", {}, 1e-5),
+    ("tp2-fp32", "pp2_vp2", PP2, 1e-5),
+    ("dp2-fp32", "tp2_sp", {**TP2, "sequence_parallel": True}, 1e-5),
+    ("tp2_sp-bf16", "pp2_vp2", PP2, 1e-2),
+    ("pp2_vp2-bf16", "tp2_sp", {**TP2, "sequence_parallel": True}, 1e-2),
+]
 CHOSEN = [
     pytest.param(processes, each, id=each["name"], marks=two_gpus if processes > 1 else [])
     for processes, cases in CASES.items()
@@ -76,6 +85,33 @@ def test_later_steps_do_not_leak(folder: Path, processes: int, each: dict[str, A
     megabytes = [found["bytes"] >> 20 for found in outcomes]
     print(each["name"], megabytes, "MB; losses", [row["loss"] for row in outcomes[0]["rows"]])
     saving_runs.assert_nothing_leaks(outcomes)
+
+
+def move(source: str, name: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """The case of that name in another layout."""
+    saved = next(each for each in CASES[2] if each["name"] == source)
+    parallel = {**parallel, "params_dtype": saved["parallel"]["params_dtype"]}
+    return {**saved, "name": f"{source}-to-{name}", "source": source, "parallel": parallel}
+
+
+@pytest.fixture(scope="module")
+def moved(folder: Path) -> Path:
+    saving_runs.run("moved", 2, [move(*each[:3]) for each in MOVES], folder)
+    return folder
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("source", "name", "parallel", "bar"), MOVES)
+def test_another_layout_continues_the_same_run(
+    moved: Path, source: str, name: str, parallel: dict[str, Any], bar: float
+) -> None:
+    case = move(source, name, parallel)
+    expected = saving_runs.read(moved, {"name": source}, "overlap")[0]["rows"][worker.HALF :]
+    for found in saving_runs.read(moved, case, "moved"):
+        difference = saving_runs.largest_difference(found["rows"], expected)
+        print(f"{case['name']}: {difference:.1e}")
+        assert difference < bar
 
 
 @pytest.mark.parametrize(("processes", "each"), [CHOSEN[0], CHOSEN[2], CHOSEN[3]])

@@ -39,13 +39,21 @@ def assert_nothing_leaks(outcomes: list[dict[str, Any]]) -> None:
         rows = found["rows"]
         assert len({row["loss"] for row in rows}) == worker.STEPS
         assert all(0.02 < row["alpha"] < 0.98 for row in rows)
-        assert found["moved"] > 0.9 * found["tensors"]  # what a late copy would show
+        assert found["moved"] > 0.8 * found["tensors"]  # what a late copy would show
         assert found["connections"] == []
         for name in ("waited", "background"):
             assert found[f"{name}: not as saved"] == []
             assert found[f"{name}: rows"] == rows[worker.HALF :]
             assert found[f"{name}: not as continued"] == []
     assert sum(found["writers"] for found in outcomes) > 0
+
+
+def largest_difference(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
+    """Of the loss at any step, relative."""
+    return max(
+        abs(mine["loss"] - other["loss"]) / abs(other["loss"])
+        for mine, other in zip(found, expected, strict=True)
+    )
 
 
 def _gone(pid: int) -> bool:

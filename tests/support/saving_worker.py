@@ -1,8 +1,9 @@
 """Checkpoints written while training goes on, beside those that training waits for.
 
-torchrun ... -m tests.support.saving_worker overlap|killed|resumed CASES.json OUT_FOLDER
+torchrun ... -m tests.support.saving_worker overlap|moved|killed|resumed CASES.json OUT_FOLDER
 
-`killed` holds the writers of its second checkpoint and trains until somebody kills it.
+`moved` continues in another layout what `overlap` saved. `killed` holds the writers of its second
+checkpoint and trains until somebody kills it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dms_train.method.spec import PRESETS
 from tests.support import tiny
 
 HALF, STEPS = 3, 7
-RATE = LearningRate(max_lr=1e-3, min_lr=1e-4, steps=STEPS, warmup_steps=2, style="cosine")
+RATE = LearningRate(max_lr=1e-4, min_lr=1e-5, steps=STEPS, warmup_steps=2, style="cosine")
 SPEC = PRESETS["dms"].override(window=8, alpha_offset=0.5)
 _PATIENCE = 60.0
 Case = dict[str, Any]
@@ -47,7 +48,7 @@ def build(case: Case, view: ParallelView, seed: int) -> McoreEngine:
     architecture = tiny.architecture("qwen2", **case["architecture"])
     options = EngineOptions(
         parallel=ParallelOptions(layers="local", **case["parallel"]),
-        optim=OptimOptions(lr=1e-3, weight_decay=0.01),
+        optim=OptimOptions(lr=1e-4, weight_decay=0.01),
         seed=7,
     )
     std = 0.8 / architecture.hidden_size**0.5
@@ -183,6 +184,13 @@ def overlap(case: Case, view: ParallelView, out: Path) -> dict[str, Any]:
     return outcome
 
 
+def moved(case: Case, view: ParallelView, out: Path) -> dict[str, Any]:
+    """The other half of the steps, from the checkpoint of another case."""
+    engine = build(case, view, 55)
+    engine.load(out.parent / case["source"] / "background", with_optimizer=True)
+    return {"rows": train(engine, case, HALF, STEPS)}
+
+
 def killed(case: Case, view: ParallelView, out: Path) -> None:
     """A checkpoint; then another one, whose writers stop, and training that does not end."""
     engine = build(case, view, 1)
@@ -226,9 +234,8 @@ def main() -> None:
         if view.rank == 0:
             folder.mkdir(exist_ok=True)
         groups.value_of_rank_0(None)
-        outcome = {"overlap": overlap, "killed": killed, "resumed": resumed}[what](
-            case, view, folder
-        )
+        action = {"overlap": overlap, "moved": moved, "killed": killed, "resumed": resumed}[what]
+        outcome = action(case, view, folder)
         gathered = groups.values(outcome)
         if view.rank == 0:
             (folder / f"{what}.json").write_text(json.dumps(gathered))

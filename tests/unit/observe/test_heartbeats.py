@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import subprocess
 import threading
 import time
 from dataclasses import asdict
@@ -14,6 +16,7 @@ import pytest
 
 from dms_train.observe.heartbeats import Heartbeats, Report, Silent
 from dms_train.observe.main_thread import MainThread, Stand
+from dms_train.observe.processes import mark
 
 
 class Told(MainThread):
@@ -134,6 +137,74 @@ def test_who_waits_is_named_only_when_all_do(ranks: Ranks) -> None:
             ranks.main[2].stand = Stand("waits", 9.0, places[2])
     found = ranks.all[0].stuck()
     assert str(found).endswith(": ranks 0-1, 3 at a.py:1 in f; rank 2 at b.py:2 in g")
+
+
+@pytest.fixture
+def other(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Rank 2 of four as a process of its own, and the heartbeats of rank 0."""
+    process = subprocess.Popen(["sleep", "600"])
+    heartbeats = Heartbeats(tmp_path, 0, 4, patience=600.0, hang=lambda _: None)
+    heartbeats._beat()
+    report = Report(socket.gethostname(), 7, "waits", "a.py:1 in f", 0.0, mark(process.pid))
+    (tmp_path / "2").write_text(json.dumps(asdict(report)))
+    yield process, heartbeats
+    process.kill()
+    process.wait()
+
+
+def test_a_process_that_is_gone_is_named_at_the_second_look(other) -> None:  # type: ignore[no-untyped-def]
+    process, heartbeats = other
+    assert [heartbeats.ended() for _ in range(3)] == [None] * 3
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # as long as nobody asks
+    assert heartbeats.ended() is None
+    assert re.fullmatch(r"rank 2 \(\S+, after step 7\)", str(heartbeats.ended()))
+    process.wait()
+    assert heartbeats.ended() is not None
+
+
+def test_the_end_of_a_process_ends_the_run_long_before_its_silence(other, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    process, heartbeats = other
+    told = threading.Event()
+    found: list[str] = []
+
+    def hang(what: str) -> None:
+        found.append(what)
+        told.set()
+
+    monkeypatch.setattr("dms_train.observe.heartbeats._EVERY_SECONDS", 0.05)
+    heartbeats.hang = hang
+    heartbeats.start()
+    os.utime(heartbeats._file(2))
+    assert not told.wait(0.5)
+    process.kill()
+    assert told.wait(20)
+    assert re.fullmatch(r"rank 2 \(\S+, after step 7\) has ended", found[0])
+
+
+def test_who_left_in_order_and_who_is_elsewhere_is_not_named(other, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    process, heartbeats = other
+    process.kill()
+    process.wait()
+    assert heartbeats.ended() is None
+    report = json.loads((tmp_path / "2").read_text())
+    elsewhere = {**report, "process": f"other{report['process']}"}  # a container with own numbers
+    (tmp_path / "2").write_text(json.dumps(elsewhere))
+    assert [heartbeats.ended() for _ in range(3)] == [None] * 3
+    (tmp_path / "2").write_text(json.dumps(report))
+    assert heartbeats.ended() is None
+    (tmp_path / "2").unlink()
+    assert heartbeats.ended() is None
+
+
+def test_a_rank_that_fails_leaves_its_file(ranks: Ranks, tmp_path: Path) -> None:
+    for heartbeats in ranks.all[:2]:
+        heartbeats.start()
+    ranks.all[0].stop(in_order=False)
+    ranks.all[1].stop()
+    for heartbeats in ranks.all[:2]:
+        heartbeats.stop()  # the first call counts
+    assert {file.name for file in (tmp_path / "ranks").iterdir()} == {"0"}
 
 
 class Scripted(Heartbeats):

@@ -1,0 +1,44 @@
+"""Whether a process still runs, as other processes of its machine see it. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_ENDED = "ZX"  # proc_pid_stat(5): a zombie, dead
+_START_TIME = 19  # of the fields behind the name
+
+
+def mark(pid: int | None = None) -> str:
+    """What `has_ended` needs to know of a process (None: this one); empty where that is hidden."""
+    pid = os.getpid() if pid is None else pid
+    try:
+        return f"{_machine()} {pid} {_fields(pid)[_START_TIME]}"
+    except OSError:
+        return ""
+
+
+def has_ended(marked: str) -> bool:
+    """Whether a process is known to have ended; never for one of another machine or container."""
+    try:
+        machine = _machine()
+        if not marked.startswith(f"{machine} "):
+            return False
+    except OSError:
+        return False
+    pid, start = marked.removeprefix(machine).split()
+    try:
+        fields = _fields(int(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[0] in _ENDED or fields[_START_TIME] != start
+
+
+def _machine() -> str:
+    """What has process numbers of its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
