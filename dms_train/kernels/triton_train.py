@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dms_train.kernels import triton_train_backward as gradients
@@ -71,6 +72,7 @@ class _Attention(torch.autograd.Function):
         return output[0]
 
     @staticmethod
+    @once_differentiable  # the kernels leave no graph, so a second derivative would lack terms
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         return _differentiated(_attend_backward, ctx, d_out)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.train_problems import Shape, distances, exact, leaves, outcome
 
@@ -142,3 +144,25 @@ def test_an_expanded_gradient_is_taken(tiles) -> None:
     expanded, dense = row.expand(1, 40, 4, 16), row.repeat(1, 40, 4, 1)
     found = outcome(triton_train.dms_attention, inputs, expanded, shape, None)
     assert max(distances(found, exact(inputs, dense, shape))) < 2e-6
+
+
+def _loss(q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor) -> Tensor:
+    return (triton_train.dms_attention(q * 1.5, k, v, log_keep, 8, 0.25) ** 2).sum()
+
+
+@pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
+def test_compiled_and_recomputed_it_gives_the_same_gradients(tiles) -> None:
+    inputs, _ = leaves(Shape(1, 40, 4, 2, 16, 8), "cpu")
+    plain = torch.autograd.grad(_loss(*inputs), inputs)
+    whole = torch.compile(_loss, fullgraph=True, backend="aot_eager")
+    for loss in (whole(*inputs), checkpoint(_loss, *inputs, use_reentrant=False)):
+        for found, expected in zip(torch.autograd.grad(loss, inputs), plain, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
+def test_a_second_derivative_is_refused_rather_than_wrong(tiles) -> None:
+    inputs, _ = leaves(Shape(1, 40, 4, 2, 16, 8), "cpu")
+    first = torch.autograd.grad(_loss(*inputs), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (_loss(*inputs) + first[0].square().sum()).backward()
