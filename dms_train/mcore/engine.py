@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ class McoreEngine:
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
         """Loss and gradient norm of a batch, finite or not; nothing is updated."""
         totals = self.forward_backward(plan, batches)
-        return totals.token_loss + totals.aux_loss, optim.gradient_norm(self._optimizer)
+        return totals.loss, optim.gradient_norm(self._optimizer)
 
     def train_step(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
         """One optimizer step on this rank's microbatches of the global batch.
@@ -165,16 +166,16 @@ class McoreEngine:
         """
         optim.set_step(self._scheduler, plan.stage_step)
         sums = self._gradients(plan, batches)
-        # asked for once the norm is there, so that the host waits for the GPU once a step
-        done = optim.step(self._optimizer, lambda: math.isfinite(float(sums[:2].sum())))
-        totals = PassTotals(*sums.tolist())
+        # read between norm and update, so that the host waits for the GPU once, and for no update
+        totals = functools.cache(lambda: PassTotals(*sums.tolist()))
+        done = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
-            totals,
+            totals(),
             batches,
             grad_norm=done.grad_norm,
             learning_rate=learning_rate,
-            memory_bytes=totals.memory_bytes,
+            memory_bytes=totals().memory_bytes,
             skipped=not done.updated,
         )
 
@@ -195,7 +196,7 @@ class McoreEngine:
     def _result(self, totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
         length = batches[0].tokens.shape[1]
         return StepResult(
-            loss=totals.token_loss + totals.aux_loss,
+            loss=totals.loss,
             token_loss=totals.token_loss,
             aux_loss=totals.aux_loss,
             alpha=totals.alpha / totals.samples,

@@ -105,7 +105,8 @@ def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
 
     Args:
         optimizer: Megatron's, with gradients.
-        finite: Whether the loss is; asked after the norm, when no GPU works any more.
+        finite: Whether the loss is; asked after the norm, when no GPU works any more, and only
+            when that is finite.
     """
     norms: list[float] = []
     measure = type(optimizer).get_grad_norm

@@ -49,6 +49,11 @@ class PassTotals(NamedTuple):
     samples: float
     memory_bytes: float
 
+    @property
+    def loss(self) -> float:
+        """The objective."""
+        return self.token_loss + self.aux_loss
+
 
 def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
     """The same batches where the training computes; on a GPU the host does not wait for it."""

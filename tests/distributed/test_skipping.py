@@ -26,5 +26,12 @@ def test_all_ranks_agree(folder: Path, layout: str) -> None:
     for where in worker.WHERE:
         assert [rank[where]["skipped"] for rank in told] == [True] * 2, where
         assert told[0][where]["changed"] == 0
+        assert told[0][where]["finite"] == told[1][where]["finite"]
+    assert told[0]["loss"]["finite"] == [False, True]
     assert [rank["None"]["skipped"] for rank in told] == [False] * 2
     assert told[0]["None"]["changed"] > 0
+
+
+@pytest.mark.parametrize("layout", worker.NAMES)
+def test_the_step_after_them_is_that_of_a_run_without_them(folder: Path, layout: str) -> None:
+    assert json.loads((folder / f"{layout}-0.json").read_text())["same"]

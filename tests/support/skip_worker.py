@@ -20,11 +20,14 @@ from tests.support.resume_worker import LAYOUTS, build
 
 PROCESSES = 2
 NAMES = ("dp2", "tp2", "pp2")
-WHERE = ("gradient", "batch")
+WHERE = ("gradient", "batch", "loss")
 
 
 def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
-    """A step that only rank 1 could know to be bad; what this rank made of it."""
+    """A step that is bad, which but for the loss only rank 1 could know; what this rank made of it.
+
+    An overflowing sum of losses is bad although every gradient is finite.
+    """
     view = engine.view
     batches = [tiny.batch(2 * group) for group in range(view.dp_rank, 4, view.dp_size)]
     inner = engine._gradients
@@ -38,6 +41,8 @@ def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
             for model in engine._models:
                 for parameter in model.parameters():
                     parameter.main_grad.fill_(math.nan)
+        if where == "loss":
+            totals[0] = math.inf
         return totals
 
     engine._gradients = poisoned  # type: ignore[method-assign]
@@ -46,15 +51,27 @@ def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
     engine._gradients = inner  # type: ignore[method-assign]
     after = dict(engine.hf_tensors())
     changed = [name for name, tensor in before.items() if not tensor.equal(after[name])]
-    return {"skipped": result.skipped, "changed": len(changed)}
+    return {
+        "skipped": result.skipped,
+        "changed": len(changed),
+        "finite": [math.isfinite(number) for number in (result.loss, result.grad_norm)],
+    }
+
+
+def same_weights(one: McoreEngine, other: McoreEngine) -> bool:
+    """On rank 0; the others have nothing to compare."""
+    found, expected = (dict(engine.hf_tensors()) for engine in (one, other))
+    return all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
 def main() -> None:
     out = Path(sys.argv[1])
     for name in NAMES:
         view = groups.start(ParallelOptions(**LAYOUTS[name]), seed=1)
-        engine = build(name, "fp32", view, 1)
-        told = {str(where): spoilt(engine, where) for where in (*WHERE, None)}
+        engine, undisturbed = (build(name, "fp32", view, 1) for _ in range(2))
+        told: dict[str, Any] = {str(where): spoilt(engine, where) for where in (*WHERE, None)}
+        spoilt(undisturbed, None)
+        told["same"] = same_weights(engine, undisturbed)
         (out / f"{name}-{view.rank}.json").write_text(json.dumps(told))
         groups.stop(keep_process_group=True)
     groups.stop()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from dms_train.data.batches import Batch
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
@@ -66,3 +68,49 @@ def test_a_skipped_step_changes_nothing(
         other.learning_rate,
     )
     assert same(everything(engine), everything(undisturbed))
+
+
+def test_an_infinite_loss_is_enough(
+    build: Callable[..., McoreEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build("llama", "dms", "fp32")
+    engine.begin_stage(RATE)
+    step(engine, 0)
+    before = everything(engine)
+
+    def overflows(plan: StepPlan, batches: list[Batch]) -> torch.Tensor:
+        sums = McoreEngine._gradients(engine, plan, batches)
+        sums[0] = math.inf
+        return sums
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_gradients", overflows)
+        result = step(engine, 1)
+    assert result.skipped
+    assert math.isinf(result.loss)
+    assert 0 < result.grad_norm < math.inf
+    assert same(everything(engine), before)
+    assert not step(engine, 2).skipped
+
+
+def test_the_host_asks_for_the_totals_before_the_update_and_never_again(
+    build: Callable[..., McoreEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, order = build("llama", "dms", "fp32"), []
+    engine.begin_stage(RATE)
+
+    class Sums:
+        def __init__(self, *given: Any) -> None:
+            self.sums = McoreEngine._gradients(engine, *given)
+
+        def tolist(self) -> list[float]:
+            order.append("totals")
+            return self.sums.tolist()
+
+    update = engine._optimizer.step_with_ready_grads
+    monkeypatch.setattr(engine, "_gradients", Sums)
+    monkeypatch.setattr(
+        engine._optimizer, "step_with_ready_grads", lambda: order.append("update") or update()
+    )
+    assert not step(engine, 0).skipped
+    assert order == ["totals", "update"]
