@@ -48,12 +48,12 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
     numbers = {run: str(number) for number, run in enumerate(runs, 1)}
     began = [f"{number} began {run}" for run, number in numbers.items()]
     if any("run" not in row for row in rows):
-        began.append("- did not say when")
+        began.append("? did not say when")
     yield "In brackets the 20 % and 80 % quantiles. `run` is the command that measured a row:"
     yield ", ".join(began) + ".\n"
     yield train_step.HEAD[0] + " run |"
     yield train_step.HEAD[1] + "---|"
-    yield from (f"{train_step.line(row)} {numbers.get(row.get('run'), '-')} |" for row in rows)
+    yield from (f"{train_step.line(row)} {numbers.get(row.get('run'), '?')} |" for row in rows)
     yield ""
     yield from (f"- {text}" for text in [*train_step.ratio_lines(rows), *scaling_lines(rows)])
     yield "\n## What a step is made of\n"
