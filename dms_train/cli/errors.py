@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from dms_train.cli import launcher
 from dms_train.config.build import ConfigError
@@ -54,6 +57,27 @@ def run_main(command: Callable[[], int | None]) -> int:
         sys.stderr.write("".join(f"{line}\n" for line in describe(error)))
         sys.stderr.flush()
         return REFUSED
+
+
+def run_process(command: Callable[[], int | None]) -> NoReturn:
+    """`run_main`, then the end of this process.
+
+    One of several ranks that failed ends at once: shutting the interpreter down waits for the
+    collectives under way, which the others may never join, and may crash in the threads of gloo
+    that hold their tensors (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    try:
+        code = run_main(command)
+    except Exception:
+        if launcher.world_size() == 1:
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and launcher.world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def is_expected(error: BaseException) -> bool:

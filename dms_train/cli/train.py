@@ -18,7 +18,7 @@ from typing import Any
 import hydra
 
 from dms_train.cli.config_source import CONF_DIR, CONFIG_NAME, compose, explain, from_hydra
-from dms_train.cli.errors import run_main
+from dms_train.cli.errors import run_main, run_process
 from dms_train.config.build import ConfigError
 from dms_train.config.frozen import read_frozen
 from dms_train.config.schema import RunConfig
@@ -26,7 +26,7 @@ from dms_train.config.schema import RunConfig
 
 def main() -> None:
     """Entry point; exit code 0, 2 for a refused configuration or data, 130 for Ctrl-C."""
-    sys.exit(run_main(lambda: _main(sys.argv[1:])))
+    run_process(lambda: _main(sys.argv[1:]))
 
 
 def _main(arguments: list[str]) -> int:

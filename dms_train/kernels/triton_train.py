@@ -1,4 +1,4 @@
-"""Fused causal attention with a soft eviction bias for training: two torch operators.
+"""Fused causal attention with a soft eviction bias for training.
 
 Hopper GPUs run kernels scheduled by hand for head sizes up to 128; everything else, and the
 deterministic mode of torch, runs the portable ones. Memory grows with the length, not its square.
@@ -9,6 +9,7 @@ rounded up to whole tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,11 +55,27 @@ def dms_attention(
     if log_keep is None:
         b, s, hk = key.shape[:3]
         log_keep = torch.zeros(b, hk, s, device=key.device)
-    return _attention(query, key, value, log_keep.float(), window, scale, cu_seqlens)[0]
+    inputs = query, key, value, log_keep.float(), window, scale, cu_seqlens
+    if torch.compiler.is_compiling() or type(query) is not Tensor:  # a fake tensor, say
+        return _operator(*inputs)[0]
+    return _Attention.apply(*inputs)
 
 
-@torch.library.custom_op("dms_train::attention", mutates_args=())
-def _attention(
+class _Attention(torch.autograd.Function):
+    """The operators below without torch's dispatcher, which costs the host more than they do."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _attend(*inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        return _differentiated(_attend_backward, ctx, d_out)
+
+
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -80,23 +97,7 @@ def _attention(
     return out, *saved
 
 
-@_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_keep: Tensor,
-    window: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = _problem((query, key, value), window, scale, cu_seqlens, fake=True)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    return out, *_empty_saved(query, problem)
-
-
-@torch.library.custom_op("dms_train::attention_backward", mutates_args=())
-def _attention_backward(
+def _attend_backward(
     inputs: list[Tensor],
     saved: list[Tensor],
     d_out: Tensor,
@@ -119,7 +120,41 @@ def _attention_backward(
     return _backward(query, key, value, d_out, kept, delta, problem)
 
 
-@_attention_backward.register_fake
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, ctx.window, ctx.scale, ctx.cu_seqlens = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _differentiated(
+    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, d_out: Tensor
+) -> tuple[Tensor | None, ...]:
+    query, key, value, out, *saved = ctx.saved_tensors
+    found = backward([query, key, value, out], saved, d_out, ctx.window, ctx.scale, ctx.cu_seqlens)
+    return *found, None, None, None
+
+
+_operator = torch.library.custom_op("dms_train::attention", mutates_args=())(_attend)
+_operator_backward = torch.library.custom_op("dms_train::attention_backward", mutates_args=())(
+    _attend_backward
+)
+
+
+@_operator.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem = _problem((query, key, value), window, scale, cu_seqlens, fake=True)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, *_empty_saved(query, problem)
+
+
+@_operator_backward.register_fake
 def _(
     inputs: list[Tensor],
     saved: list[Tensor],
@@ -134,21 +169,16 @@ def _(
     return dense[0], dense[1], dense[2], query.new_empty((b, hk, s), dtype=torch.float32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, _, ctx.window, ctx.scale, ctx.cu_seqlens = inputs
-    ctx.save_for_backward(query, key, value, *output)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs, output)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, d_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    query, key, value, out, *saved = ctx.saved_tensors
-    found = _attention_backward(
-        [query, key, value, out], saved, d_out, ctx.window, ctx.scale, ctx.cu_seqlens
-    )
-    return *found, None, None, None
+    return _differentiated(_operator_backward, ctx, d_out)
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
+_operator.register_autograd(_differentiate, setup_context=_setup)
 
 
 def _problem(

@@ -126,7 +126,7 @@ class McoreEngine:
             self.spec, plan, self.architecture, self.view, seed, scale, self.on_microbatch
         )
 
-    def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> PassTotals:
+    def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> Tensor:
         if plan.loss == "distill" and not self._models[0].has_teacher:
             raise ModelError("the plan distills but no teacher is attached; name it in model.path")
         self._method.plan = plan
@@ -142,8 +142,12 @@ class McoreEngine:
 
     def forward_backward(self, plan: StepPlan, batches: list[Batch]) -> PassTotals:
         """Gradients of one global batch, without an update."""
+        return PassTotals(*self._gradients(plan, batches).tolist())
+
+    def _gradients(self, plan: StepPlan, batches: list[Batch]) -> Tensor:
         for chunk in self._chunks:
-            chunk.train()
+            if not chunk.training:  # it walks through all modules
+                chunk.train()
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         return self._run(plan, batches, forward_only=False)
@@ -160,18 +164,18 @@ class McoreEngine:
         norm is not finite.
         """
         optim.set_step(self._scheduler, plan.stage_step)
-        totals = self.forward_backward(plan, batches)
-        grad_norm = math.nan
-        if math.isfinite(totals.token_loss + totals.aux_loss):
-            grad_norm = optim.step(self._optimizer)
+        sums = self._gradients(plan, batches)
+        # asked for once the norm is there, so that the host waits for the GPU once a step
+        done = optim.step(self._optimizer, lambda: math.isfinite(float(sums[:2].sum())))
+        totals = PassTotals(*sums.tolist())
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
             totals,
             batches,
-            grad_norm=grad_norm,
+            grad_norm=done.grad_norm,
             learning_rate=learning_rate,
             memory_bytes=totals.memory_bytes,
-            skipped=not math.isfinite(grad_norm),
+            skipped=not done.updated,
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
@@ -179,7 +183,7 @@ class McoreEngine:
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
-            totals = self._run(plan, batches, forward_only=True)
+            totals = PassTotals(*self._run(plan, batches, forward_only=True).tolist())
             kept = self._kept(totals, batches) if plan.eviction != "none" else ()
         return self._result(totals, batches, kept=kept)
 

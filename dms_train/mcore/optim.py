@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -90,26 +90,40 @@ class _NotFinite(Exception):
     """Ends megatron's step between the reduced gradients and the update."""
 
 
-def step(optimizer: Any) -> float:
-    """Clip and update; the gradient norm before clipping, the same on every rank.
+class Update(NamedTuple):
+    """What became of a step: the gradient norm before clipping, and whether weights changed."""
+
+    grad_norm: float
+    updated: bool
+
+
+def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
+    """Clip and update, the same on every rank.
 
     Megatron updates with gradients that are not finite unless a loss scaler looks at them, which
     bf16 and fp32 have none of. Here neither weights nor optimizer change then.
+
+    Args:
+        optimizer: Megatron's, with gradients.
+        finite: Whether the loss is; asked after the norm, when no GPU works any more.
     """
     norms: list[float] = []
     measure = type(optimizer).get_grad_norm
 
     def checked() -> float:
         norms.append(float(measure(optimizer)))
-        if not math.isfinite(norms[0]):
+        if not (math.isfinite(norms[0]) and finite()):
             raise _NotFinite
         return norms[0]
 
     optimizer.get_grad_norm = checked
-    with contextlib.suppress(_NotFinite):
+    try:
         optimizer.step()
-    del optimizer.get_grad_norm
-    return norms[0]
+    except _NotFinite:
+        return Update(norms[0], updated=False)
+    finally:
+        del optimizer.get_grad_norm
+    return Update(norms[0], updated=True)
 
 
 def build_scheduler(optimizer: Any, rate: LearningRate, weight_decay: float) -> Any:

@@ -129,8 +129,13 @@ def run_pass(
     *,
     has_teacher: bool,
     forward_only: bool,
-) -> PassTotals:
-    """Forward (and backward) of this rank's microbatches; totals over all ranks."""
+) -> Tensor:
+    """Forward (and backward) of this rank's microbatches.
+
+    Returns:
+        The numbers of `PassTotals` over all ranks, float64 on this rank's device, so that the host
+        need not wait for them yet.
+    """
     reports = run_schedule(
         chunks,
         batches,
@@ -151,4 +156,4 @@ def run_pass(
     microbatches = len(batches) * view.dp_size
     totals[:2] /= microbatches
     totals[6] = totals[6:].max()
-    return PassTotals(*totals[:7].tolist())
+    return totals[:7]

@@ -22,9 +22,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dms_train.observe import processes
+from dms_train.observe.log import logger
 from dms_train.observe.main_thread import Kind, MainThread
 
 _EVERY_SECONDS = 10.0
+# Times the patience, which is half of what a collective has.
+_LATE = 1.5
 # After a pause of everybody (a file system that fails over, a job that is suspended) all files are
 # old; a rank that lives has written again by the third look.
 _LOOKS = 3
@@ -92,6 +95,7 @@ class Heartbeats:
     _own: Report | None = field(default=None, init=False)
     _process: str = field(default_factory=processes.mark, init=False)
     _gone: frozenset[int] = field(default=frozenset(), init=False)
+    _mentioned: bool = field(default=False, init=False)
     _ends: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
@@ -158,6 +162,20 @@ class Heartbeats:
             return self._all_waiting()
         return None
 
+    def _mention(self, rank: int) -> None:
+        """Say once, before a collective gives up, that a rank it may wait for still works.
+
+        It may be right to: rank 0 validates while the others wait, however long that takes.
+        """
+        own, other = self._own, self._current(rank)
+        if own is None or own.kind != "waits" or own.seconds <= _LATE * self.patience:
+            self._mentioned = False
+        elif not self._mentioned and other is not None and other.kind == "works":
+            self._mentioned = True
+            waits = f"rank {self.rank} has waited for {own.seconds:.0f} s, at {own.place}"
+            works = f"rank {rank} ({other}) still works, at {other.place}"
+            logger().warning("%s; %s", waits, works)
+
     def _standing(self) -> str | None:
         known = {rank: self._current(rank) for rank in range(self.ranks)}
         found = {r: a for r, a in known.items() if a is not None and self._overdue(a, "stands")}
@@ -198,6 +216,7 @@ class Heartbeats:
                     self._remove()  # else the next one to notice would blame this rank
                     self.hang(found)
                     return
+                self._mention(following)
 
     def _interval(self) -> float:
         return min(_EVERY_SECONDS, self.patience / 6)

@@ -20,7 +20,10 @@ def test_the_wait_outlives_the_timeout_of_the_process_group() -> None:
 
 def test_who_takes_long_is_not_taken_for_one_who_stands(tmp_path: Path) -> None:
     words = ("-m", "tests.support.stuck_worker", "patient", str(tmp_path))
-    launch.checked(launch.torchrun(2, *words))
+    result = launch.torchrun(2, *words)
+    launch.checked(result)
+    (told,) = re.findall("warning: rank 1 has waited .*$", result.stderr, re.MULTILINE)
+    assert re.search(r"; rank 0 \(\S+, after step 0\) still works, at \S+:\d+ in ", told)
 
 
 def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
@@ -33,6 +36,16 @@ def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
         r"torch/distributed/distributed_c10d.py:\d+ in barrier; the run ends here",
         told[0],
     )
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "told"), [("refusal", 2, "config error"), ("bug", 1, "TypeError")]
+)
+def test_a_rank_that_fails_waits_for_no_collective(failure: str, code: int, told: str) -> None:
+    result = launch.torchrun(2, "-m", "tests.support.failing_worker", failure, timeout=120)
+    assert result.returncode != 0
+    assert f"{told}: rank 0 has a reason" in result.stderr
+    assert f"exitcode  : {code} " in result.stderr
 
 
 def test_all_ranks_refuse_what_the_gpu_of_one_cannot_hold() -> None:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from dms_train.mcore.engine import McoreEngine
 from tests.support import refusals
 from tests.support.disks import CannotArrange, small_disk
 from tests.support.forked_ranks import Prepare, Ranks
+from tests.support.stuck_worker import lose_the_disk
 
 WORLD, STEPS, STOP = 4, 60, 30
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -81,13 +83,13 @@ class Run:
     inputs: Inputs
     folder: Path
 
-    def start(self, prepare: Prepare | None = None, **layout: int) -> Ranks:
+    def start(self, prepare: Prepare | None = None, **layout: float) -> Ranks:
         words = [f"parallel.{name}={size}" for name, size in (layout or LAYOUT).items()]
         words = [*self.inputs.words, *words, f"run.dir={self.folder}"]
         log = self.folder.with_suffix(".log")
         return Ranks.start(WORLD, words, log, *([] if prepare is None else [prepare]))
 
-    def finish(self, prepare: Prepare | None = None, **layout: int) -> None:
+    def finish(self, prepare: Prepare | None = None, **layout: float) -> None:
         """Start, and expect the run to come to its end."""
         ranks = self.start(prepare, **layout)
         ended = ranks.wait(_PATIENCE)
@@ -293,6 +295,24 @@ class Campaign:
                 "difference": difference(run, self.reference),
             }
 
+    def standing(self) -> dict[str, Any]:
+        """Rank 2 waits for a disk for ever; the run ends, and goes on when it is started again."""
+        step, short = 33, {**LAYOUT, "distributed_timeout_minutes": 0.2}
+        run = Run(self.inputs, self.out / "standing")
+        shutil.rmtree(run.folder, ignore_errors=True)
+        ranks = run.start(lambda rank: None if rank != 2 else lose_the_disk(4 * step), **short)
+        end = time.monotonic() + _PATIENCE
+        while ranks.running() and time.monotonic() < end:
+            time.sleep(0.05)
+        ranks.clear()
+        told = re.search(r"(rank \d) \(\S+, (after step \d+)\) lives but", run.log(1))
+        run.finish(**short)
+        return {
+            "faults": 1,
+            "named": told and ", ".join(told.groups()),
+            "difference": difference(run, self.reference),
+        }
+
     def not_finite(self) -> dict[str, Any]:
         """Rank 3 computes NaN gradients in two steps; a second run is killed between them."""
         bad = (24, 31)
@@ -321,7 +341,7 @@ class Campaign:
 
 def poison(rank: int, steps: tuple[int, ...]) -> None:
     """Let rank 3 of this process's engine compute gradients that are not finite in these steps."""
-    inner = McoreEngine.forward_backward
+    inner = McoreEngine._gradients
 
     def poisoned(engine: McoreEngine, plan: Any, batches: Any) -> Any:
         totals = inner(engine, plan, batches)
@@ -330,7 +350,7 @@ def poison(rank: int, steps: tuple[int, ...]) -> None:
                 parameter.main_grad.fill_(torch.nan)
         return totals
 
-    McoreEngine.forward_backward = poisoned  # type: ignore[method-assign]
+    McoreEngine._gradients = poisoned  # type: ignore[method-assign]
 
 
 def truncate(file: Path) -> None:
@@ -351,6 +371,7 @@ def scenarios(campaign: Campaign) -> dict[str, Callable[[], dict[str, Any]]]:
         "newest checkpoint, one bit flipped": lambda: campaign.damaged("flipped", flip),
         "disk full for 15 steps": campaign.disk,
         "NaN gradients on one rank, and a kill": campaign.not_finite,
+        "a rank with a dead disk": campaign.standing,
         "resumed as TP 2 x DP 2": lambda: campaign.layout("tp2", tensor_model_parallel_size=2),
         "resumed as PP 2 x DP 2": lambda: campaign.layout("pp2", pipeline_model_parallel_size=2),
         "resumed as DP 4": lambda: campaign.layout("dp4", tensor_model_parallel_size=1),

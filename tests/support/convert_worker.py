@@ -104,6 +104,7 @@ def run(models: Path, out: Path, layout: str) -> None:
 def main() -> None:
     for layout in LAYOUTS:
         run(Path(sys.argv[1]), Path(sys.argv[2]), layout)
+    groups.stop()
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ def main() -> None:
                 metadata = {"totals": json.dumps(totals)}
                 save_file(gradients, out / f"{case['name']}.safetensors", metadata=metadata)
         groups.stop(keep_process_group=True)
+    groups.stop()
 
 
 if __name__ == "__main__":

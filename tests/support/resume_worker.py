@@ -126,6 +126,7 @@ def main() -> None:
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
         other_layout(source, layout, dtype, view, out)
         groups.stop(keep_process_group=True)
+    groups.stop()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def main() -> None:
     # both ranks must know: each writes a file of its own
     rows = {name: {"kept": r.kept, "cr_factor": r.cr_factor} for name, r in found.items()}
     Path(f"{sys.argv[1]}.{groups.dist.get_rank()}").write_text(json.dumps(rows))
+    groups.stop()
 
 
 if __name__ == "__main__":

@@ -240,6 +240,7 @@ def main() -> None:
         if view.rank == 0:
             (folder / f"{what}.json").write_text(json.dumps(gathered))
         groups.stop(keep_process_group=True)
+    groups.stop()
 
 
 if __name__ == "__main__":

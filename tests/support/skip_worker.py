@@ -27,7 +27,7 @@ def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
     """A step that only rank 1 could know to be bad; what this rank made of it."""
     view = engine.view
     batches = [tiny.batch(2 * group) for group in range(view.dp_rank, 4, view.dp_size)]
-    inner = engine.forward_backward
+    inner = engine._gradients
     if where == "batch" and view.rank == 1:
         mask = batches[0].loss_mask * math.nan
         batches[0] = batches[0]._replace(loss_mask=mask)
@@ -40,10 +40,10 @@ def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
                     parameter.main_grad.fill_(math.nan)
         return totals
 
-    engine.forward_backward = poisoned  # type: ignore[method-assign]
+    engine._gradients = poisoned  # type: ignore[method-assign]
     before = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
     result = engine.train_step(StepPlan(eviction="soft", neuron_scale=0.0, target_cr=4.0), batches)
-    engine.forward_backward = inner  # type: ignore[method-assign]
+    engine._gradients = inner  # type: ignore[method-assign]
     after = dict(engine.hf_tensors())
     changed = [name for name, tensor in before.items() if not tensor.equal(after[name])]
     return {"skipped": result.skipped, "changed": len(changed)}
@@ -57,6 +57,7 @@ def main() -> None:
         told = {str(where): spoilt(engine, where) for where in (*WHERE, None)}
         (out / f"{name}-{view.rank}.json").write_text(json.dumps(told))
         groups.stop(keep_process_group=True)
+    groups.stop()
 
 
 if __name__ == "__main__":

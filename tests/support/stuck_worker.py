@@ -22,6 +22,7 @@ from dms_train.cli.watch import end_hanging_run
 from dms_train.data.tokens import TokenSamples
 from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
+from dms_train.observe import log
 from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.state_files import StateFiles
 
@@ -34,16 +35,22 @@ def read_from_a_dead_disk() -> bytes:
     return os.read(reading, 1)
 
 
-def train_with_a_dead_disk(words: list[str]) -> None:
-    """Samples of the global batch (8) that follows some step never arrive on rank 1."""
+def lose_the_disk(first: int) -> None:
+    """From this sample on none arrives in this process."""
     inner = TokenSamples.__getitem__
 
     def read(samples: TokenSamples, number: int) -> Any:
-        if os.environ["RANK"] == "1" and number >= 8 * STEP:
+        if number >= first:
             read_from_a_dead_disk()
         return inner(samples, number)
 
     TokenSamples.__getitem__ = read  # type: ignore[method-assign]
+
+
+def train_with_a_dead_disk(words: list[str]) -> None:
+    """Samples of the global batch (8) that follows some step never arrive on rank 1."""
+    if os.environ["RANK"] == "1":
+        lose_the_disk(8 * STEP)
     sys.argv = ["dms-train", *words]
     train.main()
 
@@ -61,6 +68,7 @@ class Together:
             patience=TIMEOUT_SECONDS / 2,
             hang=end_hanging_run(StateFiles(folder)),
         )
+        log.configure(self.view.rank)
         self.heartbeats.start()
         self.folder = folder
 

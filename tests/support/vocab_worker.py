@@ -89,6 +89,7 @@ def main() -> None:
         }
         save_file(results, out / f"tp{tp}-dp{view.dp_rank}-rank{view.tp_rank}.safetensors")
         groups.stop(keep_process_group=True)
+    groups.stop()
 
 
 if __name__ == "__main__":

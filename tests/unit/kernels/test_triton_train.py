@@ -80,7 +80,7 @@ def test_tiles_evicted_for_good_are_left_out(tiles) -> None:
     out = triton_train.dms_attention(*inputs, shape.window, 0.25)
     assert out[:, :16].isnan().any()
     assert not out[:, 32:].isnan().any()
-    _, _, _, _, counts = triton_train._attention(*inputs, shape.window, 0.25, None)
+    _, _, _, _, counts = triton_train._attend(*inputs, shape.window, 0.25, None)
     assert counts[0].tolist()[:2] == [0, 0]
 
 
