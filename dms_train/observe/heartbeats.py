@@ -93,9 +93,9 @@ class Heartbeats:
     _moves: int = field(default=0, init=False)
     _began: float = field(default=0.0, init=False)
     _own: Report | None = field(default=None, init=False)
+    _mentioned: bool = field(default=False, init=False)
     _process: str = field(default_factory=processes.mark, init=False)
     _gone: frozenset[int] = field(default=frozenset(), init=False)
-    _mentioned: bool = field(default=False, init=False)
     _ends: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 

@@ -27,6 +27,7 @@ def row(layout: str, kind: str, step_s: float, shape: str = "qwen2.5-7b") -> dic
         "model_tflops_gpu": case.model_flops / step_s / case.layout.world / 1e12,
         "max_memory_allocated": 9e10,
         "versions": {"torch": "2.11.0"},
+        "run": "2026-01-01T00:00:00Z",
         "profile": {"busy_ms": 80.0, "kinds": {"communication": 60.0, "optimizer": 40.0}},
     }
 
