@@ -20,12 +20,12 @@ say "1/2  exam sheets to train on, and problems that no sheet holds"
 dms-data exam-sheets --out "$OUT/data" --sheets 3300 --document-tokens 320 --n-max 2
 dms-data exam-problems --out "$OUT/data/problems.jsonl" --sheets 200 --n 2
 
-say "2/2  retrofit to CR 4, export, validate: $(steps 5) zeroing steps instead of the paper's 2,000," \
-  "$(steps 34) a CR unit instead of 100, $(steps 105) of cool-down"
+say "2/2  retrofit to CR 4, export, validate: $(steps 6) zeroing steps instead of the paper's 2,000," \
+  "$(steps 42) a CR unit instead of 100, $(steps 130) of cool-down"
 dms-train experiment=demo "method=$METHOD" run.dir="$OUT" "data.paths=[$OUT/data/train]" \
   stage.validate.problems="$OUT/data/problems.jsonl" \
-  stage.zero_neuron.steps="$(steps 5)" stage.retrofit.steps_per_cr="$(steps 34)" \
-  stage.hold.steps="$(steps 105)"
+  stage.zero_neuron.steps="$(steps 6)" stage.retrofit.steps_per_cr="$(steps 42)" \
+  stage.hold.steps="$(steps 130)"
 
 ln -sfn exports/final/hf "$OUT/hf"
 printf '\n%s seconds. The model is in %s/hf, the report in %s/report.md\n' "$SECONDS" "$OUT" "$OUT"

@@ -22,10 +22,12 @@ from dms_train.observe.state_files import StateFiles
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
-def end_hanging_run(files: StateFiles) -> Callable[[str], None]:
+def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
     """What to do about ranks that hang: say so and end this process, whose main thread waits."""
 
-    def end(found: str) -> None:
+    def end(found: str | None) -> None:
+        if found is None:
+            os._exit(errors.REFUSED)
         error = errors.RankHangs(
             f"{found}; the run ends here. Start the same command again to resume from the newest "
             "checkpoint"

@@ -263,8 +263,8 @@ def _write(
 def _leave(rank: int) -> None:
     """Let a forked process not stand in for its rank: it ends with it and holds no connection.
 
-    Other ranks hear that a rank is gone when the last process with its sockets is, and a GPU has
-    its memory again when the last one with the rank's handles of the driver is.
+    Other ranks hear that a rank is gone when the last process with its sockets is. A fork has the
+    rank's handles of the GPU too, so none may live longer.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides what Ctrl-C means
     _end_with(rank)

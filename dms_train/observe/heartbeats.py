@@ -26,6 +26,7 @@ from dms_train.observe.log import logger
 from dms_train.observe.main_thread import Kind, MainThread
 
 _EVERY_SECONDS = 10.0
+_SAID = "said"  # the file by which all ranks learn that one of them has found a reason to end
 # Times the patience, which is half of what a collective has.
 _LATE = 1.5
 # After a pause of everybody (a file system that fails over, a job that is suspended) all files are
@@ -79,7 +80,8 @@ class Heartbeats:
         ranks: How many there are.
         patience: Seconds after which a rank without a sign of life counts as hanging, and one whose
             main thread stands still.
-        hang: Called once, in a thread of its own, with what is known of the ranks that do.
+        hang: Called once, in a thread of its own, with what is known of the ranks that do, or None
+            when another rank has said it; a main thread that waits for its GPU hears no signal.
         main: Looks at the main thread.
     """
 
@@ -87,7 +89,7 @@ class Heartbeats:
     rank: int
     ranks: int
     patience: float
-    hang: Callable[[str], None]
+    hang: Callable[[str | None], None]
     main: MainThread = field(default_factory=MainThread)
     _step: int = field(default=0, init=False)
     _moves: int = field(default=0, init=False)
@@ -212,11 +214,24 @@ class Heartbeats:
                 found = f"{who} did not answer" if silent else self.stuck()
                 if (gone := self.ended()) is not None:
                     found = f"{gone} has ended"
-                if found is not None:
-                    self._remove()  # else the next one to notice would blame this rank
-                    self.hang(found)
+                if self._said() or found is not None:
+                    self._end(found)
                     return
                 self._mention(following)
+
+    def _said(self) -> bool:
+        """Whether a rank of this run has said why the run ends."""
+        try:
+            return (self.folder / _SAID).stat().st_mtime >= self._began
+        except FileNotFoundError:
+            return False
+
+    def _end(self, found: str | None) -> None:
+        said = self._said()
+        with contextlib.suppress(OSError):
+            (self.folder / _SAID).touch()
+        self._remove()  # else the next one to notice would blame this rank
+        self.hang(None if said else found)
 
     def _interval(self) -> float:
         return min(_EVERY_SECONDS, self.patience / 6)

@@ -5,6 +5,7 @@ next. Standard library only: the command that submits and watches runs reads the
 
     state/heartbeat       touched by rank 0 after every step
     state/ranks/N         sign of life of rank N (`heartbeats`)
+    state/ranks/said      a rank has said why all of them end
     state/STOPPED         the run saved and left because it was told to; removed by the next start
     state/REFUSED         the run was refused as it is; the same start would be refused again
     state/STAGE.done      a stage is finished and what it made is stored

@@ -82,8 +82,10 @@ class Together:
 
     def take_long(self) -> str:
         """Compute, then wait for a process, each for as long as a standing rank is let."""
+        x = torch.eye(200)
         while not self.others_waited(1.5):
-            torch.ones(200, 200).mm(torch.ones(200, 200))
+            # at several places, so that no row of looks finds the same one by chance
+            x.mm(x), x.exp(), x.sort(), x.cumsum(0), x.tanh()
         reading, writing = os.pipe()
 
         def end_the_process() -> None:

@@ -33,7 +33,7 @@ class Ranks:
     """Heartbeats of several ranks in one process, and what they found."""
 
     def __init__(self, folder: Path, ranks: int, patience: float) -> None:
-        self.found: list[tuple[int, str]] = []
+        self.found: list[tuple[int, str | None]] = []
         self.told = threading.Event()
         self.main = [Told() for _ in range(ranks)]
         self.all = [
@@ -42,7 +42,7 @@ class Ranks:
         ]
 
     def _remember(self, rank: int):  # type: ignore[no-untyped-def]
-        def hang(found: str) -> None:
+        def hang(found: str | None) -> None:
             self.found.append((rank, found))
             self.told.set()
 
@@ -77,6 +77,30 @@ def test_the_rank_before_names_the_silent_ones(ranks: Ranks) -> None:
     assert by == 0
     one = r"\(\S+, after step 7, silent for \d+ s\)"
     assert re.fullmatch(f"rank 1 {one}, rank 2 {one} did not answer", found)
+
+
+def test_one_rank_says_it_and_all_end(ranks: Ranks) -> None:
+    for heartbeats in ranks.all:
+        heartbeats.start()
+    ranks.fall_silent(1)
+    while len(ranks.found) < 3:  # bounded by the test's time limit
+        time.sleep(0.05)
+    assert {rank for rank, _ in ranks.found} == {0, 2, 3}
+    spoken = [found for _, found in ranks.found if found is not None]
+    assert spoken
+    assert all(found.startswith("rank 1 ") for found in spoken)
+    assert ranks.found[-1][1] is None
+
+
+def test_what_an_earlier_run_said_ends_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    (folder / "said").touch()
+    os.utime(folder / "said", (1, 1))
+    for heartbeats in ranks.all:
+        heartbeats.start()
+    time.sleep(0.5)  # several looks
+    assert ranks.found == []
 
 
 def test_ranks_that_beat_or_left_are_not_named(ranks: Ranks) -> None:
