@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dms_train.cli.config_source import compose
@@ -119,8 +119,7 @@ def _marked(run: Path, mark: Path) -> bool:
     """Leave the mark; False when another process has left its own."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
-        with mark.open("x") as file:  # atomic on shared file systems too
-            file.write(f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}\n")
+        mark.touch(exist_ok=False)  # atomic on shared file systems too
     except FileExistsError as error:
         if not mark.parent.is_dir():
             raise ConfigError(f"run.dir={run}: not a folder; choose another one") from error
@@ -129,14 +128,16 @@ def _marked(run: Path, mark: Path) -> bool:
         raise ConfigError(
             f"run.dir={run}: cannot be written ({error.strerror}); choose another folder"
         ) from error
+    with suppress(OSError):  # a run on a full disk can be cancelled
+        mark.write_text(f"{getpass.getuser()} on {socket.gethostname()}, process {os.getpid()}\n")
     return True
 
 
 def _text(mark: Path) -> str:
-    try:
-        return mark.read_text().strip()
-    except FileNotFoundError:  # it has just ended
-        return "another process"
+    text = ""
+    with suppress(FileNotFoundError):  # it has just ended
+        text = mark.read_text().strip()
+    return text or "another process"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

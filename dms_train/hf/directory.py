@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.tensors import expected_shapes
@@ -268,7 +269,10 @@ class WeightWriter:
         self._names.add(name)
 
     def _flush(self) -> None:
-        save_tensors(self._temporary(len(self._shards)), self._pending, {"format": "pt"})
+        shard = self._temporary(len(self._shards))
+        save_tensors(shard, self._pending, {"format": "pt"})
+        # not all shards at the end, when other ranks wait in one collective with a timeout
+        durable.sync_file(shard)
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 

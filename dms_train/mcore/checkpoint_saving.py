@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -56,6 +57,7 @@ _STDERR = 2  # standard streams may be sockets too
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
 # What torch.save says when a file cannot be written; the rest speaks of positions in it.
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
+_NOTHING_HEARD = "results_queue should not be empty"
 _CONNECTIONS = ("socket:", "anon_inode:[eventpoll]")
 # What megatron's writers log here they also raise.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
@@ -267,6 +269,7 @@ def _leave(rank: int) -> None:
     rank's handles of the GPU too, so none may live longer.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides what Ctrl-C means
+    signal.signal(signal.SIGCHLD, _end_after_a_kill)
     _end_with(rank)
     os.register_at_fork(after_in_child=partial(_end_with, os.getpid()))
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -283,6 +286,17 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)  # it was gone before
+
+
+def _end_after_a_kill(_number: int, _frame: FrameType | None) -> None:
+    """End when a process that this one has forked was killed, say for its memory.
+
+    Megatron waits for what that one would have said.
+    """
+    with contextlib.suppress(ChildProcessError):  # somebody has heard of its end already
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_code != os.CLD_EXITED:
+            os._exit(1)
 
 
 def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
@@ -312,6 +326,8 @@ def _why_not_written(error: BaseException) -> str | None:
         # rank 0 alone is told what happened where
         failures = [failure for failure, _ in error.failures.values()]
         text = _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
+    if text == _NOTHING_HEARD:
+        return "a process that writes was killed; does the host lack memory?"
     if any(name in text for name in _TORCH_WRITER):
         return "a file could not be written whole; is the disk full?"
     if isinstance(error, OSError):

@@ -1,7 +1,8 @@
 """Whether this process's main thread goes on, and where it stands when it does not.
 
-Seen from another thread, at intervals. The main thread stands still when it is at the very same
-instructions of the same functions as before, has reached nothing meanwhile and has not computed.
+Seen from another thread, at intervals. The main thread stands still when it is in the very same
+calls of functions as before, at the same instructions, has reached nothing meanwhile and has not
+computed; who writes one file after the other is often at the same instruction, but in other calls.
 Whether it then waits for others, its innermost Python function tells: what happens below that (a
 collective, a synchronisation with the GPU, a read of a disk) is not visible from Python. Standard
 library only.
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["works", "waits", "stands"]
 _PROJECT = "dms_train"
@@ -63,6 +64,18 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
     return found
 
 
+def _mark(_frame: FrameType, _event: str, _argument: Any) -> None:
+    """Of a call that was seen; as `f_trace`, a frame's only attribute that can be set."""
+
+
+def _seen_before(frame: FrameType) -> bool:
+    """Whether this is no new call of its function; where a debugger traces, nobody can tell."""
+    if frame.f_trace is not None:
+        return True
+    frame.f_trace = _mark
+    return False
+
+
 def _kind(stack: list[FrameType]) -> Kind:
     """What a thread does that has not left the innermost function of this stack for long."""
     innermost = _module(stack[0])
@@ -108,11 +121,11 @@ class MainThread:
         if not stack:
             return Stand("works", 0.0, "")
         seen = (reached, [(frame.f_code, frame.f_lasti) for frame in stack])
-        kind, place = _kind(stack), _place(stack)
+        kind, place, again = _kind(stack), _place(stack), _seen_before(stack[0])
         del stack  # what the functions hold must not live longer for it
         passed, computed = self._since_last(thread)
         computes = kind == "stands" and computed > _COMPUTING_SHARE * passed
-        if seen != self._seen or kind == "works" or computes:
+        if not again or seen != self._seen or kind == "works" or computes:
             self._seen, self._seconds = seen, 0.0
             return Stand("works", 0.0, place)
         self._seconds += min(passed, at_most)

@@ -11,9 +11,10 @@ _START_TIME = 19  # of the fields behind the name
 
 def mark(pid: int | None = None) -> str:
     """What `has_ended` needs to know of a process (None: this one); empty where that is hidden."""
-    pid = os.getpid() if pid is None else pid
     try:
-        return f"{_machine()} {pid} {_fields(pid)[_START_TIME]}"
+        # not getpid: a container may see the numbers of the machine that it runs on
+        number = int(os.readlink("/proc/self")) if pid is None else pid
+        return f"{_machine()} {number} {_fields(number)[_START_TIME]}"
     except OSError:
         return ""
 
@@ -31,6 +32,8 @@ def has_ended(marked: str) -> bool:
         fields = _fields(int(pid))
     except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # hidden from this process
+        return False
     return fields[0] in _ENDED or fields[_START_TIME] != start
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from launch import scheduler, submit
 from launch.chain import Job, chain, container_options, frozen, needs, script
 from launch.nodes import Needs
 from launch.stage import main as run_stage
+from tests.support.disks import CannotArrange, small_disk
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "slurm").glob("*.sbatch")])
@@ -378,6 +380,26 @@ def test_a_cancel_does_not_wait_for_ever(
     with submit._alone(run), pytest.raises(ConfigError, match="if that was killed"):
         submit._main(["cancel", str(run)])
     assert queue.cancelled == []
+
+
+def test_a_full_disk_keeps_nobody_away(tmp_path: Path) -> None:
+    try:
+        with small_disk(tmp_path / "disk", 8) as disk:
+            with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(b"x" * 1024):
+                    pass
+            for _ in range(2):
+                with submit._alone(disk / "run"):
+                    mark = disk / "run" / "launch" / "submitting"
+                    assert mark.read_text() == ""
+                    with (
+                        pytest.raises(ConfigError, match="submitted by another process"),
+                        submit._alone(disk / "run"),
+                    ):
+                        pass
+                assert not mark.exists()
+    except CannotArrange as reason:
+        pytest.skip(str(reason))
 
 
 def test_jobs_work_where_the_run_was_first_submitted(

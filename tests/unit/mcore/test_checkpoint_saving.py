@@ -114,6 +114,30 @@ def test_the_writing_process_ends_with_its_rank() -> None:
     os.close(read)
 
 
+@pytest.mark.timeout(120)
+def test_a_writing_process_that_is_killed_costs_this_checkpoint_only(
+    engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, writing = tmp_path / "step_00000001", tmp_path / "writing"
+
+    def slow(_file: int) -> None:
+        writing.write_text(str(os.getpid()))
+        while True:
+            time.sleep(1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", slow)
+        engine.save(path, {"step": 1}, wait=False)
+        while not (writing.is_file() and writing.read_text()):
+            time.sleep(0.01)
+    os.kill(int(writing.read_text()), signal.SIGKILL)
+    with pytest.raises(SaveError, match="a process that writes was killed"):
+        engine.finish_save(wait=True)
+    assert list(tmp_path.iterdir()) == [writing]
+    engine.save(path, {"step": 1})
+    assert engine.load(path, with_optimizer=True)["step"] == 1
+
+
 def test_it_appears_whole_and_at_once(
     engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dms_train.hf import durable
+from dms_train.hf.directory import WeightWriter
 from dms_train.hf.export import write_export
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore.engine import McoreEngine
@@ -88,6 +89,16 @@ def test_an_export(engine: McoreEngine, tmp_path: Path, journal: Journal) -> Non
         provenance={},
     )
     check(journal(), path)
+
+
+def test_a_shard_is_synchronised_before_the_next_one(tmp_path: Path, journal: Journal) -> None:
+    with WeightWriter(tmp_path, max_shard_bytes=16) as writer:
+        for number in range(3):
+            writer.add(str(number), torch.zeros(4))
+            written = sorted(map(str, tmp_path.glob(".shard-*")))
+            if number:
+                assert [line[1] for line in journal()] == written
+                assert len(written) == number
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])

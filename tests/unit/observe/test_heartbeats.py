@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from dms_train.observe import processes
 from dms_train.observe.heartbeats import Heartbeats, Report, Silent
 from dms_train.observe.main_thread import MainThread, Stand
 from dms_train.observe.processes import mark
@@ -219,6 +221,18 @@ def test_who_left_in_order_and_who_is_elsewhere_is_not_named(other, tmp_path: Pa
     assert heartbeats.ended() is None
     (tmp_path / "2").unlink()
     assert heartbeats.ended() is None
+
+
+def test_who_cannot_be_seen_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = processes.mark()
+    assert own == processes.mark(os.getpid())
+
+    def hide(_pid: int) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(processes, "_fields", hide)
+    assert processes.mark() == ""
+    assert not processes.has_ended(own)
 
 
 def test_a_rank_that_fails_leaves_its_file(ranks: Ranks, tmp_path: Path) -> None:

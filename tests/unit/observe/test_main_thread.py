@@ -97,6 +97,29 @@ def test_who_reached_something_between_two_looks_went_on() -> None:
     assert {stand.kind for stand in seen} == {"works"}
 
 
+@pytest.mark.parametrize("module", ["dms_train.hf.durable", "torch.nn.functional"])
+def test_one_short_call_after_the_other_is_no_long_one(module: str) -> None:
+    names = {"__name__": module, "os": os}
+    exec("def write(watcher):\n    return os.read(watcher.reading, 1)\n", names)
+    end = False
+
+    def write_many(watcher: Watcher) -> None:
+        while not end:
+            names["write"](watcher)  # type: ignore[operator]
+
+    def next_one(look: int) -> int:
+        nonlocal end
+        end = look == _LOOKS - 1
+        os.write(watcher.writing, b"x")
+        time.sleep(_EVERY)
+        return 0
+
+    watcher = Watcher(reached=next_one)
+    seen = watcher.watch(write_many)
+    assert {stand.kind for stand in seen} == {"works"}
+    assert all(" in write" in stand.place for stand in seen[:-1])
+
+
 def test_a_pause_of_the_process_counts_for_little() -> None:
     watcher = Watcher()
     seen: list[Stand] = []
