@@ -62,9 +62,9 @@ def run_main(command: Callable[[], int | None]) -> int:
 def run_process(command: Callable[[], int | None]) -> NoReturn:
     """`run_main`, then the end of this process.
 
-    One of several ranks that failed ends at once: shutting the interpreter down waits for the
-    collectives under way, which the others may never join, and may crash in the threads of gloo
-    that hold their tensors (https://github.com/pytorch/pytorch/pull/179291).
+    One of several ranks that failed after they met ends at once: shutting the interpreter down
+    waits for the collectives under way, which the others may never join, and may crash in the
+    threads of gloo that hold their tensors (https://github.com/pytorch/pytorch/pull/179291).
     """
     try:
         code = run_main(command)
@@ -73,11 +73,16 @@ def run_process(command: Callable[[], int | None]) -> NoReturn:
             raise
         traceback.print_exc()
         code = 1
-    if code and launcher.world_size() > 1:
+    if code and launcher.world_size() > 1 and _has_met_others():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _has_met_others() -> bool:
+    distributed = sys.modules.get("torch.distributed")  # refusals of light commands load no torch
+    return distributed is not None and distributed.is_initialized()
 
 
 def is_expected(error: BaseException) -> bool:
