@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from dms_train.mcore.engine import McoreEngine
-from tests.support import refusals
+from tests.support import metrics_file, refusals
 from tests.support.disks import CannotArrange, small_disk
 from tests.support.forked_ranks import Prepare, Ranks
 from tests.support.stuck_worker import lose_the_disk
@@ -109,12 +109,10 @@ class Run:
         assert set(ranks.codes.values()) == {0}, self.log(0)[-3000:]
 
     def rows(self) -> list[dict[str, Any]]:
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return metrics_file.rows(self.folder)
 
     def losses(self) -> dict[int, float]:
-        return {row["step"]: row["train/loss"] for row in self.rows() if "train/loss" in row}
+        return metrics_file.losses(self.folder)
 
     def step(self) -> int:
         return max((row["step"] for row in self.rows() if "train/lr" in row), default=0)

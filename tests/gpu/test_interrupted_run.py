@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import refusals
+from tests.support import metrics_file, refusals
 from tests.support.started_ranks import StartedRun
 
 pytestmark = [
@@ -63,7 +63,7 @@ def finish(run: StartedRun) -> dict[int, float]:
     codes = run.finish(_PATIENCE)
     assert not any(codes), run.log(0) + run.log(len(codes) - 1)
     assert (run.folder / "state" / "DONE").is_file()
-    return run.losses()
+    return metrics_file.losses(run.folder)
 
 
 def killed_in_save(run: StartedRun) -> None:
@@ -74,7 +74,7 @@ def killed_in_save(run: StartedRun) -> None:
 
     run.wait_until(writes, _PATIENCE)
     run.ranks[-1].kill()
-    begin, step = time.monotonic(), max(row["step"] for row in run.rows())
+    begin, step = time.monotonic(), max(row["step"] for row in metrics_file.rows(run.folder))
     codes = run.finish(30.0 * TIMEOUT_MINUTES)  # sooner: its process is gone
     print(f"killed after step {step} while {run.unfinished()} was written, beside")
     print(f"{[path.name for path in run.checkpoints()]}; codes {codes}, the last")
@@ -116,5 +116,5 @@ def test_a_run_killed_while_it_saves_goes_on(
     newest = int(killed.checkpoints()[-1].name[5:])
     again = StartedRun.start(killed.folder, processes, common)
     assert finish(again) == expected
-    taken = [row["step"] for row in again.rows() if "train/loss" in row]
+    taken = [row["step"] for row in metrics_file.rows(again.folder) if "train/loss" in row]
     assert all(taken.count(step) == 1 for step in range(1, newest + 1))

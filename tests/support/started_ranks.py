@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.support import launch
 
@@ -67,15 +65,6 @@ class StartedRun:
             for rank in self.ranks:
                 rank.send_signal(signal.SIGKILL)
                 rank.wait()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl, as far as it is written."""
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def losses(self) -> dict[int, float]:
-        return {row["step"]: row["train/loss"] for row in self.rows() if "train/loss" in row}
 
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("step_????????"))
