@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,14 +17,9 @@ from pathlib import Path
 
 import dms_train.cli.session  # noqa: F401 - imported once, before the forks
 from dms_train.cli.train import main
+from tests.support import launch
 
 Prepare = Callable[[int], None]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _nothing(_rank: int) -> None:
@@ -49,7 +43,7 @@ class Ranks:
             log: What they print is appended to `LOG.RANK`.
             prepare: Called with the rank before the command, in its process.
         """
-        port = str(_free_port())
+        port = str(launch.free_ports(1)[0])
         pids = []
         for rank in range(world):
             pid = os.fork()

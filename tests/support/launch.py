@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,14 @@ def checked(result: subprocess.CompletedProcess[str]) -> str:
     """The output of a run that must have succeeded."""
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     return result.stdout
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody used a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    for opened in sockets:
+        opened.bind(("127.0.0.1", 0))
+    ports = [int(opened.getsockname()[1]) for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import launch
+
 _HOSTS = Path("/etc/hosts")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -152,7 +154,7 @@ class LocalSlurm:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        ports = _free_ports(1 + len(self.names))
+        ports = launch.free_ports(1 + len(self.names))
         host = socket.gethostname().partition(".")[0]
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
@@ -212,16 +214,6 @@ class LocalSlurm:
             check=False,
         )
         return done.stdout.split() == ["idle"] * len(self.names)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for opened in sockets:
-        opened.bind(("127.0.0.1", 0))
-    ports = [int(opened.getsockname()[1]) for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
 
 
 def _wait(condition, seconds: float, otherwise: str) -> None:

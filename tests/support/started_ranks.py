@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,12 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support import launch
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -29,7 +22,7 @@ class StartedRun:
 
     @classmethod
     def start(cls, folder: Path, processes: int, words: list[str]) -> StartedRun:
-        port, ranks = _free_port(), []
+        port, ranks = str(launch.free_ports(1)[0]), []
         for rank in range(processes):
             where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
             with folder.with_suffix(f".{rank}.log").open("ab") as log:
