@@ -7,14 +7,17 @@ STAMP := $(VENV)/.installed
 # Asked for on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-slurm test-faults test-full demo
+# Processes that run tests, one thread each; a test may start four more.
+WORKERS ?= 2
+
+.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-slurm test-faults test-mutations test-full docs demo
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[hf,track,plot,progress,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[hf,track,plot,progress,dev,docs]'
 	touch $(STAMP)
 
 check: fmt-check lint types imports
@@ -35,8 +38,9 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
+# A file's tests stay in one process, so that what they share is made once.
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not gpu and not multi_gpu and not perf and not slurm and not faults"
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not multi_gpu and not slurm and not faults"
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)
@@ -46,12 +50,20 @@ test-gpu: $(STAMP)
 test-slurm: $(STAMP)
 	$(BIN)/pytest -m slurm tests/e2e/test_slurm.py
 
-# Kills, damage, full disks, NaN: docs/reliability.md quotes the table that it prints.
+# Kills, damage, full disks, NaN: docs/guides/reliability.md quotes the table that it prints.
 test-faults: $(STAMP)
 	$(BIN)/pytest -m faults -s tests/faults
 
+# Breaks a copy of the code in known ways; each time a named test must fail.
+test-mutations: $(STAMP)
+	$(BIN)/python -m tests.mutations
+
 test-full: $(STAMP)
 	DMS_FULL_MATRIX=1 $(BIN)/pytest
+
+# The documentation in site/; a broken link or a page that loads from another host is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh

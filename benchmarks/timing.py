@@ -1,4 +1,4 @@
-"""Milliseconds with their spread, the memory a call adds, and what the machine itself can reach."""
+"""Time of a call with its spread, the memory it adds, and the limits of the machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def extra_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
-    """Peak of the memory that one call takes beside what was there before; None on a CPU."""
+    """Peak of the memory that one call takes in addition; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -78,7 +78,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str | None]:
-    """Of everything that a time depends on."""
+    """Versions of everything that a time depends on."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         import triton

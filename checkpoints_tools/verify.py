@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dms_train.cli.errors import message
+from dms_train.app.failures import message
 from dms_train.hf.directory import WeightReader
 from dms_train.hf.formats import read_format, read_spec
 from dms_train.hf.selftest import SelfTest
@@ -151,8 +151,9 @@ def _show(directory: Path, report: Report, window: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dms-verify",
-        description="Replay the self-test shipped in a DMS export. The code in the export is run: "
-        "use it on exports you trust.",
+        description="Replay the self-test in a DMS export: load it as transformers would, and "
+        "compare decisions and logits with those of the trained Megatron model. The code "
+        "in the export is run: use it on exports you trust.",
         epilog="Exit status: 0 passed, 1 mismatch, 2 bad input.",
     )
     parser.add_argument("directory", type=Path, help="export directory (holds dms_selftest/)")

@@ -17,7 +17,7 @@ WHOLE_FILE, BLANK_LINE, EVERY_LINE = "whole file", "blank line", "every line"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRule:
-    """How documents lie in the input files.
+    """How the input files are divided into documents.
 
     Attributes:
         text_split: What ends a document of a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.documents import Document, Message
 from dms_train.data.errors import DataError
+from dms_train.data_prep.documents import Document, Message
 
 _DOCUMENTS_PER_CHUNK = 64
 
@@ -145,7 +145,9 @@ def encode_in_order(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError("a worker process died, perhaps for memory; try fewer workers") from None
+        raise DataError(
+            "a worker process was killed, perhaps out of memory; try fewer workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

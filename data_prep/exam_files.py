@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.exam_sheets import HeldOutSheet, document, held_out_problems, sheet
-from data_prep.exam_tokenizer import EOD_TOKEN
-from data_prep.linear_1d import linear_1d_problems
+from dms_train.data_prep.exam_sheets import HeldOutSheet, document, held_out_problems, sheet
+from dms_train.data_prep.exam_tokenizer import EOD_TOKEN
+from dms_train.data_prep.linear_1d import linear_1d_problems
 
 STYLES = {"exam": held_out_problems, "linear_1d": linear_1d_problems}
 

@@ -1,4 +1,4 @@
-r"""Exam sheets: endless training text on which forgetting the wrong tokens costs the answer.
+r"""Exam sheets: synthetic text whose answers depend on tokens far back in the context.
 
 A sheet has n linear equations first and then n worked solutions, so that every solution needs a
 question far back:
@@ -34,7 +34,7 @@ _COEFFICIENTS = [value for value in range(-12, 13) if value != 0]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ExamProblem:
     """The equation `a*variable + b = c*variable + d`."""
 
     a: int
@@ -86,12 +86,12 @@ class HeldOutSheet(NamedTuple):
     answers: tuple[int, ...]
 
 
-def problem(rng: random.Random, split: Split) -> Problem:
+def problem(rng: random.Random, split: Split) -> ExamProblem:
     """Draw one equation of a split; answers are uniform in [-15, 15]."""
     while True:
         a, c = rng.choice(_COEFFICIENTS), rng.choice(_COEFFICIENTS)
         b, answer = rng.randint(-40, 40), rng.randint(-15, 15)
-        drawn = Problem(a, b, c, b + (a - c) * answer, rng.choice(VARIABLES))
+        drawn = ExamProblem(a, b, c, b + (a - c) * answer, rng.choice(VARIABLES))
         if a != c and drawn.held_out == (split == "held_out"):
             return drawn
 
@@ -125,13 +125,13 @@ def held_out_problems(count: int, n: int, seed: int) -> list[HeldOutSheet]:
     ]
 
 
-def _problems(rng: random.Random, n: int, split: Split) -> list[Problem]:
+def _problems(rng: random.Random, n: int, split: Split) -> list[ExamProblem]:
     if n < 1:
         raise ValueError(f"a sheet needs at least one question, not {n}")
     return [problem(rng, split) for _ in range(n)]
 
 
-def _questions(problems: list[Problem]) -> str:
+def _questions(problems: list[ExamProblem]) -> str:
     return "".join(f"{i}: {p.question}\n" for i, p in enumerate(problems, 1))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from data_prep.exam_sheets import ALPHABET
+from dms_train.data_prep.exam_sheets import ALPHABET
 
 EOD_TOKEN = "<eod>"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from data_prep.exam_sheets import VARIABLES, HeldOutSheet
+from dms_train.data_prep.exam_sheets import VARIABLES, HeldOutSheet
 
 
 def linear_1d_problems(count: int, n: int, seed: int) -> list[HeldOutSheet]:

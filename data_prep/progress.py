@@ -1,4 +1,4 @@
-"""A progress bar on terminals where rich is installed; elsewhere the work goes on without."""
+"""A progress bar on terminals where rich is installed; elsewhere there is none."""
 
 from __future__ import annotations
 

@@ -1,13 +1,49 @@
-import warnings
+"""Retrofit language models with Dynamic Memory Sparsification (DMS), export and run them.
 
-# Said by third parties at every start, whatever the user does; what they fall back to is tested.
-_KNOWN = (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "full scope is deprecated",
-    "The pad token id in the tokenizer collides",
-    r"`torch\.distributed\.\w+` is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf Tensor",
-)
-for _message in _KNOWN:
-    warnings.filterwarnings("ignore", message=_message)
+The names below are the public Python interface. Each is imported on first use, so that
+`import dms_train` loads neither torch nor megatron-core:
+
+    from dms_train import SamplingParams, load_export
+
+    llm = load_export("outputs/cr4/exports/final/hf")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+
+`LLM` runs a dense model or an export, `load_export` accepts exports only, `SamplingParams` says how
+to continue a prompt, and `DMSSpec` holds the constants of the method that an export was trained
+with. Training is started with the command `dms-train`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from dms_train.version import __version__
+
+if TYPE_CHECKING:
+    from dms_train.inference.exports import load_export
+    from dms_train.inference.llm import LLM
+    from dms_train.inference.options import SamplingParams
+    from dms_train.method.spec import DMSSpec
+
+__all__ = ["LLM", "DMSSpec", "SamplingParams", "__version__", "load_export"]
+
+_MODULES = {
+    "LLM": "dms_train.inference.llm",
+    "DMSSpec": "dms_train.method.spec",
+    "SamplingParams": "dms_train.inference.options",
+    "load_export": "dms_train.inference.exports",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dms_train.cli.model import read_architecture
+import dms_train
+from dms_train.app.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
 from dms_train.config.memory import checkpoint_bytes, parameter_count
 from dms_train.config.schema import RunConfig
-from launch.nodes import Needs
+from dms_train.launch.nodes import Needs
 
 Kind = Literal["convert", "train", "validate"]
-TEMPLATES = Path(__file__).resolve().parents[1] / "slurm"
+TEMPLATES = Path(dms_train.__file__).parent / "slurm"
 PREPARE, IMPORT, VALIDATE = "prepare", "hf_to_megatron", "validate"
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _FP32 = 4
@@ -66,7 +67,7 @@ def imports(config: RunConfig) -> bool:
 
 
 def compresses(config: RunConfig) -> bool:
-    """Whether the export has decisions that can be judged."""
+    """Whether the export has decisions that can be evaluated."""
     return bool({"zero_neuron", "retrofit", "hold"} & set(config.stage.run))
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import yaml
 
+import dms_train
 from dms_train.config.build import to_mapping
 from dms_train.config.frozen import CONFIG_FILE
 from dms_train.config.schema import RunConfig
 
-_CODE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(dms_train.__file__).parent
 _WORKDIR = Path("launch") / "workdir.txt"
-_PACKAGES = ("dms_train", "checkpoints_tools", "data_prep", "launch", "slurm")
 
 
 def freeze(config: RunConfig, command: str) -> None:
@@ -46,9 +46,8 @@ def workdir(run: Path) -> Path:
 
 def _copy_code(target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
-    for package in _PACKAGES:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(_CODE / package, target / package, ignore=ignored)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(_PACKAGE, target / _PACKAGE.name, ignore=ignored)
 
 
 def _packages() -> str:
@@ -66,7 +65,7 @@ def _git() -> str:
     for arguments in words:
         try:
             done = subprocess.run(
-                ["git", "-C", str(_CODE), *arguments],
+                ["git", "-C", str(_PACKAGE), *arguments],
                 capture_output=True,
                 text=True,
                 check=True,

@@ -72,7 +72,7 @@ mapfile -t options < <(printf '%s' "${SRUN_OPTIONS:-}")
 # shellcheck disable=SC2016 # the node's own variables
 srun --kill-on-bad-exit=1 --export=ALL "${options[@]}" \
   bash -c 'trap "" USR1; touch "$RUN/state/node$SLURM_NODEID.up"; export NODE_NAME=$SLURMD_NODENAME
-    exec bash "$CODE/launch/node.sh" "$@"' node "$@" &
+    exec bash "$CODE/dms_train/launch/node.sh" "$@"' node "$@" &
 step=$!
 [[ -n $asked && ${#helpers[@]} == 0 ]] && { stop_step & helpers+=($!); }
 if ((HANG_S > 0)); then

@@ -11,14 +11,16 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/env.sh
 source "$here/env.sh"
 PYTHON=${PYTHON:-python3}
-# The code beside this script, whatever the current folder holds.
-export PYTHONPATH=${CODE:-$(dirname "$here")}${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+# The code that this script belongs to, whatever the current folder holds.
+code=$(dirname "$here")
+[[ -d $code/dms_train ]] || code=$(dirname "$code")
+export PYTHONPATH=${CODE:-$code}${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 
 # SIGUSR1 goes to every process of a job step. It would end torchrun and leave its ranks behind, so
 # torchrun ignores it; the trainer sets a handler of its own.
 trap "" USR1
 if [[ -n ${NODE_GPUS:-} && -n ${RUN:-} ]]; then
-  "$PYTHON" -m launch.preflight --gpus "$NODE_GPUS" --free-bytes "${FREE_BYTES:-0}" \
+  "$PYTHON" -m dms_train.launch.preflight --gpus "$NODE_GPUS" --free-bytes "${FREE_BYTES:-0}" \
     --node "${NODE_NAME:-$(hostname -s)}" --rank $((${SLURM_NODEID:-0} * ${NPROC:-1})) \
     ${CUDA_VISIBLE_DEVICES+"--visible=$CUDA_VISIBLE_DEVICES"} "$RUN"
 fi

@@ -20,7 +20,7 @@ class Needs:
 
     Attributes:
         gpus: GPUs that are visible; 0 does not look.
-        free_bytes: Room in the run folder.
+        free_bytes: Free bytes in the run folder.
     """
 
     gpus: int

@@ -1,4 +1,4 @@
-"""`python -m launch.preflight RUN`: whether a node has what a stage needs, before any rank starts.
+"""Whether a node has what a stage needs: `python -m dms_train.launch.preflight RUN`.
 
 One line says what was found. A node that lacks something ends the attempt with one line that names
 it, which `dms-submit status` repeats. It will not say whether the GPUs or their links are healthy.
@@ -12,9 +12,10 @@ import socket
 import sys
 from pathlib import Path
 
-from dms_train.cli import errors, launcher
+from dms_train.app import failures, launcher
+from dms_train.cli.errors import run_main
+from dms_train.launch.nodes import Needs, NodeError, look
 from dms_train.observe.state_files import StateFiles
-from launch.nodes import Needs, NodeError, look
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -27,7 +28,7 @@ def _run(options: argparse.Namespace) -> None:
     except (NodeError, OSError) as error:
         attempt = launcher.attempt() or "local"
         with contextlib.suppress(OSError):  # such as the full disk that is reported
-            StateFiles(options.run).failed(options.rank, attempt, error, errors.describe(error))
+            StateFiles(options.run).failed(options.rank, attempt, error, failures.describe(error))
         raise
 
 
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--node", default=socket.gethostname(), help="name to speak of")
     parser.add_argument("--rank", type=int, default=0, help="first rank of the node")
     options = parser.parse_args(arguments)
-    return errors.run_main(lambda: _run(options))
+    return run_main(lambda: _run(options))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,28 @@
-"""`python -m launch.stage RUN STAGE`: what a job that trains nothing does."""
+"""`python -m dms_train.launch.stage RUN STAGE`: what a job that trains nothing does."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from dms_train.cli import errors, launcher
+from dms_train.app import failures, launcher
+from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.config.frozen import CONFIG_FILE, read_frozen
 from dms_train.config.schema import RunConfig
+from dms_train.launch.chain import IMPORT, PREPARE, START_FOLDER, VALIDATE
 from dms_train.observe import log
 from dms_train.observe.state_files import StateFiles
-from launch.chain import IMPORT, PREPARE, START_FOLDER, VALIDATE
 
 PREPARE_FILE = Path("launch") / "prepare.json"  # words for dms-data, written when submitting
 
 
 def prepare(config: RunConfig) -> None:
     """Make the token files if the submission said how, then verify every byte of them."""
-    from data_prep.tokenize import main
+    from dms_train.data_prep.prepare import main
 
     recipe = Path(config.run.dir) / PREPARE_FILE
     missing = [path for path in config.data.paths if not Path(f"{path}.manifest.json").is_file()]
@@ -42,13 +41,13 @@ def prepare(config: RunConfig) -> None:
 
 def import_model(config: RunConfig) -> None:
     """Make the checkpoint that training starts from; a whole one is kept."""
-    from checkpoints_tools.hf_to_megatron import convert
+    from dms_train.app.conversion import import_model as import_checkpoint
 
     out = Path(config.run.dir) / START_FOLDER
     if out.exists():  # it is written under another name and renamed
         return
     assert config.model.path is not None
-    convert(
+    import_checkpoint(
         config.model.path,
         out,
         dtype="fp32",
@@ -58,31 +57,10 @@ def import_model(config: RunConfig) -> None:
 
 
 def validate(config: RunConfig) -> None:
-    """Judge the final export beside the original on this run's validation text."""
-    from dms_train.cli.validator import judge, resolve_device
-    from dms_train.data.tokens import build_valid_samples
-    from dms_train.evaluation.findings import export_window, require_replay
-    from dms_train.evaluation.measure import Place
-    from dms_train.hf.directory import read_architecture, resolve
-    from dms_train.observe.sinks import METRICS_FILE
+    """Evaluate the final export beside the original on this run's validation text."""
+    from dms_train.app.export_evaluation import evaluate_run
 
-    since, run, options = time.monotonic(), Path(config.run.dir), config.stage.validate
-    assert config.model.path is not None
-    teacher = resolve(config.model.path, revision=config.model.revision)
-    export = run / "exports" / "final" / "hf"
-    samples = build_valid_samples(
-        replace(config.data, micro_batch_size=1, global_batch_size=options.samples),
-        vocab_size=read_architecture(teacher).vocab_size,
-        seed=config.run.seed,
-        cache_dir=config.data.cache_dir or run / "data_cache",
-    )
-    place = Place(
-        export=export,
-        teacher=teacher,
-        window=export_window(export),
-        device=resolve_device(options.device),
-    )
-    require_replay(judge(place, samples, options, run, since, run / METRICS_FILE))
+    evaluate_run(config)
 
 
 _STAGES: dict[str, Callable[[RunConfig], None]] = {
@@ -99,9 +77,9 @@ def run(folder: Path, stage: str) -> None:
         _STAGES[stage](read_frozen(folder / CONFIG_FILE))
     except Exception as error:
         attempt = launcher.attempt() or "local"
-        files.failed(launcher.rank(), attempt, error, errors.describe(error))
-        if errors.is_refusal(error):
-            files.refused(errors.describe(error))
+        files.failed(launcher.rank(), attempt, error, failures.describe(error))
+        if failures.is_refusal(error):
+            files.refused(failures.describe(error))
         raise
     files.done(stage, 0)
 
@@ -110,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; exit code 0, or 2 with one line."""
     folder, stage = sys.argv[1:] if arguments is None else arguments
     log.configure(0)
-    return errors.run_main(lambda: run(Path(folder), stage))
+    return run_main(lambda: run(Path(folder), stage))
 
 
 if __name__ == "__main__":

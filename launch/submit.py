@@ -1,12 +1,20 @@
-"""`dms-submit`: a run as a chain of SLURM jobs, from a login node without torch or a GPU.
+"""Submit a run as a chain of SLURM jobs; a login node needs neither torch nor a GPU.
 
-    dms-submit [--dry-run] [--skip STAGE,...] [--prepare 'WORDS'] OVERRIDE...   start or go on
-    dms-submit status|resume|cancel RUN
+    dms-submit [--dry-run] [--skip STAGE,...] [--prepare 'WORDS'] OVERRIDE...   start or continue
+    dms-submit status RUN    state of every job, the first error, the newest checkpoint
+    dms-submit resume RUN    submit the stages that are left
+    dms-submit cancel RUN    cancel the jobs in the queue
 
-The overrides are those of dms-train, and `cluster=...` says what to ask SLURM for. Submitting again
-is safe: finished stages are left out, a run in the queue is left alone, and a changed configuration
-is refused. `--prepare 'tokenize --tokenizer MODEL --output PREFIX FILE'` are words for dms-data,
-used when the token files are not there.
+The overrides are those of dms-train; `cluster=...` holds what SLURM is asked for. The jobs are
+prepare (data), hf_to_megatron (initial checkpoint), one job for every stage, and validate. The
+scripts, logs and a copy of the code are kept in the run folder (launch/, logs/, code/).
+
+Submitting again is safe: finished stages are left out, a run in the queue is left alone, and a
+changed configuration is refused.
+
+To see the jobs without submitting them:
+
+    dms-submit --dry-run experiment=llama31_8b cluster=gpu_node run.dir=/runs/cr4 ...
 """
 
 from __future__ import annotations
@@ -23,19 +31,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dms_train.app.model import read_architecture
 from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
-from dms_train.cli.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.cluster import ClusterOptions
 from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
 from dms_train.config.schema import RunConfig
+from dms_train.launch import scheduler
+from dms_train.launch.chain import Job, chain, frozen, needs, script
+from dms_train.launch.freeze import freeze, workdir
+from dms_train.launch.stage import PREPARE_FILE
 from dms_train.observe.state_files import StateFiles
-from launch import scheduler
-from launch.chain import Job, chain, frozen, needs, script
-from launch.freeze import freeze, workdir
-from launch.stage import PREPARE_FILE
 
 _JOBS_FILE = Path("launch") / "jobs.json"
 _VERBS = ("status", "resume", "cancel")
@@ -144,10 +152,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dms-submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", help="the words that dms-train would be given")
+    parser.add_argument("overrides", nargs="*", help="as for dms-train: group=option key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the jobs, submit nothing")
-    parser.add_argument("--skip", default="", help="stages to leave out, with commas between")
-    parser.add_argument("--prepare", help="words for dms-data that make the token files")
+    parser.add_argument("--skip", default="", metavar="STAGE,...", help="stages to leave out")
+    parser.add_argument(
+        "--prepare",
+        metavar="WORDS",
+        help="arguments of dms-data that make the token files where they are absent, such as "
+        "'tokenize --tokenizer MODEL --output PREFIX FILE'",
+    )
     parser.add_argument("--config-dir", type=Path, help="folder with group files of your own")
     return parser.parse_intermixed_args(arguments)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole recipe in one process on two CPU cores: the embedded teacher is retrofitted to a
-# compression ratio of 4, exported, and judged through the compact cache.
+# compression ratio of 4, exported, and evaluated on the compact cache.
 #   METHOD  dms (default), dms_nvidia or dms_fastdms
 #   STEPS   factor on the number of steps: 0.5 for a slow machine, 2 for a better model
 set -euo pipefail

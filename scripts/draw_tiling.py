@@ -2,7 +2,7 @@
 
     python scripts/draw_tiling.py
 
-Tiles are classed by the rule that the kernels use, from block bounds and the window alone.
+TrainTiles are classed by the rule that the kernels use, from block bounds and the window alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "attention_tiling.svg"
 TILES, EDGE, WINDOW = 10, 8, 19  # tiles a side, positions of a tile, window in positions
-SKIPPED_COLUMN = 1  # a tile of keys that are all evicted for certain
-# How visible each key is once it is old, exp(log_keep); drawn as the bars below the matrix.
+SKIPPED_COLUMN = 1  # a tile of keys that are all evicted
+# Weight that each key keeps outside the window, exp(log_keep); drawn as the bars below the matrix.
 KEPT = [0.95, 0.1, 0.6, 1.0, 0.3, 0.8, 0.05, 0.9]
 COLOURS = {
     "old": "#7aa6d8",
@@ -22,11 +22,11 @@ COLOURS = {
     "skipped": "#e4e4e4",
 }
 LEGEND = {
-    "old": "wholly old: one bias for each column, no test",
+    "old": "outside the window: one bias for each column, no test",
     "edge": "window edge: i - j > window decides for each element",
     "inside": "inside the window: no bias",
     "diagonal": "diagonal: no bias, causal mask",
-    "skipped": "wholly old, every key evicted: never loaded",
+    "skipped": "outside the window, every key evicted: not loaded",
 }
 _SIZE, _LEFT, _TOP = 36, 70, 50  # pixels of a tile, and where the matrix starts
 
@@ -70,13 +70,13 @@ def _tile(row: int, column: int) -> str:
 
 
 def _window_line() -> list[str]:
-    """Where i - j = window: left of it keys are old."""
+    """Where i - j = window: keys left of it are outside the window."""
     pixel = _SIZE / EDGE
     start, end = WINDOW * pixel, TILES * _SIZE
     return [
         f'<line x1="{_LEFT}" y1="{_TOP + start:g}" x2="{_LEFT + end - start:g}" '
         f'y2="{_TOP + end}" stroke="#b03030" stroke-width="2" stroke-dasharray="6 3"/>',
-        _text(_LEFT + 150, _TOP + 22, "dashed: i - j = window; keys left of it are old"),
+        _text(_LEFT + 150, _TOP + 22, "dashed: i - j = window; left of it: outside the window"),
     ]
 
 
@@ -88,7 +88,7 @@ def _bars(top: float) -> list[str]:
             height = 0 if column == SKIPPED_COLUMN else 26 * KEPT[(place + 3 * column) % EDGE]
             left = _LEFT + column * _SIZE + place * pixel
             parts.append(_box(left, top + 26 - height, pixel, height, "#555555"))
-    return [*parts, _text(_LEFT, top + 44, "1 - alpha of each key: the weight it keeps when old")]
+    return [*parts, _text(_LEFT, top + 44, "1 - alpha of each key: its weight outside the window")]
 
 
 def _legend(top: float) -> list[str]:

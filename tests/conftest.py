@@ -6,6 +6,7 @@ the kernels; the choice is read when triton, or a kernel, is first imported.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -23,8 +24,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before transformers and triton are imported, which read these variables once."""
     os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are too small to share out
+    # models here are too small to share out, and two workers have two cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log() -> None:
+    """Loggers as they are on import: commands, and Hydra, set them up for a whole process."""
+    logging.getLogger().setLevel(logging.WARNING)
+    logger = logging.getLogger("dms_train")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+    logger.disabled = False

@@ -20,10 +20,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dms_train.config.build import ConfigError, build, unknown_key, valid_paths
+from dms_train.config.resolve import resolved
 from dms_train.config.schema import RunConfig
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 CONFIG_NAME = "train"
+_PRESET = "method.preset"
 ASSETS_DIR = CONF_DIR.parent / "assets"
 
 # `${asset:NAME}` in a configuration is the path of something that ships with the package.
@@ -50,12 +52,12 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
 
 
 def from_hydra(node: Any) -> RunConfig:
-    """The frozen form of what Hydra composed; unknown, mistyped and missing values refused."""
+    """The frozen form of what Hydra composed, resolved; what does not fit is refused."""
     try:
         plain = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_own_words(error)) from error
-    return build(plain)  # type: ignore[arg-type]
+    return resolved(build(plain))  # type: ignore[arg-type]
 
 
 def explain(overrides: Sequence[str], config_dir: Path | None = None) -> None:
@@ -91,6 +93,11 @@ def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
         if override.is_add():
             return f"+{key}: every run already chooses its {key}; write {key}=... without the +"
         return _explain_choice(override, groups[key])
+    if key == _PRESET:
+        return (
+            f"{_PRESET}={override.value()}: a preset is chosen with its values; choose one of "
+            f"{', '.join(f'method={name}' for name in groups['method'])}"
+        )
     known = list(valid_paths())
     if key in known:
         again = override.is_add() and not _assigns_block(override)

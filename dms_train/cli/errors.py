@@ -1,4 +1,4 @@
-"""Exit codes and error lines of every command: expected failures are one line, bugs a traceback."""
+"""How a command ends: exit codes, error lines of expected failures, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -9,30 +9,11 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from dms_train.cli import launcher
-from dms_train.config.build import ConfigError
+from dms_train.app import failures, launcher
+from dms_train.cli.known_warnings import hide_known_warnings
 
-REFUSED = 2
 INTERRUPTED = 130
 _PATIENCE_SECONDS = 5.0
-_OWN_PACKAGES = ("dms_train", "checkpoints_tools", "data_prep", "launch")
-# torch.distributed raises these by class with NCCL, and a plain RuntimeError with gloo.
-_PEER_CLASSES = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting")
-
-
-class PeerLost(RuntimeError):
-    """Another rank ended or does not answer; why is for that rank to say."""
-
-
-class RankHangs(PeerLost):
-    """Some rank does not go on, and this is what is known of it."""
-
-
-def lost_peer(error: RuntimeError) -> bool:
-    """Whether a failed collective means that another rank is gone."""
-    by_class = any(cls.__name__ in _PEER_CLASSES for cls in type(error).__mro__)
-    return by_class or any(words in str(error).lower() for words in _PEER_WORDS)
 
 
 def run_main(command: Callable[[], int | None]) -> int:
@@ -45,18 +26,19 @@ def run_main(command: Callable[[], int | None]) -> int:
     Most failures hit all ranks alike, so ranks other than 0 wait before they speak: a launcher
     that has seen rank 0 fail ends them meanwhile, and rank 0 is never ended before it has spoken.
     """
+    hide_known_warnings()
     try:
         return command() or 0
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError, PeerLost) as error:
-        if not is_expected(error):
+    except (ValueError, OSError, failures.PeerLost) as error:
+        if not failures.is_expected(error):
             raise
         if _may_repeat_others(error):
             time.sleep(_PATIENCE_SECONDS)
-        sys.stderr.write("".join(f"{line}\n" for line in describe(error)))
+        sys.stderr.write("".join(f"{line}\n" for line in failures.describe(error)))
         sys.stderr.flush()
-        return REFUSED
+        return failures.REFUSED
 
 
 def run_process(command: Callable[[], int | None]) -> NoReturn:
@@ -85,39 +67,7 @@ def _has_met_others() -> bool:
     return distributed is not None and distributed.is_initialized()
 
 
-def is_expected(error: BaseException) -> bool:
-    """Whether an exception is a refusal with a message for the user rather than a bug."""
-    own = type(error).__module__.partition(".")[0] in _OWN_PACKAGES
-    return isinstance(error, OSError | PeerLost) or (isinstance(error, ValueError) and own)
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether an expected failure lies in what was asked for, not in the machine of the moment."""
-    return isinstance(error, ValueError) and is_expected(error)
-
-
-def describe(error: BaseException) -> list[str]:
-    """The lines that tell the user what went wrong."""
-    rank = launcher.rank()
-    prefix = f"[rank {rank}] " if rank and not isinstance(error, PeerLost) else ""
-    if isinstance(error, ConfigError):
-        return [f"{prefix}config error: {_one_line(problem)}" for problem in error.problems]
-    return [f"{prefix}error: {message(error)}"]
-
-
 def _may_repeat_others(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return False  # a full disk or a missing mount belongs to one machine
-    return isinstance(error, PeerLost) or launcher.rank() != 0
-
-
-def message(error: BaseException) -> str:
-    """What an exception says, on one line and without error numbers."""
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return _one_line(f"{where}{error.strerror}")
-    return _one_line(str(error)) or type(error).__name__
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return isinstance(error, failures.PeerLost) or launcher.rank() != 0

@@ -1,4 +1,7 @@
-"""`dms-generate MODEL --prompt TEXT`: continue prompts and say what the cache cost."""
+"""Continue prompts with a model, dense or DMS, and print what its KV cache cost.
+
+A DMS export runs on the compact cache, which frees the tokens that the model evicts.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dms_train.cli.errors import run_main
-from dms_train.inference.accounting import RequestKV, TotalKV
-from dms_train.inference.engine import LLM, Prompt
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.heatmap import draw_heatmap
 from dms_train.inference.options import CACHES, DTYPES, POLICIES, EngineOptions, SamplingParams
-from dms_train.inference.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from dms_train.inference.accounting import RequestKV, TotalKV
+    from dms_train.inference.engine import Prompt
+    from dms_train.inference.outputs import RequestOutput
 
 _COLUMNS = (
     "tokens",
@@ -30,28 +34,74 @@ _COLUMNS = (
 )
 
 
+_EPILOG = """\
+examples:
+  dms-generate outputs/cr4/exports/final/hf --prompt "Once upon a time" --max-tokens 200
+  dms-generate MODEL --policy window --window 256 --prompt-file prompts.txt --json out.json
+
+columns of the printed table:
+  kv_reads          cache slots attended while decoding, mean over layers and KV heads
+  prefill_reads     the same while reading the prompt
+  live_tokens       tokens held at the end; peak_live_tokens is the most ever held
+  allocated_bytes   memory reserved for them; live_bytes is the part in use
+  cr_factor         tokens seen divided by tokens held
+"""
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dms-generate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="dms-generate",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", help="model directory or export, dense or DMS")
-    parser.add_argument("--prompt", action="append", default=[], help="text; may be repeated")
-    parser.add_argument("--prompt-file", type=Path, help="one prompt per line")
-    parser.add_argument("--token-ids", action="append", default=[], help="prompt such as 1,17,5")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=-1)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--policy", choices=POLICIES, default="auto")
-    parser.add_argument("--window", type=int, help="tokens of --policy window")
-    parser.add_argument("--cache", choices=CACHES, default="compact")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--prefill-chunk", type=int, default=512)
-    parser.add_argument("--json", type=Path, help="also write everything as JSON")
-    parser.add_argument("--plot", type=Path, help="write a PNG of cr_factor by layer and KV head")
+    _add_prompts(parser)
+    _add_sampling(parser)
+    _add_engine(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="draw cr_factor by layer and KV head"
+    )
     return parser.parse_args(arguments)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("prompts, at least one").add_argument
+    add("--prompt", action="append", default=[], help="text; may be repeated")
+    add("--prompt-file", type=Path, metavar="FILE", help="one prompt per line")
+    add("--token-ids", action="append", default=[], help="prompt such as 1,17,5")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling").add_argument
+    add("--max-tokens", type=int, default=64, help="most new tokens of a prompt (%(default)s)")
+    add("--temperature", type=float, default=0.0, help="0 (default) decodes greedily")
+    add("--top-p", type=float, default=1.0, help="smallest set with this probability")
+    add("--top-k", type=int, default=-1, help="most likely tokens to draw from; -1 takes all")
+    add("--seed", type=int, help="of the random numbers (default: another one each time)")
+    add("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add(
+        "--policy",
+        choices=POLICIES,
+        default="auto",
+        help="which tokens stay in the cache; auto is what the model was trained for",
+    )
+    add("--window", type=int, help="tokens of --policy window")
+    add(
+        "--cache",
+        choices=CACHES,
+        default="compact",
+        help="compact frees evicted tokens, dense keeps and masks them (%(default)s)",
+    )
+    add("--dtype", choices=DTYPES, default="auto", help="auto is the stored one")
+    add("--device", default="cpu", help="torch device (%(default)s)")
+    add("--max-num-seqs", type=int, default=16, help="prompts run at the same time (%(default)s)")
+    add("--prefill-chunk", type=int, default=512, help="prompt tokens of one pass (%(default)s)")
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -119,6 +169,9 @@ def _cell(value: float | None) -> str:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from dms_train.inference.heatmap import draw_heatmap
+    from dms_train.inference.llm import LLM
+
     llm = LLM(args.model, _options(args))
     outputs = llm.generate(_prompts(args), _sampling(args))
     total = llm.kv

@@ -1,4 +1,8 @@
-"""`dms-report RUN`: the course of a run as one HTML file that loads nothing from the network."""
+"""Write plots, tables and the configuration of a run to one HTML file.
+
+Reads RUN/metrics.jsonl and RUN/config.yaml, also while the run is going. The file loads nothing
+from the network and holds the metrics as JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ import sys
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
-from dms_train.evaluation.run_report import read_run, render
 
 
 def _report(run: Path, output: Path | None) -> None:
+    from dms_train.evaluation.run_report import read_run, render
+
     target = output or run / "report.html"
     page = render(read_run(run))
     target.write_text(page, encoding="utf-8")
@@ -19,7 +24,12 @@ def _report(run: Path, output: Path | None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(prog="dms-report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="dms-report",
+        description=__doc__,
+        epilog="example: dms-report outputs/cr4",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--output", type=Path, help="file to write (default: RUN/report.html)")
     args = parser.parse_args(arguments)

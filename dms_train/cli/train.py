@@ -1,10 +1,10 @@
 """`dms-train`: compose the configuration, then run its stages.
 
-`dms-train experiment=NAME key=value` is one run and needs nothing from Hydra but the composed
-values. Hydra's flags work too: `--help`, `--cfg job` shows the composed configuration, and
-`-m optim.lr=1e-4,3e-4 'run.dir=outputs/lr-${optim.lr}'` makes one run after the other.
+`dms-train experiment=NAME key=value` is one run; Hydra only composes its values. Hydra's flags are
+accepted too: `--help`, `--cfg job` (prints the composed configuration), and `-m` for several runs
+one after the other, such as `-m optim.lr=1e-4,3e-4 'run.dir=outputs/lr-${optim.lr}'`.
 
-`--until STAGE` leaves after one of the stages; the same command without it continues. With
+`--until STAGE` leaves after that stage; the same command without it continues the run. With
 `--frozen RUN/config.yaml` that file is the configuration and nothing is composed.
 """
 
@@ -60,7 +60,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _run(config: RunConfig, until: str | None = None) -> None:
-    from dms_train.cli.session import run  # after the configuration is known to be good
+    from dms_train.app.session import run  # after the configuration is known to be good
 
     run(config, until)
 

@@ -1,4 +1,4 @@
-"""`dms-tune`: find the fastest tiles of the training attention on this GPU, once."""
+"""`dms-tune`: measure the fastest tile sizes of the training attention on this GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from dms_train.cli.errors import run_main
 from dms_train.kernels import api
-from dms_train.kernels.launch_plan import TUNED_FILE
+from dms_train.kernels.train_attention.launch_plan import TUNED_FILE
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -22,16 +22,19 @@ def main() -> None:
 def _main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="dms-tune",
-        description="Times tiles of the training attention and stores the fastest of each head "
-        f"size in {TUNED_FILE}; delete the file to return to the defaults.",
+        description="Measure tile sizes of the training attention on this GPU and store the "
+        f"fastest of each head size in {TUNED_FILE}, which later runs read; "
+        "delete the file to return to the defaults. Example: dms-tune 64 128",
     )
     parser.add_argument("head_sizes", nargs="+", type=int, metavar="HEAD_SIZE", help="such as 128")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--seconds", type=float, default=60.0, help="budget of a head size")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for one head size (%(default)s)"
+    )
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     api.choose("triton", device)
-    from dms_train.kernels import tuning
+    from dms_train.kernels.train_attention import tuning
 
     def show(trial: tuning.Trial) -> None:
         print(f"  {trial.seconds * 1e3:8.3f} ms  {trial.plan.forward}  {trial.plan.backward}")

@@ -1,7 +1,9 @@
-"""`dms-validate EXPORT --teacher MODEL`: what an export is worth beside the original.
+"""Compare a DMS export, run on the compact cache, with the original model.
 
-Measures agreement on held-out text (`--data`), the cost of both caches, the export's self-test
-through the compact cache, and solved problems (`--problems`); writes a report.
+Measures on held-out text (--data): KL divergence and top-1 agreement with the original, next-token
+losses, evicted share, KV reads and size of both caches, all beside a control: the original with
+only its sliding window. With --problems, both models and the control also solve problems, and the
+share of right answers is compared. The self-test of the export is always replayed.
 """
 
 from __future__ import annotations
@@ -10,50 +12,75 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from dms_train import limits
 from dms_train.cli.errors import run_main
-from dms_train.cli.validator import judge, resolve_device
-from dms_train.data.options import DataOptions
-from dms_train.data.tokens import TokenSamples, build_valid_samples
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.findings import export_window, require_replay
-from dms_train.evaluation.measure import Place
-from dms_train.evaluation.options import (
-    ANSWER_PATTERN,
-    DEVICES,
-    ValidateOptions,
-    check_options,
-)
-from dms_train.evaluation.problems import check_prompts, read_problems
-from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import read_architecture, resolve
+from dms_train.evaluation.options import ANSWER_PATTERN, DEVICES, ValidateOptions
 from dms_train.observe import log
+
+if TYPE_CHECKING:
+    from dms_train.data.tokens import TokenSamples
+
+_EPILOG = """\
+results:
+  OUTPUT/report.md, OUTPUT/metrics.json and, with matplotlib, pictures; the tables are printed.
+  The command exits with 2 if the self-test fails, after the report is written.
+
+example:
+  dms-validate outputs/cr4/exports/final/hf --teacher MODEL --data data/corpus \\
+      --samples 64 --output outputs/cr4/validation
+
+A Megatron checkpoint is converted first: dms-export CHECKPOINT EXPORT.
+"""
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dms-validate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="dms-validate",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("export", help="directory of a DMS export")
-    parser.add_argument("--teacher", required=True, help="the original model (directory or hub id)")
-    parser.add_argument("--output", required=True, type=Path, help="folder of the report")
-    text = parser.add_argument_group("held-out text")
-    text.add_argument("--data", help="PREFIX of .bin/.idx/.manifest.json files")
-    text.add_argument("--split", default="98,2,0", help="the run's data.split")
-    text.add_argument("--seq-length", type=int, default=512)
-    text.add_argument("--samples", type=int, default=64)
-    text.add_argument("--seed", type=int, default=1234, help="the run's run.seed")
-    exam = parser.add_argument_group("problems")
-    exam.add_argument("--problems", help="JSON-lines file of prompts and answers")
-    exam.add_argument("--max-problems", type=int, default=400)
-    exam.add_argument("--max-tokens", type=int, default=256, help="of one line")
-    exam.add_argument("--answer-pattern", default=ANSWER_PATTERN, help="one group, the answer")
-    exam.add_argument("--no-window-only", action="store_true", help="leave the control out")
-    exam.add_argument("--max-num-seqs", type=int, default=100)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--teacher",
+        required=True,
+        help="the original model: directory or hub id in the local cache",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="folder to write the report to")
+    text = parser.add_argument_group(
+        "held-out text", "the validation split of a run, cut as that run cut it"
+    )
+    text.add_argument("--data", metavar="PREFIX", help="of .bin, .idx and .manifest.json files")
+    text.add_argument("--split", default="98,2,0", help="data.split of the run (%(default)s)")
+    text.add_argument(
+        "--seq-length", type=int, default=512, help="tokens of a sample (%(default)s)"
+    )
+    text.add_argument("--samples", type=int, default=64, help="number of samples (%(default)s)")
+    text.add_argument("--seed", type=int, default=1234, help="run.seed of the run (%(default)s)")
+    exam = parser.add_argument_group("problems", "prompts with known answers, decoded greedily")
+    exam.add_argument("--problems", metavar="FILE", help="JSON lines of prompts and answers")
+    exam.add_argument("--max-problems", type=int, default=400, help="of the file (%(default)s)")
+    exam.add_argument(
+        "--max-tokens", type=int, default=256, help="generated for one prompt (%(default)s)"
+    )
+    exam.add_argument(
+        "--answer-pattern",
+        default=ANSWER_PATTERN,
+        help="regular expression; its one group matches an answer",
+    )
+    exam.add_argument(
+        "--max-num-seqs", type=int, default=100, help="solved at the same time (%(default)s)"
+    )
+    parser.add_argument("--no-window-only", action="store_true", help="leave the control out")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto prefers a GPU")
     return parser.parse_args(arguments)
 
 
 def _options(args: argparse.Namespace) -> ValidateOptions:
-    return ValidateOptions(
+    options = ValidateOptions(
         samples=args.samples,
         problems=args.problems,
         max_problems=args.max_problems,
@@ -63,9 +90,16 @@ def _options(args: argparse.Namespace) -> ValidateOptions:
         max_num_seqs=args.max_num_seqs,
         device=args.device,
     )
+    for line in limits.problems(options):
+        raise EvaluationError(line)
+    return options
 
 
-def _samples(args: argparse.Namespace, architecture: Architecture) -> TokenSamples | None:
+def _samples(args: argparse.Namespace, teacher: Path) -> TokenSamples | None:
+    from dms_train.data.options import DataOptions
+    from dms_train.data.tokens import build_valid_samples
+    from dms_train.hf.directory import read_architecture
+
     if args.data is None:
         return None
     options = DataOptions(
@@ -75,7 +109,7 @@ def _samples(args: argparse.Namespace, architecture: Architecture) -> TokenSampl
         micro_batch_size=1,
         global_batch_size=args.samples,
     )
-    size, folder = architecture.vocab_size, args.output / "data_cache"
+    size, folder = read_architecture(teacher).vocab_size, args.output / "data_cache"
     return build_valid_samples(options, vocab_size=size, seed=args.seed, cache_dir=folder)
 
 
@@ -84,15 +118,12 @@ def _validate(args: argparse.Namespace) -> None:
     if args.data is None and args.problems is None:
         raise EvaluationError("nothing to measure on; give --data, --problems or both")
     options = _options(args)
-    for line in check_options(options):
-        raise EvaluationError(line)
-    export, teacher = resolve(args.export), resolve(args.teacher)
-    window, architecture = export_window(export), read_architecture(teacher)
-    if args.problems is not None:
-        sheets = read_problems(Path(args.problems), args.max_problems)
-        check_prompts(sheets, export, architecture)
-    place = Place(export=export, teacher=teacher, window=window, device=resolve_device(args.device))
-    require_replay(judge(place, _samples(args, architecture), options, args.output, since))
+    from dms_train.app.export_evaluation import evaluate_export, evaluation_target
+    from dms_train.hf.directory import resolve
+
+    target = evaluation_target(resolve(args.export), resolve(args.teacher), options)
+    samples = _samples(args, target.teacher)
+    evaluate_export(target, samples, options, folder=args.output, since=since)
 
 
 def main(arguments: list[str] | None = None) -> int:

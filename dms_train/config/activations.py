@@ -1,4 +1,4 @@
-"""Bytes that one microbatch occupies on a rank: kept for the backward pass, and for a moment only.
+"""Bytes of one microbatch on a rank: kept for the backward pass, and temporary.
 
 Counted from the modules of `mcore` one saved tensor at a time; the tests compare the counts with
 the tensors that a real step holds. Letters: t tokens of a microbatch, b its samples, h hidden size,
@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dms_train.hf.architecture import Architecture
+from dms_train.kernels.options import ROW_TILE
 from dms_train.mcore.options import LOGITS_CHUNK, VOCABULARY_MULTIPLE, ParallelOptions
 
 _FP32 = 4
 _INT64 = 8
-_ROW_TILE = 128  # the attention's statistics are padded to whole tiles of queries
 # float32 numbers of a KV head and token: alpha, the negated logit and log(1 - alpha)
 _DECISION_VALUES = 3
 _FUSED_DECISION_VALUES = 1  # the logit alone
@@ -94,7 +94,7 @@ class Microbatch:
 
     @property
     def stage_tensor(self) -> int:
-        """Bytes of what travels between pipeline stages: both models and the side row."""
+        """Bytes of a stage tensor: both models and the row of eviction statistics."""
         row = self.samples * self.architecture.hidden_size * self.width
         return (2 if self.distills else 1) * self.residual + row
 
@@ -121,12 +121,12 @@ def attention_kernel(m: Microbatch) -> int:
     if m.kernels in _WIDE_KERNELS:
         wide = (m.query + 2 * m.key) // m.width * _FP32
         return m.query + wide + m.tokens * groups * _FP32
-    padded = m.samples * -(-m.length // _ROW_TILE) * _ROW_TILE
+    padded = m.samples * -(-m.length // ROW_TILE) * ROW_TILE
     return m.query + (padded * heads + m.tokens * groups) * _FP32
 
 
 def _projected(m: Microbatch, recompute: str | None) -> int:
-    """Queries, keys and values on their way from the projection to the attention."""
+    """Queries, keys and values between the projection and the attention."""
     heads, groups = _heads(m)
     statistics = 0
     mixed = rotated = m.query + 2 * m.key
@@ -151,8 +151,8 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     """
     heads, groups = _heads(m)
     norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
-    # sine and cosine, for q and for k, and the borrowed lane's mask of a group's heads; the fused
-    # kernel has one table for all layers
+    # sine and cosine, for q and for k, and the eviction channel's mask of a group's heads; the
+    # fused kernel has one table for all layers
     rows = 4 * m.length + heads // groups
     tables = 0 if m.fused else rows * m.architecture.kv_channels * m.width
     values = _FUSED_DECISION_VALUES if m.fused else _DECISION_VALUES
@@ -186,7 +186,7 @@ def head_kept(m: Microbatch) -> int:
 
 
 def head_workspace(m: Microbatch) -> int:
-    """Bytes that exist only while the loss is computed: the teacher's logits, a chunk at a time."""
+    """Temporary bytes of the loss: the teacher's logits, one chunk at a time."""
     if not m.distills:
         return 0
     share = padded_vocab(m.architecture) // m.tp
@@ -194,7 +194,7 @@ def head_workspace(m: Microbatch) -> int:
 
 
 def forward_workspace(m: Microbatch) -> int:
-    """Bytes of a forward pass without gradients at its fullest, inside an MLP.
+    """Largest temporary bytes of a forward pass without gradients, inside an MLP.
 
     That is the teacher's pass, or one of the student that is computed again later.
     """
@@ -204,7 +204,7 @@ def forward_workspace(m: Microbatch) -> int:
 
 
 def backward_workspace(m: Microbatch) -> int:
-    """Bytes of a layer's backward pass at its fullest, beyond what was kept.
+    """Largest temporary bytes of a layer's backward pass, beyond what was kept.
 
     The product of the gated MLP is freed while its gradient and those of both factors exist; with
     full recomputation the layers of one unit exist again.

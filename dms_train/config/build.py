@@ -1,6 +1,6 @@
-"""Plain mappings into frozen dataclasses and back, refusing whatever does not fit.
+"""Plain mappings into frozen dataclasses and back; what does not fit is refused.
 
-The mapping may come from YAML, JSON or a test; nothing here knows about the tool that read it.
+The mapping may come from YAML, JSON or Python.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""What a site says about its cluster, and how much of it a run takes."""
+"""Options of a SLURM cluster and of the part of it that a run takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from dms_train.limits import AtLeast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """How `dms-submit` asks SLURM for a run; nothing else reads it.
+    """What `dms-submit` requests from SLURM.
 
     Attributes:
         nodes: Nodes of a training job.
@@ -16,7 +19,7 @@ class ClusterOptions:
         gpu: Their model, one of `config.gpus.GPUS`; a run that does not fit it is refused. None
             is unknown.
         cpus_per_node: Cores to ask for.
-        time: Time limit of a training job as SLURM writes it; the run goes on in the next one.
+        time: Time limit of a training job as SLURM writes it; the run continues in the next one.
         convert_time: Time limit of a job that converts or validates.
         partition: Where to run; None is SLURM's default. `account` and `qos` likewise.
         options: Further options of sbatch, such as `--exclusive`.
@@ -25,16 +28,17 @@ class ClusterOptions:
             one.
         python: Interpreter of the jobs; None is the one that submits.
         signal_seconds: How long before the time limit a run is told to save and stop.
-        save_seconds: How long it may take for that.
-        hang_seconds: A job without heartbeat for this long is ended; 0 waits for ever.
-        max_failures: Failures in a row without a new checkpoint after which a stage is given up.
+        save_seconds: Longest time that saving may take.
+        hang_seconds: A job without heartbeat for this long is ended; 0 never ends it.
+        max_failures: Consecutive failures without a new checkpoint after which a stage is not
+            started again.
     """
 
-    nodes: int = 1
-    processes_per_node: int = 1
-    gpus_per_node: int = 0
+    nodes: Annotated[int, AtLeast(1)] = 1
+    processes_per_node: Annotated[int, AtLeast(1)] = 1
+    gpus_per_node: Annotated[int, AtLeast(0)] = 0
     gpu: str | None = None
-    cpus_per_node: int = 1
+    cpus_per_node: Annotated[int, AtLeast(1)] = 1
     time: str = "04:00:00"
     convert_time: str = "01:00:00"
     partition: str | None = None
@@ -44,10 +48,10 @@ class ClusterOptions:
     container_image: str | None = None
     container_mounts: tuple[str, ...] = ()
     python: str | None = None
-    signal_seconds: int = 300
-    save_seconds: int = 240
-    hang_seconds: int = 1800
-    max_failures: int = 2
+    signal_seconds: Annotated[int, AtLeast(1)] = 300
+    save_seconds: Annotated[int, AtLeast(1)] = 240
+    hang_seconds: Annotated[int, AtLeast(0)] = 1800
+    max_failures: Annotated[int, AtLeast(0)] = 2
 
     @property
     def world_size(self) -> int:

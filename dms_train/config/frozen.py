@@ -1,4 +1,4 @@
-"""The resolved configuration that a run folder keeps, and what a continued run may change in it."""
+"""The resolved configuration in a run folder, and which of its values a resumed run may change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
 
 CONFIG_FILE = "config.yaml"
-# What may change between the parts of one run: it moves no sample, weight or decision.
+# What a resumed run may change: it affects no sample, weight or decision.
 _FREE = (
     "observe",
     "cluster",
@@ -52,13 +52,28 @@ def require_same(config: RunConfig, file: Path) -> None:
     if not file.is_file():
         return
     before, now = _fixed(yaml.safe_load(file.read_text())), _fixed(to_mapping(config))
-    differing = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+    written, asked = _own_rates(before), _own_rates(now)
+    differing = sorted(k for k in before.keys() | now.keys() if written.get(k) != asked.get(k))
     if differing:
         shown = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in differing[:5])
         raise ConfigError(
             f"run.dir={file.parent}: its run was started with other values ({shown}); "
             "restore them or choose another folder"
         )
+
+
+def _own_rates(flat: dict[str, Any]) -> dict[str, Any]:
+    """A flat view in which a stage's learning rate that is the common one is named so.
+
+    A change of `optim.lr` is then one difference and not one for each stage.
+    """
+    common = flat.get("optim.lr")
+    return {
+        key: "optim.lr"
+        if key.startswith("stage.") and key.endswith(".lr") and value == common
+        else value
+        for key, value in flat.items()
+    }
 
 
 def _fixed(values: dict[str, Any], path: str = "") -> dict[str, Any]:

@@ -47,7 +47,7 @@ GPUS = {
 
 
 class Calibration(NamedTuple):
-    """What a formula cannot know, from `benchmarks/plan_memory.py` where nothing else is said.
+    """Measured constants of the plan, from `benchmarks/plan_memory` unless stated otherwise.
 
     Attributes:
         activation_factor: Measured over counted bytes of what varies during a step.
@@ -57,7 +57,7 @@ class Calibration(NamedTuple):
         reserved_share: Reserved by the allocator over allocated, at their peaks.
         matmul_efficiency: Share of the peak that matrix products of layers reach.
         attention_efficiency: Share of the peak that attention reaches, forward and backward: about
-            what `benchmarks/attention.py` measures for 32 heads of 128 and 8,192 tokens.
+            what `benchmarks/attention` measures for 32 heads of 128 and 8,192 tokens.
         traffic_factor: Passes over what a layer keeps, at full memory bandwidth.
         link_efficiency: Share of a link's bandwidth that collectives reach.
     """

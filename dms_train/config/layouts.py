@@ -1,4 +1,4 @@
-"""Parallel layouts that divide and fit, the fastest first; what does not fit, and by how much.
+"""Parallel layouts that divide the model and the batch and fit a GPU, the fastest first.
 
 Searched are tensor, pipeline and virtual pipeline size, recomputation and the size of a microbatch,
 for the same processes, global batch and model.
@@ -144,7 +144,7 @@ def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: 
         if found:
             words = " ".join(found[0].words(config))
             return (
-                f"no layout of {world_size} {gpu.label} divides and fits; {more} would do"
+                f"no layout of {world_size} {gpu.label} divides and fits; {more} are enough"
                 f"{f' with {words}' if words else ''}"
             )
     return (

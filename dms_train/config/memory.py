@@ -17,6 +17,7 @@ from dms_train.config.gpus import Calibration
 from dms_train.config.pipeline import passes
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.method.token_losses import TOKEN_LOSSES
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
@@ -79,7 +80,7 @@ class _Moment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PipelineStage:
     """One pipeline stage of a layout.
 
     Attributes:
@@ -149,7 +150,9 @@ def estimate_stages(
     return [of_stage(stage) for stage in stages_of(config, architecture, world_size)]
 
 
-def stages_of(config: RunConfig, architecture: Architecture, world_size: int) -> list[Stage]:
+def stages_of(
+    config: RunConfig, architecture: Architecture, world_size: int
+) -> list[PipelineStage]:
     """The pipeline stages of a configuration that passed `check`, on GPUs."""
     parallel, data = config.parallel, config.data
     pp = parallel.pipeline_model_parallel_size
@@ -164,12 +167,12 @@ def stages_of(config: RunConfig, architecture: Architecture, world_size: int) ->
     )
     count = data.global_batch_size // (data.micro_batch_size * copies)
     return [
-        Stage(microbatch=microbatch, rank=rank, copies=copies, microbatches=count)
+        PipelineStage(microbatch=microbatch, rank=rank, copies=copies, microbatches=count)
         for rank in range(pp)
     ]
 
 
-def of_stage(stage: Stage) -> MemoryEstimate:
+def of_stage(stage: PipelineStage) -> MemoryEstimate:
     """Memory of a process of one pipeline stage."""
     m, parameters = stage.microbatch, stage.parameters
     # fp32 weights are their own master copy
@@ -187,13 +190,13 @@ def of_stage(stage: Stage) -> MemoryEstimate:
     )
 
 
-def _update(stage: Stage) -> _Moment:
+def _update(stage: PipelineStage) -> _Moment:
     """The optimizer's step: torch's AdamW, where not fused, copies this process's share once."""
     fused = stage.microbatch.fused
     return _Moment(workspace=0 if fused else stage.parameters * _FP32 // stage.copies)
 
 
-def _moments(stage: Stage) -> list[_Moment]:
+def _moments(stage: PipelineStage) -> list[_Moment]:
     """The fullest moment of each pass of a step."""
     m, last_chunk = stage.microbatch, stage.vp - 1
     kept = [
@@ -217,7 +220,7 @@ def _moments(stage: Stage) -> list[_Moment]:
     return found
 
 
-def _in_transit(stage: Stage) -> int:
+def _in_transit(stage: PipelineStage) -> int:
     """Stage tensors and their gradients that are being sent and received."""
     if stage.pp == 1:
         return 0
@@ -225,7 +228,7 @@ def _in_transit(stage: Stage) -> int:
     return tensors * stage.microbatch.stage_tensor
 
 
-def _forward(stage: Stage, held: int, has_head: bool) -> list[_Moment]:
+def _forward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
     m, transit = stage.microbatch, _in_transit(stage)
     # the student's output waits for the teacher's, on the last stage also what the norm keeps
     output = (2 if has_head else 1) * m.residual
@@ -236,7 +239,7 @@ def _forward(stage: Stage, held: int, has_head: bool) -> list[_Moment]:
     return moments
 
 
-def _backward(stage: Stage, held: int, has_head: bool) -> list[_Moment]:
+def _backward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
     m, transit = stage.microbatch, _in_transit(stage)
     tied = stage.pp == 1 and m.architecture.tie_word_embeddings
     # of a tied table the gradient of the projection waits for that of the embedding
@@ -255,9 +258,10 @@ def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
 
 
 def needs_teacher(config: RunConfig) -> bool:
-    """Whether any stage that is run distills."""
+    """Whether the loss of any stage that is run needs the frozen original."""
     blocks = (getattr(config.stage, name) for name in config.stage.run)
-    return any(getattr(block, "loss", None) == "distill" for block in blocks)
+    losses = (TOKEN_LOSSES.get(getattr(block, "loss", "")) for block in blocks)
+    return any(loss is not None and loss.needs_teacher for loss in losses)
 
 
 def parameter_count(architecture: Architecture) -> int:

@@ -1,29 +1,32 @@
-"""The whole configuration of a run: one block of options per room."""
+"""The whole configuration of a run: one block of options per package."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from dms_train.config.cluster import ONE_PROCESS, ClusterOptions
 from dms_train.data.options import DataOptions
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.hf.options import ModelOptions
+from dms_train.kernels.options import KERNELS
+from dms_train.limits import OneOf
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.method.options import MethodOptions
+from dms_train.method.spec import MethodOptions
 from dms_train.observe.options import ObserveOptions
 from dms_train.training.options import RunOptions, StageOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBlock(StageOptions):
-    """The stages, and the validation that the training does not know by content."""
+    """The stages of training, and the validation of the export after them."""
 
     validate: ValidateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What `dms-train` is asked to do; each room is handed its own block and never this.
+    """What `dms-train` is asked to do. Each package takes its own block, never the whole.
 
     Attributes:
         kernels: Backend of the attention, one of `kernels.options.KERNELS`.
@@ -38,4 +41,4 @@ class RunConfig:
     observe: ObserveOptions
     run: RunOptions
     cluster: ClusterOptions = ONE_PROCESS
-    kernels: str = "auto"
+    kernels: Annotated[str, OneOf(*KERNELS)] = "auto"

@@ -1,7 +1,7 @@
 """How long a training step takes: products, attention, memory traffic, communication, bubble.
 
-Every term is work divided by a speed from the GPU's data sheet times a measured share of it. Terms
-are added up; what overlaps was measured as part of the shares.
+Every term is work divided by a speed: the GPU's data sheet times a measured share of it. The terms
+are added. Overlap is part of the measured shares.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from dms_train.config import activations
 from dms_train.config.gpus import Calibration, Gpu
-from dms_train.config.memory import Stage, layer_products
+from dms_train.config.memory import PipelineStage, layer_products
 from dms_train.config.pipeline import bubble
 
 _GPUS_PER_NODE = 8
@@ -71,7 +71,7 @@ class StepTime:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def step_time(stages: list[Stage], gpu: Gpu, c: Calibration) -> StepTime:
+def step_time(stages: list[PipelineStage], gpu: Gpu, c: Calibration) -> StepTime:
     """Expected time of a step.
 
     Args:
@@ -82,7 +82,7 @@ def step_time(stages: list[Stage], gpu: Gpu, c: Calibration) -> StepTime:
     return max((_timed(stage, gpu, c) for stage in stages), key=lambda time: time.total)
 
 
-def _timed(stage: Stage, gpu: Gpu, c: Calibration) -> StepTime:
+def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
     work = work_of(stage)
     peak = gpu.tflops * _TERA
     compute = {
@@ -100,7 +100,7 @@ def _timed(stage: Stage, gpu: Gpu, c: Calibration) -> StepTime:
     )
 
 
-def work_of(stage: Stage) -> Work:
+def work_of(stage: PipelineStage) -> Work:
     """What a process of a pipeline stage does in one step."""
     m, a, count = stage.microbatch, stage.microbatch.architecture, stage.microbatches
     recompute = m.parallel.recompute_granularity
@@ -124,7 +124,7 @@ def work_of(stage: Stage) -> Work:
     )
 
 
-def _communication(stage: Stage) -> tuple[float, float]:
+def _communication(stage: PipelineStage) -> tuple[float, float]:
     """Bytes a process sends in a step to its node and to other nodes."""
     m = stage.microbatch
     tp, copies = m.tp, stage.copies

@@ -1,4 +1,4 @@
-"""Reads Megatron's `PREFIX.idx` defensively, before Megatron itself maps it.
+"""Reads and checks Megatron's `PREFIX.idx` before Megatron maps it.
 
 Megatron's own reader asserts on a bad header and maps whatever lengths the header claims. The file
 is a 34-byte header (magic, version, dtype code, counts), then int32 lengths and int64 byte offsets

@@ -1,7 +1,7 @@
-"""`PREFIX.manifest.json`: what a pair of `.bin/.idx` files must contain, and who may train on it.
+"""`PREFIX.manifest.json`: what a pair of `.bin/.idx` files must contain, and its tokenizer.
 
-Megatron's files carry no tokenizer, no vocabulary size and no checksum: a truncated file or one
-made with another tokenizer trains without any complaint. The manifest closes that hole.
+Megatron's files record no tokenizer, no vocabulary size and no checksum. With the manifest a
+truncated file, or one made with another tokenizer, is refused before the training.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Manifest:
         bin_sha256: Hash of `PREFIX.bin`, verified by `dms-data check`.
         dtype: `uint16` or `int32`.
         sources: Input files in order.
-        created_with: Version of each program that took part.
+        created_with: Version of each program that wrote it.
     """
 
     format_version: int = FORMAT_VERSION
@@ -82,7 +82,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """Where the manifest of a shard lies."""
+    """Path of the manifest of a shard."""
     return Path(f"{prefix}.manifest.json")
 
 

@@ -1,4 +1,4 @@
-"""Writes one shard of token files so that a half-written one is never taken for whole."""
+"""Writes one shard of token files; an interrupted write leaves no shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this room refuses."""
+"""Errors of this package; each message is one line: what, where, how to fix."""
 
 from __future__ import annotations
 

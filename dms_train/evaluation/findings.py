@@ -14,8 +14,8 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.measure import (
     Agreement,
     Cost,
+    EvaluationTarget,
     Exam,
-    Place,
     Replay,
     Solved,
     agreement,
@@ -32,7 +32,7 @@ class Findings:
     """What was measured.
 
     Attributes:
-        place: The models.
+        target: The models.
         agreement: On validation text; None when there was none.
         replay: Of the self-test.
         solved: By `teacher`, `dms` and `window_only`; empty without problems.
@@ -41,7 +41,7 @@ class Findings:
         seconds: The process took until then, training included.
     """
 
-    place: Place
+    target: EvaluationTarget
     agreement: Agreement | None
     replay: Replay
     solved: dict[str, Solved]
@@ -51,22 +51,24 @@ class Findings:
 
     @property
     def costs(self) -> dict[str, dict[str, Cost]]:
-        """By what was computed, `generation` or `text`, then by `dense` and `dms`."""
-        found = {}
+        """By what was computed, `generation` or `text`, then by `dense`, `dms`, `window_only`."""
+        found: dict[str, dict[str, Cost]] = {}
         if self.solved:
-            both = {"dense": self.solved["teacher"].cost, "dms": self.solved["dms"].cost}
-            found["generation"] = both
+            names = {"teacher": "dense", "dms": "dms", "window_only": "window_only"}
+            found["generation"] = {names[name]: s.cost for name, s in self.solved.items()}
         if self.agreement is not None:
             found["text"] = {"dense": self.agreement.dense, "dms": self.agreement.dms}
+            if self.agreement.window_only is not None:
+                found["text"]["window_only"] = self.agreement.window_only.cost
         return found
 
     def numbers(self) -> dict[str, float]:
         """Flat metrics. Costs without a prefix are of generation if there was any."""
         found = {"selftest.kl": self.replay.kl, "selftest.limit": self.replay.limit}
         if self.agreement is not None:
-            found |= _agreement_numbers(self.agreement)
-        for place, (name, both) in enumerate(self.costs.items()):
-            found |= _cost_numbers("" if place == 0 else f"{name}.", both)
+            found |= _agreement_numbers(self.agreement, self.target.window)
+        for target, (name, both) in enumerate(self.costs.items()):
+            found |= _cost_numbers("" if target == 0 else f"{name}.", both)
         for name, result in self.solved.items():
             found |= _interval(f"{name}.accuracy", result.accuracy)
         if self.solved:
@@ -78,13 +80,22 @@ def _interval(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}.low": estimate.low, f"{name}.high": estimate.high}
 
 
-def _agreement_numbers(found: Agreement) -> dict[str, float]:
-    return {
+def _agreement_numbers(found: Agreement, window: int) -> dict[str, float]:
+    numbers = {
         **_interval("kl_nats_per_token", found.kl),
         **_interval("top1_agreement", found.top1),
         "lm_nats_per_token.teacher": found.teacher_loss.value,
         "lm_nats_per_token.dms": found.student_loss.value,
+        "evicted_share.dms": found.evicted_share(found.dms, window),
     }
+    if found.window_only is not None:
+        control = found.window_only
+        numbers |= {
+            **_interval("kl_nats_per_token.window_only", control.kl),
+            "lm_nats_per_token.window_only": control.loss.value,
+            "evicted_share.window_only": found.evicted_share(control.cost, window),
+        }
+    return numbers
 
 
 def _cost_numbers(prefix: str, both: dict[str, Cost]) -> dict[str, float]:
@@ -99,7 +110,7 @@ def _cost_numbers(prefix: str, both: dict[str, Cost]) -> dict[str, float]:
 
 
 def validate(
-    place: Place,
+    target: EvaluationTarget,
     samples: Samples | None,
     options: ValidateOptions,
     note: Callable[[str], None],
@@ -108,7 +119,7 @@ def validate(
     """Measure everything the options ask for.
 
     Args:
-        place: The models.
+        target: The models.
         samples: Validation text, at least `options.samples`; None to leave it out.
         options: What to measure.
         note: Called with a line after each part.
@@ -120,9 +131,9 @@ def validate(
     """
     compared = None
     if samples is not None:
-        compared = agreement(place, samples, options.samples)
+        compared = agreement(target, samples, options.samples, window_only=options.window_only)
         note(f"{options.samples} sequences: KL {compared.kl} nats/token, top-1 {compared.top1}")
-    replayed = replay(place.export, place.device)
+    replayed = replay(target.export, target.device)
     note(f"self-test through the compact cache: KL {replayed.kl:.2e}, limit {replayed.limit:g}")
     sheets, solved = [], {}
     if options.problems is not None:
@@ -133,9 +144,9 @@ def validate(
             max_tokens=options.max_tokens,
             max_num_seqs=options.max_num_seqs,
         )
-        solved = examine(place, exam, window_only=options.window_only, note=note)
+        solved = examine(target, exam, window_only=options.window_only, note=note)
     return Findings(
-        place=place,
+        target=target,
         agreement=compared,
         replay=replayed,
         solved=solved,
@@ -166,6 +177,6 @@ def require_replay(findings: Findings) -> None:
     found = findings.replay
     if not found.passed:
         raise EvaluationError(
-            f"{findings.place.export}: self-test failed: KL {found.kl:.4g} nats/token between the "
+            f"{findings.target.export}: self-test failed: KL {found.kl:.4g} nats/token between the "
             f"trained model and the export, at most {found.limit:g} passes; export it again"
         )

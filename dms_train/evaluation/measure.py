@@ -1,6 +1,6 @@
 """What an export is worth beside its teacher: agreement, cost, replay, solved problems.
 
-Both run through the inference room: the export with the compact cache, the teacher with the dense
+Both run through the inference engine: the export with the compact cache, the teacher with the dense
 one.
 """
 
@@ -20,7 +20,7 @@ from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.problems import Sheet, solved
 from dms_train.hf.selftest import SelfTest
 from dms_train.inference.accounting import TotalKV
-from dms_train.inference.engine import LLM
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method.losses import kl_teacher_student
 
@@ -29,7 +29,7 @@ _POSITIONS = 512  # compared at a time: two rows of the vocabulary in float64 ea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EvaluationTarget:
     """The two models and where they run.
 
     Attributes:
@@ -77,6 +77,7 @@ class Agreement:
         length: Tokens of each.
         dense: What the teacher's cache cost.
         dms: What the export's cost.
+        window_only: The teacher with only its window; None when left out.
     """
 
     kl: Estimate
@@ -87,6 +88,27 @@ class Agreement:
     length: int
     dense: Cost
     dms: Cost
+    window_only: WindowOnly | None = None
+
+    def evicted_share(self, cost: Cost, window: int) -> float:
+        """Evicted tokens over tokens that have left the window, at the end of a sequence."""
+        left = self.length - window - 1
+        return (self.length - self.length / cost.cr_factor) / left if left > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowOnly:
+    """The control: the teacher's weights, every token evicted when it leaves the window.
+
+    Attributes:
+        kl: KL(teacher || control), nats per token.
+        loss: Its next-token loss, nats per token.
+        cost: What its cache cost.
+    """
+
+    kl: Estimate
+    loss: Estimate
+    cost: Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,18 +137,32 @@ class Replay:
         return self.kl <= self.limit
 
 
-def agreement(place: Place, samples: Samples, count: int) -> Agreement:
-    """Score the first `count` samples with both models, token by token through their caches."""
-    slab: dict[str, Any] = {"max_num_seqs": 1, "slab_pages": 8, "device": place.device}
-    student = LLM(place.export, prefill_chunk=_CHUNK, **slab)
-    teacher = LLM(place.teacher, cache="dense", prefill_chunk=_CHUNK, **slab)
-    rows = []
+def agreement(
+    target: EvaluationTarget, samples: Samples, count: int, *, window_only: bool = False
+) -> Agreement:
+    """Score the first `count` samples with the models, token by token through their caches.
+
+    Args:
+        target: Export and teacher.
+        samples: The text.
+        count: Samples to take.
+        window_only: Whether the control is scored too.
+    """
+    slab: dict[str, Any] = {"max_num_seqs": 1, "slab_pages": 8, "device": target.device}
+    student = LLM(target.export, prefill_chunk=_CHUNK, **slab)
+    teacher = LLM(target.teacher, cache="dense", prefill_chunk=_CHUNK, **slab)
+    models = [student]
+    if window_only:
+        how: dict[str, Any] = {"policy": "window", "window": target.window, "prefill_chunk": _CHUNK}
+        models.append(LLM(target.teacher, **how, **slab))
+    rows: list[list[list[float]]] = [[] for _ in models]
     for number in range(count):
         sample = samples[number]
-        ids = sample.tokens.tolist()
-        pair = student.logits(ids).cpu(), teacher.logits(ids).cpu()
-        rows.append(_compared(*pair, sample.labels, sample.loss_mask.double()))
-    kl, top1, teacher_nll, student_nll, tokens = torch.tensor(rows, dtype=torch.float64).T.tolist()
+        ids, counts = sample.tokens.tolist(), sample.loss_mask.double()
+        original = teacher.logits(ids).cpu()
+        for model, scores in zip(models, rows, strict=True):
+            scores.append(_compared(model.logits(ids).cpu(), original, sample.labels, counts))
+    kl, top1, teacher_nll, student_nll, tokens = _columns(rows[0])
     return Agreement(
         kl=ratio(kl, tokens),
         top1=ratio(top1, tokens),
@@ -136,7 +172,18 @@ def agreement(place: Place, samples: Samples, count: int) -> Agreement:
         length=len(samples[0].tokens),
         dense=_text_cost(teacher),
         dms=_text_cost(student),
+        window_only=_control(rows[1], models[1]) if window_only else None,
     )
+
+
+def _control(rows: list[list[float]], llm: LLM) -> WindowOnly:
+    kl, _, _, loss, tokens = _columns(rows)
+    return WindowOnly(kl=ratio(kl, tokens), loss=ratio(loss, tokens), cost=_text_cost(llm))
+
+
+def _columns(rows: list[list[float]]) -> list[list[float]]:
+    columns: list[list[float]] = torch.tensor(rows, dtype=torch.float64).T.tolist()
+    return columns
 
 
 def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) -> list[float]:
@@ -204,18 +251,18 @@ class Exam:
 
 
 def examine(
-    place: Place, exam: Exam, *, window_only: bool, note: Callable[[str], None]
+    target: EvaluationTarget, exam: Exam, *, window_only: bool, note: Callable[[str], None]
 ) -> dict[str, Solved]:
     """Greedy answers of teacher, export and, if wanted, the teacher with its window only."""
     models: dict[str, tuple[Path, dict[str, Any]]] = {
-        "teacher": (place.teacher, {"cache": "dense"}),
-        "dms": (place.export, {}),
+        "teacher": (target.teacher, {"cache": "dense"}),
+        "dms": (target.export, {}),
     }
     if window_only:
-        models["window_only"] = (place.teacher, {"policy": "window", "window": place.window})
+        models["window_only"] = (target.teacher, {"policy": "window", "window": target.window})
     found = {}
     for name, (directory, how) in models.items():
-        found[name] = solve(directory, exam, {"device": place.device, **how})
+        found[name] = solve(directory, exam, {"device": target.device, **how})
         note(f"{name}: accuracy {found[name].accuracy}")
     return found
 

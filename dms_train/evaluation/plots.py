@@ -44,7 +44,7 @@ def draw_curves(curves: dict[str, Curve], unit: str, title: str, target: BinaryI
 
 def _plot(axes: Any, curves: dict[str, Curve], unit: str) -> Any:
     for name, curve in curves.items():
-        rare = name.startswith("valid/") or name.endswith("checkpoint_seconds")
+        rare = name.startswith("eval/") or name.endswith("checkpoint_seconds")
         alone = rare or len(curve[0]) == 1
         axes.plot(*curve, "o" if alone else "-", label=name)
     axes.set(xlabel="step", ylabel=unit)
@@ -63,8 +63,8 @@ def draw_training(rows: Path, path: Path) -> bool:
 
     curves = curves_of(read_rows(rows))
     panels = [
-        ("nats/token", ("train/kl", "train/lm", "valid/kl", "valid/lm")),
-        ("compression ratio", ("train/target_cr", "train/cr", "valid/cr")),
+        ("nats/token", ("train/kl", "train/lm", "eval/kl", "eval/lm")),
+        ("compression ratio", ("train/target_cr", "train/cr", "eval/cr")),
     ]
     shown = [(label, [n for n in names if n in curves]) for label, names in panels]
     shown = [(label, names) for label, names in shown if names]

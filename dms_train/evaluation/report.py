@@ -34,14 +34,11 @@ def tables(findings: Findings) -> str:
     """What was found, as Markdown tables."""
     parts = []
     if findings.agreement is not None:
-        parts.append(_agreement_table(findings.agreement))
+        parts.append(_agreement_table(findings.agreement, findings.target.window))
     if findings.solved:
         rows = [[_NAMES[n], str(s.accuracy)] for n, s in findings.solved.items()]
         parts.append(_table(["model", "accuracy"], rows))
-    for name, both in findings.costs.items():
-        costs = dict(both)
-        if name == "generation" and "window_only" in findings.solved:
-            costs["window_only"] = findings.solved["window_only"].cost
+    for name, costs in findings.costs.items():
         parts.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs)}")
     found = findings.replay
     verdict = "passed" if found.passed else "FAILED"
@@ -52,13 +49,19 @@ def tables(findings: Findings) -> str:
     return "\n\n".join(parts)
 
 
-def _agreement_table(found: Agreement) -> str:
+def _agreement_table(found: Agreement, window: int) -> str:
     rows = [
         ["KL(original, DMS), nats/token", str(found.kl)],
         ["same most likely token", str(found.top1)],
         ["next-token loss of the original, nats", str(found.teacher_loss)],
         ["next-token loss of DMS, nats", str(found.student_loss)],
+        ["evicted, of tokens past the window", f"{found.evicted_share(found.dms, window):.3f}"],
     ]
+    if found.window_only is not None:
+        rows += [
+            ["KL(original, window only), nats/token", str(found.window_only.kl)],
+            ["next-token loss of window only, nats", str(found.window_only.loss)],
+        ]
     return _table(["agreement", "value"], rows)
 
 
@@ -122,18 +125,18 @@ def _main_cost(findings: Findings) -> Cost:
 
 def _report(findings: Findings, pictures: list[str]) -> str:
     factors = _main_cost(findings).cr_factors
-    lanes = _table(
+    eviction_channels = _table(
         ["layer", *(f"KV head {head}" for head in range(factors.shape[1]))],
         [[str(n), *(f"{f:.2f}" for f in row)] for n, row in enumerate(factors.tolist())],
     )
     parts = ["# Validation", _measured(findings), tables(findings), _meaning(findings)]
-    parts.append(f"cr_factor by layer and KV head:\n\n{lanes}")
+    parts.append(f"cr_factor by layer and KV head:\n\n{eviction_channels}")
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"
 
 
 def _measured(findings: Findings) -> str:
-    place, on = findings.place, []
+    target, on = findings.target, []
     if findings.agreement is not None:
         found = findings.agreement
         on.append(f"{found.sequences} validation sequences of {found.length} tokens")
@@ -142,10 +145,10 @@ def _measured(findings: Findings) -> str:
     versions = ", ".join(f"{name} {_version(name)}" for name in ("dms-train", "torch"))
     return "\n".join(
         [
-            f"- export: `{place.export}`, window {place.window}",
-            f"- original: `{place.teacher}`",
+            f"- export: `{target.export}`, window {target.window}",
+            f"- original: `{target.teacher}`",
             f"- measured on: {'; '.join(on)}",
-            f"- device: {_device(place.device)}; {versions}, Python {platform.python_version()}",
+            f"- device: {_device(target.device)}; {versions}, Python {platform.python_version()}",
             f"- took {findings.seconds:.0f} s",
         ]
     )

@@ -22,19 +22,19 @@ from dms_train.evaluation.plots import Curve, curves_of, draw_curves, read_rows
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
 
-KEPT = "valid/kept"
-_VALIDATION = "validate/"
-_EVALUATION = "valid/"
+KEPT = "eval/kept"
+_VALIDATION = "export_eval/"
+_EVALUATION = "eval/"
 # Picture, unit of its axis, metrics in it.
 _PANELS = (
     ("Loss and compression loss", "nats/token", ("train/loss", "train/aux_loss")),
-    ("Token loss", "nats/token", ("train/kl", "train/lm", "valid/kl", "valid/lm")),
+    ("Token loss", "nats/token", ("train/kl", "train/lm", "eval/kl", "eval/lm")),
     (
         "Compression ratio, target and achieved",
         "ratio",
-        ("train/target_cr", "train/cr", "valid/cr"),
+        ("train/target_cr", "train/cr", "eval/cr"),
     ),
-    ("Share of tokens decided against", "alpha", ("train/alpha", "valid/alpha")),
+    ("Share of tokens decided against", "alpha", ("train/alpha", "eval/alpha")),
     ("Gradient norm", "before clipping", ("train/grad_norm",)),
     ("Learning rate", "learning rate", ("train/lr",)),
     ("Throughput", "tokens/s", ("train/tokens_per_second",)),

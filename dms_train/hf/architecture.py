@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from dms_train.families import FAMILIES, ModelFamily
 from dms_train.hf.errors import HFError
 
 
@@ -23,7 +25,7 @@ class Architecture:
     """A Llama-like decoder.
 
     Attributes:
-        family: `llama`, `qwen2` (bias on q, k, v) or `qwen3` (q_norm and k_norm).
+        family: A name in `dms_train.families`.
         kv_channels: Head size d.
         num_query_groups: KV heads.
     """
@@ -45,19 +47,33 @@ class Architecture:
     @property
     def add_qkv_bias(self) -> bool:
         """Whether the q, k and v projections have a bias."""
-        return self.family == "qwen2"
+        return FAMILIES[self.family].qkv_bias
 
     @property
     def qk_layernorm(self) -> bool:
         """Whether q and k are normalised per head before RoPE."""
-        return self.family == "qwen3"
+        return FAMILIES[self.family].qk_norm
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for every size that no model can have."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                yield f"{path}.{item.name}={value}: use a number above 0"
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if groups > 0 and heads % groups:
+            yield (
+                f"{path}.num_query_groups={groups}: does not divide num_attention_heads={heads}; "
+                "use a divisor of it"
+            )
+        if self.kv_channels % 2:
+            yield f"{path}.kv_channels={self.kv_channels}: use an even head size"
+        try:
+            family_of({"model_type": self.family})
+        except HFError as error:
+            yield f"{path}.family={self.family}: {str(error).rpartition('; ')[2]}"
 
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
@@ -66,13 +82,7 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# Options that change what the model computes and that this project does not implement, with the
-# value it does implement. Qwen2's bias is not optional in its config, hence no `attention_bias`.
-_FIXED: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": False, "mlp_bias": False},
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"attention_bias": False, "use_sliding_window": False},
-}
+# Options that change what the model computes, with the value that is implemented here.
 _FIXED_EVERYWHERE = {"hidden_act": "silu", "quantization_config": None}
 _LLAMA3_KEYS = (
     "factor",
@@ -80,7 +90,6 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-_QWEN3_DEFAULT_HEAD_DIM = 128  # transformers leaves the key out when it has this value
 _OWN_PREFIX = "dms_"
 
 
@@ -96,8 +105,8 @@ def family_of(config: dict[str, Any]) -> str:
     """
     model_type = str(config.get("model_type", ""))
     family = model_type.removeprefix(_OWN_PREFIX)
-    if family not in _ARCHITECTURES:
-        raise _refuse("model_type", model_type, f"use one of {', '.join(_ARCHITECTURES)}")
+    if family not in FAMILIES:
+        raise _refuse("model_type", model_type, f"use one of {', '.join(FAMILIES)}")
     return family
 
 
@@ -111,11 +120,14 @@ def _check_sizes(config: dict[str, Any]) -> None:
             raise _refuse(key, value, "state a whole number above 0")
 
 
-def _check_fixed(config: dict[str, Any], family: str) -> None:
-    for key, only in {**_FIXED_EVERYWHERE, **_FIXED[family]}.items():
+def _check_fixed(config: dict[str, Any], family: ModelFamily) -> None:
+    for key, only in {**_FIXED_EVERYWHERE, **family.fixed}.items():
         value = config.get(key, only)
         if value != only and not (value is None and only is False):
-            raise _refuse(key, value, f"use a {family} model with {key}={only!r}")
+            raise _refuse(key, value, f"use a {family.name} model with {key}={only!r}")
+    refusal = family.refuse(config) if family.refuse else None
+    if refusal is not None:
+        raise _refuse(*refusal)
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":
             raise _refuse("layer_types", kind, "use a model whose layers are all full_attention")
@@ -146,12 +158,13 @@ def _rope_rule(config: dict[str, Any]) -> dict[str, Any]:
     return rules[0] if rules else {}
 
 
-def _rope_scaling(values: dict[str, Any], family: str) -> RopeScaling | None:
+def _rope_scaling(values: dict[str, Any], family: ModelFamily) -> RopeScaling | None:
     if not values:
         return None
     kind = values["rope_type"]
-    if kind != "llama3" or family != "llama":
-        raise _refuse("rope_type", kind, "use a model with default RoPE (or llama3 on llama)")
+    if kind not in family.rope_types:
+        known = " or ".join(("default", *family.rope_types))
+        raise _refuse("rope_type", kind, f"use a {family.name} model with {known} RoPE")
     missing = [key for key in _LLAMA3_KEYS if key not in values]
     if missing:
         raise _refuse("rope_scaling", values, f"llama3 scaling also needs {', '.join(missing)}")
@@ -163,15 +176,15 @@ def _rope_scaling(values: dict[str, Any], family: str) -> RopeScaling | None:
     )
 
 
-def _kv_heads(config: dict[str, Any], family: str) -> int:
-    if family != "llama" and "num_key_value_heads" not in config:
+def _kv_heads(config: dict[str, Any], family: ModelFamily) -> int:
+    if family.kv_heads_required and "num_key_value_heads" not in config:
         raise HFError("config.json: num_key_value_heads is missing; state it")
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
-def _head_size(config: dict[str, Any], family: str) -> int:
-    if family == "qwen3" and "head_dim" not in config:
-        return _QWEN3_DEFAULT_HEAD_DIM
+def _head_size(config: dict[str, Any], family: ModelFamily) -> int:
+    if family.head_size is not None and "head_dim" not in config:
+        return family.head_size
     head_dim = config.get("head_dim")
     return int(head_dim or config["hidden_size"] // config["num_attention_heads"])
 
@@ -180,7 +193,7 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
     """Read a config.json mapping, in the spelling of transformers 4 or 5.
 
     Args:
-        config: Parsed config.json of a Llama, Qwen2 or Qwen3 model or of an export of one.
+        config: Parsed config.json of a model of a known family or of an export of one.
 
     Returns:
         The architecture. Keys that are absent take transformers' defaults.
@@ -188,11 +201,11 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
     Raises:
         ValueError: One line naming the key that is missing or not supported.
     """
-    family = family_of(config)
+    family = FAMILIES[family_of(config)]
     _check_sizes(config)
     _check_fixed(config, family)
     return Architecture(
-        family=family,
+        family=family.name,
         num_layers=int(config["num_hidden_layers"]),
         hidden_size=int(config["hidden_size"]),
         ffn_hidden_size=int(config["intermediate_size"]),
@@ -203,7 +216,7 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
         max_position_embeddings=int(config["max_position_embeddings"]),
         rotary_base=_rope_base(config),
         layernorm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         rope_scaling=_rope_scaling(_rope_rule(config), family),
     )
 
@@ -224,9 +237,9 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
 
     Inverse of `from_hf_config`; RoPE is spelled for transformers 4 and 5.
     """
-    a = architecture
+    a, family = architecture, FAMILIES[architecture.family]
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[a.family]],
+        "architectures": [family.causal_lm],
         "model_type": a.family,
         "num_hidden_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -241,9 +254,10 @@ def to_hf_config(architecture: Architecture) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
-        **_FIXED[a.family],
+        **family.fixed,
+        **family.written,
         **_rope_keys(a),
     }
-    if a.family != "qwen2" or a.kv_channels * a.num_attention_heads != a.hidden_size:
+    if family.always_has_head_dim or a.kv_channels * a.num_attention_heads != a.hidden_size:
         config["head_dim"] = a.kv_channels
     return config

@@ -19,11 +19,13 @@ from torch import Tensor
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
+from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.tensors import expected_shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# README.md is the model card: an export states the licence that it names.
+_FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -65,31 +67,6 @@ def resolve(
             f"{name}: neither a directory nor in {where} (revision {revision or 'main'}); {fix}"
         ) from error
     return Path(found)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object; one-line FileNotFoundError or ValueError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise HFError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise HFError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object atomically, with indentation."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """Parse `config.json` of a model directory; clear errors when it is missing or broken."""
-    return read_json(Path(directory) / "config.json")
 
 
 def read_architecture(directory: str | Path) -> Architecture:
@@ -188,6 +165,11 @@ class WeightReader:
                     f"{self.directory}: {name} has shape {self.shape(name)}, config.json promises "
                     f"{shape}; the weights and config.json do not belong together"
                 )
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors, sorted."""
+        return [self.directory / name for name in sorted({f for f, _ in self._entries.values()})]
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""

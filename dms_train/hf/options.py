@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from dms_train.hf.architecture import Architecture
+from dms_train.limits import Positive
+
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,4 +29,4 @@ class ModelOptions:
     local_files_only: bool = True
     architecture: Architecture | None = None
     tokenizer: str | None = None
-    init_std: float = 0.02
+    init_std: Annotated[float, Positive()] = 0.02

@@ -1,7 +1,7 @@
 """The reference output shipped with an export: what the trained model itself computed.
 
-It is the only part of an export that can reveal a lane written to the wrong row: every row
-content is valid to every loader.
+It is the only part of an export that can reveal an eviction channel written to the wrong row: every
+row content is valid to every loader.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SelfTest:
 
     Attributes:
         input_ids: int64 [T]; T should exceed the window by 64 or more.
-        decision_logits: float32 [layers, kv_heads, T], scale * lane - offset, without noise or
-            temperature.
+        decision_logits: float32 [layers, kv_heads, T], scale * eviction channel - offset, without
+            noise or temperature.
         logits: float32 [T, vocab], computed with the hard eviction mask.
         dtype: Compute dtype of the reference, e.g. `bfloat16`.
         decision_tolerance: Largest mean decision-logit difference in any KV head that passes.

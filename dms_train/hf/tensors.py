@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
 
 Shape = tuple[int, ...]
 
 
 def _layer_shapes(a: Architecture) -> dict[str, Shape]:
-    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    shapes: dict[str, Shape] = {
-        "self_attn.q_proj.weight": (query, a.hidden_size),
-        "self_attn.k_proj.weight": (key, a.hidden_size),
-        "self_attn.v_proj.weight": (key, a.hidden_size),
-        "self_attn.o_proj.weight": (a.hidden_size, query),
-        "mlp.gate_proj.weight": (a.ffn_hidden_size, a.hidden_size),
-        "mlp.up_proj.weight": (a.ffn_hidden_size, a.hidden_size),
-        "mlp.down_proj.weight": (a.hidden_size, a.ffn_hidden_size),
-        "input_layernorm.weight": (a.hidden_size,),
-        "post_attention_layernorm.weight": (a.hidden_size,),
+    sizes = {
+        "hidden": a.hidden_size,
+        "ffn": a.ffn_hidden_size,
+        "head": a.kv_channels,
+        "query": a.num_attention_heads * a.kv_channels,
+        "key": a.num_query_groups * a.kv_channels,
     }
-    if a.add_qkv_bias:
-        biases = {"q_proj": query, "k_proj": key, "v_proj": key}
-        shapes.update({f"self_attn.{name}.bias": (size,) for name, size in biases.items()})
-    if a.qk_layernorm:
-        shapes.update({f"self_attn.{n}_norm.weight": (a.kv_channels,) for n in "qk"})
-    return shapes
+    named = FAMILIES[a.family].layer_tensors
+    return {name: tuple(sizes[of] for of in dimensions) for name, dimensions in named.items()}
 
 
 def expected_shapes(architecture: Architecture) -> dict[str, Shape]:

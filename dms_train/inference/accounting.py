@@ -1,4 +1,4 @@
-"""What the cache cost: reads, tokens and bytes, of one request and of an engine.
+"""Cache statistics: reads, tokens and bytes, of one request and of an engine.
 
 `cr_factor` is tokens seen over tokens held, as in `method.accounting`. Token counts are averaged
 over layers and KV heads, so that a model without compression reads t + 1 at position t.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.base import KVCache
+from dms_train.inference.cache.interface import KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,11 +85,12 @@ class TotalKV:
 
 
 class PassCounts:
-    """What one forward pass read and left behind, brought to Python in one go.
+    """Cache reads and contents of one forward pass, copied to the host at once.
 
     Attributes:
         live: Tokens held afterwards, int64 [l, b, h] on the CPU.
-        sums: Slots attended, tokens held and slots reserved of each sequence, over its l * h lanes.
+        sums: Slots attended, tokens held and slots reserved of each sequence, over its l * h KV
+            lists.
     """
 
     def __init__(self, reads: Tensor, live: Tensor, held: Tensor) -> None:
@@ -123,13 +124,13 @@ class Meter:
             prefill: Whether the pass computed prompt tokens.
         """
         reads, live, held = counts.sums[index]
-        lanes = counts.live.shape[0] * counts.live.shape[2]
+        kv_lists = counts.live.shape[0] * counts.live.shape[2]
         if prefill:
-            self.prefill_reads += reads / lanes
+            self.prefill_reads += reads / kv_lists
         else:
-            self.decode_reads += reads / lanes
+            self.decode_reads += reads / kv_lists
         self._live = counts.live[:, index]
-        self._last = (live / lanes, live * slot_bytes, held * slot_bytes)
+        self._last = (live / kv_lists, live * slot_bytes, held * slot_bytes)
         (a, b, c), (x, y, z) = self._peak, self._last
         self._peak = (max(a, x), max(b, y), max(c, z))
 
@@ -158,7 +159,7 @@ class TotalMeter:
         self._peak_tokens, self._peak_bytes = 0.0, 0
 
     def step(self) -> None:
-        """Look at the cache after a forward pass."""
+        """Update the peaks after a forward pass."""
         live = self._cache.live(self._rows)
         total = int(live.sum())
         self._peak_tokens = max(self._peak_tokens, total / (live.shape[0] * live.shape[2]))

@@ -1,9 +1,9 @@
-"""`LLM(path).generate(prompts, SamplingParams(...))`: the room's public face."""
+"""Requests over one model and its cache: `add_request`, `step`, `abort`."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +22,41 @@ from dms_train.inference.sequence import Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids, until
 
 Prompt = str | list[int] | dict[str, Any]
-Prompts = Prompt | list[Prompt] | list[str] | list[list[int]]
+
+_NO_ROW = "max_num_seqs={}: all cache rows are in use; close a conversation or end a stream"
 
 
-class LLM:
-    """A model that continues prompts.
+class InferenceEngine:
+    """Continues requests, one forward pass at a time.
+
+    A request waits for a cache row, in order of arrival; from then on it takes part in every pass
+    until it finishes or is aborted.
 
     Args:
-        model: Directory or hub id (local cache only): Llama, Qwen2 or Qwen3, dense or exported
+        model: Directory or hub id (local cache only), of a family in `families`, dense or exported
             with DMS.
-        options: How to run it; single values can be given by name instead.
-        **overrides: Fields of `EngineOptions`.
+        options: How to run it.
+
+    Attributes:
+        options: As given.
+        architecture: Sizes of the model.
+        spec: What the model was trained for; None for a dense model.
+        dtype: Of weights and computation.
+        tokenizer: The model's tokenizer; None if its directory has none.
     """
 
-    def __init__(
-        self, model: str | Path, options: EngineOptions | None = None, **overrides: Any
-    ) -> None:
-        if options is not None and overrides:
-            raise InferenceError("options and single values: give one or the other")
-        self.options = options or EngineOptions(**overrides)
+    def __init__(self, model: str | Path, options: EngineOptions) -> None:
         directory = resolve(model)
-        loaded = load_model(directory, dtype=self.options.dtype, device=self.options.device)
+        loaded = load_model(directory, dtype=options.dtype, device=options.device)
+        self.options = options
         self.architecture, self.spec, self.dtype = loaded.architecture, loaded.spec, loaded.dtype
         self.tokenizer = Tokenizer.load(directory)
         self._stop_ids = read_stop_ids(directory)
-        self._runner = ModelRunner(loaded, self.options)
-        self._free_rows = list(range(self.options.max_num_seqs - 1, -1, -1))
-        self._requests = 0
+        self._runner = ModelRunner(loaded, options)
+        self._free_rows = list(range(options.max_num_seqs - 1, -1, -1))
+        self._waiting: dict[str, Sequence] = {}  # without a cache row, in order of arrival
+        self._placed: dict[str, Sequence] = {}  # with one
+        self._arrived = 0
 
     @property
     def kv(self) -> TotalKV | None:
@@ -60,56 +68,101 @@ class LLM:
         """Bytes the cache takes from the system now, page tables included."""
         return self._runner.cache.allocated_bytes
 
-    def generate(
+    def add_request(
         self,
-        prompts: Prompts,
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
-        """Continue prompts.
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        final_only: bool = False,
+        keep_cache: bool = False,
+    ) -> str:
+        """Queue a prompt.
 
         Args:
-            prompts: Texts, token id lists or `{"prompt_token_ids": [...]}`; one or several.
-            sampling_params: One for all, or one for each prompt.
+            prompt: Text, token ids or `{"prompt_token_ids": [...]}`.
+            params: How to continue it.
+            final_only: Have `step` return the request only when it has finished.
+            keep_cache: Keep the cache of the finished request until `abort`.
 
         Returns:
-            One output per prompt, in their order.
+            Its id, a number in the order of arrival.
 
         Raises:
-            InferenceError: A prompt is empty, too long or not of this vocabulary.
+            InferenceError: The prompt is empty, too long or not of this vocabulary.
         """
-        sequences = self._sequences(prompts, sampling_params)
-        outputs: dict[str, RequestOutput] = {}
-        for batch in self._passes(sequences):
-            done = [s for s in batch if s.finish_reason is not None]
-            outputs |= {s.request_id: self._finish(s) for s in done}
-        return [outputs[s.request_id] for s in sequences]
+        sequence = self._sequence(final_only=final_only, keep_cache=keep_cache)
+        self._add_prompt(sequence, prompt, params or SamplingParams())
+        self._waiting[sequence.request_id] = sequence
+        return sequence.request_id
 
-    def stream(
-        self,
-        prompts: Prompts,
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> Iterator[list[RequestOutput]]:
-        """As `generate`, one forward pass at a time.
+    def open_conversation(self) -> str:
+        """Reserve a cache row for a request whose prompts come with `add_turn`; its id.
+
+        Its cache is kept from turn to turn until `abort`.
+
+        Raises:
+            InferenceError: No row is free.
+        """
+        sequence = self._sequence(final_only=True, keep_cache=True)
+        self._place(sequence)
+        return sequence.request_id
+
+    def add_turn(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
+        """Give the next prompt of a conversation, which follows all of its tokens so far.
 
         Args:
-            prompts: As in `generate`.
-            sampling_params: As in `generate`.
+            request_id: From `open_conversation`; its last turn has finished.
+            prompt: Text or token ids of this turn only.
+            params: How to continue it.
+
+        Raises:
+            InferenceError: The conversation was aborted, or as in `add_request`.
+        """
+        if request_id not in self._placed:
+            raise InferenceError("the conversation is closed; start another one")
+        self._add_prompt(self._placed[request_id], prompt, params or SamplingParams())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._waiting) or any(s.runnable for s in self._placed.values())
+
+    def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
+        """Run one forward pass: a chunk of every prompt not computed yet, else one token each.
+
+        A request that finishes frees its cache, unless it was added with `keep_cache`. If the pass
+        fails, its requests are aborted, because their cache is incomplete.
+
+        Args:
+            request_ids: Requests that may take part; None for all.
 
         Returns:
-            For each pass, the requests that took part: their tokens so far and what the cache
-            holds for them now. The cache of a finished request is freed before the next pass.
-        """
-        sequences = self._sequences(prompts, sampling_params)
-        return (
-            [self._output(s) if s.finish_reason is None else self._finish(s) for s in batch]
-            for batch in self._passes(sequences)
-        )
+            Outputs of the requests that took part, by cache row; empty if there is nothing to do.
 
-    def conversation(self) -> Conversation:
-        """A conversation whose cache lives from turn to turn; close it to free its row."""
-        if not self._free_rows:
-            raise InferenceError(f"max_num_seqs={self.options.max_num_seqs}: all rows are in use")
-        return Conversation(self, self._free_rows.pop())
+        Raises:
+            InferenceError: Requests wait, but every cache row is in use by others.
+        """
+        batch = self._schedule(request_ids)
+        try:
+            self._advance(batch)
+            shown = [s for s in batch if s.finish_reason is not None or not s.final_only]
+            outputs = [self._output(s) for s in shown]
+        except BaseException:
+            for sequence in batch:
+                self.abort(sequence.request_id)
+            raise
+        for sequence, output in zip(shown, outputs, strict=True):
+            if output.finished:
+                self._runner.total.finish(output.kv)
+                if not sequence.keep_cache:
+                    self.abort(sequence.request_id)
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its cache at once; an id that is not known is ignored."""
+        self._waiting.pop(request_id, None)
+        sequence = self._placed.pop(request_id, None)
+        if sequence is not None:
+            self._free(sequence)
 
     def logits(self, token_ids: list[int]) -> Tensor:
         """Logits at every token of a text, computed through the cache.
@@ -120,70 +173,46 @@ class LLM:
         Returns:
             float [len(token_ids), vocab].
         """
-        sequence = self._sequence(token_ids, SamplingParams(), room=0)
-        if not self._free_rows:
-            raise InferenceError("every row is held by a conversation; close one")
-        sequence.row = self._free_rows.pop()
-        parts = []
-        while sequence.prefilling:
-            parts.append(self._runner.step([sequence], every=True)[0])
-        self._finish(sequence)
-        self._release(sequence.row)
+        sequence = self._sequence(final_only=True, keep_cache=True)
+        self._add_prompt(sequence, token_ids, SamplingParams(), new_tokens=0)
+        self._place(sequence)
+        try:
+            parts = []
+            while sequence.prefilling:
+                parts.append(self._runner.step([sequence], every=True)[0])
+            self._runner.total.finish(sequence.meter.report(sequence.computed))
+        finally:
+            self.abort(sequence.request_id)
         return torch.cat(parts)
 
-    def _sequences(
-        self,
-        prompts: Prompts,
-        sampling_params: SamplingParams | list[SamplingParams] | None,
-    ) -> list[Sequence]:
-        """A sequence per prompt; refuses all when one is bad."""
-        items = _as_list(prompts)
-        params = sampling_params or SamplingParams()
-        each = params if isinstance(params, list) else [params] * len(items)
-        if len(each) != len(items):
-            raise InferenceError(f"{len(items)} prompts but {len(each)} sampling_params")
-        return [self._sequence(p, how) for p, how in zip(items, each, strict=True)]
-
-    def _passes(self, sequences: list[Sequence]) -> Iterator[list[Sequence]]:
-        """Run sequences to their end; yields those of each pass, then frees the finished ones."""
-        waiting, running = deque(sequences), list[Sequence]()
-        try:
-            while waiting or running:
-                while waiting and self._free_rows:
-                    waiting[0].row = self._free_rows.pop()
-                    running.append(waiting.popleft())
-                running.sort(key=lambda s: s.row or 0)  # a full dense cache is read in place
-                if not running:
-                    raise InferenceError("every row is held by a conversation; close one")
-                yield self._advance(running)
-                done = [s for s in running if s.finish_reason is not None]
-                running = [s for s in running if s.finish_reason is None]
-                for sequence in done:
-                    self._release(sequence.row)
-        finally:
-            for sequence in running:
-                self._release(sequence.row)
-
-    def _sequence(self, prompt: Prompt, params: SamplingParams, *, room: int = 1) -> Sequence:
-        text, tokens = self._encode(prompt)
-        self._check_length(len(tokens), room)
-        if params.stop and self.tokenizer is None:
-            raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
+    def _sequence(self, *, final_only: bool, keep_cache: bool) -> Sequence:
+        """A request without tokens."""
         generator = torch.Generator()
-        generator.seed() if params.seed is None else generator.manual_seed(params.seed)
-        self._requests += 1
+        generator.seed()
+        self._arrived += 1
         return Sequence(
-            request_id=str(self._requests - 1),
-            prompt=text,
-            tokens=tokens,
-            prompt_start=0,
-            prompt_end=len(tokens),
-            params=params,
+            request_id=str(self._arrived - 1),
+            params=SamplingParams(),
             generator=generator,
             meter=Meter(),
+            final_only=final_only,
+            keep_cache=keep_cache,
         )
 
-    def _encode(self, prompt: Prompt, *, first: bool = True) -> tuple[str | None, list[int]]:
+    def _add_prompt(
+        self, sequence: Sequence, prompt: Prompt, params: SamplingParams, *, new_tokens: int = 1
+    ) -> None:
+        """Append a prompt that leaves room for `new_tokens` more tokens."""
+        text, tokens = self._encode(prompt, first=not sequence.tokens)
+        longest = self.architecture.max_position_embeddings
+        length = len(sequence.tokens) + len(tokens)
+        if length + new_tokens > longest:
+            raise InferenceError(f"a prompt of {length} tokens: the model takes {longest}")
+        if params.stop and self.tokenizer is None:
+            raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
+        sequence.add_prompt(text, tokens, params)
+
+    def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
         """Text and tokens of a prompt, checked."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -199,32 +228,52 @@ class LLM:
             raise InferenceError(f"a prompt has token ids outside 0..{size - 1}")
         return text, tokens
 
-    def _check_length(self, tokens: int, room: int = 1) -> None:
-        longest = self.architecture.max_position_embeddings
-        if tokens + room > longest:
-            raise InferenceError(f"a prompt of {tokens} tokens: the model takes {longest}")
+    def _schedule(self, request_ids: Collection[str] | None) -> list[Sequence]:
+        """Requests of the next pass, by cache row: those with prompt tokens left, else all."""
 
-    def _advance(self, running: list[Sequence]) -> list[Sequence]:
-        """One forward pass: prompts first, otherwise everyone's next token. Returns its batch."""
-        batch = [s for s in running if s.prefilling] or running
+        def takes_part(sequence: Sequence) -> bool:
+            return request_ids is None or sequence.request_id in request_ids
+
+        waiting = (s for s in self._waiting.values() if takes_part(s))
+        for sequence in list(islice(waiting, len(self._free_rows))):
+            del self._waiting[sequence.request_id]
+            self._place(sequence)
+        running = [s for s in self._placed.values() if s.runnable and takes_part(s)]
+        if not running and any(takes_part(s) for s in self._waiting.values()):
+            raise InferenceError(_NO_ROW.format(self.options.max_num_seqs))
+        running.sort(key=lambda s: s.row or 0)  # a full dense cache is read in place
+        return [s for s in running if s.prefilling] or running
+
+    def _place(self, sequence: Sequence) -> None:
+        """Give a request a cache row."""
+        if not self._free_rows:
+            raise InferenceError(_NO_ROW.format(self.options.max_num_seqs))
+        sequence.row = self._free_rows.pop()
+        self._placed[sequence.request_id] = sequence
+
+    def _free(self, sequence: Sequence) -> None:
+        """Take the cache row of a request back."""
+        assert sequence.row is not None
+        self._runner.free(sequence.row)
+        self._free_rows.append(sequence.row)
+
+    def _advance(self, batch: list[Sequence]) -> None:
+        """Compute a pass and sample a token for each sequence whose prompt is complete."""
+        if not batch:
+            return
         logits = self._runner.step(batch)
         ready = [index for index, s in enumerate(batch) if not s.prefilling]
         chosen = [batch[index] for index in ready]
         tokens = sample(logits[ready], [s.params for s in chosen], [s.generator for s in chosen])
         for sequence, token in zip(chosen, tokens, strict=True):
-            how = sequence.params
-            stops = frozenset() if how.ignore_eos else self._stop_ids
+            params = sequence.params
+            stops = frozenset() if params.ignore_eos else self._stop_ids
             longest = self.architecture.max_position_embeddings
-            sequence.append(token, stops | frozenset(how.stop_token_ids), longest)
-            text, start = self.tokenizer, sequence.prompt_end
-            if how.stop and text is not None and text.reached(sequence.tokens, start, how.stop):
-                sequence.finish_reason = "stop"
-        return batch
-
-    def _finish(self, sequence: Sequence) -> RequestOutput:
-        output = self._output(sequence)
-        self._runner.total.finish(output.kv)
-        return output
+            sequence.append(token, stops | frozenset(params.stop_token_ids), longest)
+            if params.stop and self.tokenizer is not None:
+                tokenizer, start = self.tokenizer, sequence.prompt_end
+                if tokenizer.reached(sequence.tokens, start, params.stop):
+                    sequence.finish_reason = "stop"
 
     def _output(self, sequence: Sequence) -> RequestOutput:
         ids = sequence.output
@@ -240,74 +289,3 @@ class LLM:
             finished=reason is not None,
             kv=sequence.meter.report(sequence.computed),
         )
-
-    def _release(self, row: int | None) -> None:
-        assert row is not None
-        self._runner.free(row)
-        self._free_rows.append(row)
-
-
-class Conversation:
-    """Turns that continue one cache: what was evicted in an earlier turn stays evicted.
-
-    Made by `LLM.conversation`; use it as a context manager or call `close`.
-    """
-
-    def __init__(self, llm: LLM, row: int) -> None:
-        self._llm, self._row = llm, row
-        self._sequence: Sequence | None = None
-        self._open = True
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def say(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Add a prompt to what was said and generated so far, and continue.
-
-        Args:
-            prompt: Text or token ids of this turn only.
-            sampling_params: How to continue.
-        """
-        if not self._open:
-            raise InferenceError("the conversation is closed; start another one")
-        params = sampling_params or SamplingParams()
-        if self._sequence is None:
-            self._sequence = self._llm._sequence(prompt, params)
-            self._sequence.row = self._row
-        else:
-            self._continue(self._sequence, prompt, params)
-        while self._sequence.finish_reason is None:
-            self._llm._advance([self._sequence])
-        return self._llm._finish(self._sequence)
-
-    def _continue(self, sequence: Sequence, prompt: Prompt, params: SamplingParams) -> None:
-        text, tokens = self._llm._encode(prompt, first=False)
-        self._llm._check_length(len(sequence.tokens) + len(tokens))
-        sequence.prompt, sequence.params = text, params
-        sequence.prompt_start = len(sequence.tokens)
-        sequence.tokens += tokens
-        sequence.prompt_end = len(sequence.tokens)
-        sequence.finish_reason = None
-        sequence.meter.restart()
-        if params.seed is not None:
-            sequence.generator.manual_seed(params.seed)
-
-    def close(self) -> None:
-        """Free the cache; further turns are refused."""
-        if self._open:
-            self._open = False
-            self._llm._release(self._row)
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    single = isinstance(prompts, str | dict)
-    tokens = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
-    if single or tokens:
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise InferenceError("prompts: give text, token ids or a list of either")
-    return list(prompts)

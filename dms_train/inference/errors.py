@@ -1,4 +1,4 @@
-"""What this room refuses."""
+"""Errors of inference."""
 
 from __future__ import annotations
 

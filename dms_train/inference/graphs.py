@@ -1,8 +1,8 @@
-"""Decode steps replayed as CUDA graphs: one launch instead of some hundreds.
+"""Decode steps replayed as CUDA graphs: one launch instead of several hundred.
 
-A graph is captured for a batch size, a power of two; places of a batch that no sequence needs hold
-row -1, which the kernels skip. What happens on the host between steps (more pages, wider tables)
-happens before the replay; when it moves memory, the graphs are captured again.
+A graph is captured for a batch size, a power of two; unused batch entries hold row -1, which the
+kernels skip. The host adds pages and widens tables before the replay; if that moves memory, the
+graphs are captured again.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class DecodeGraphs:
         return captured.hidden[:b], captured.reads[:, :b]
 
     def _capture(self, size: int, device: torch.device) -> _Captured:
-        """Record a step of `size` sequences, after one without any that compiles its kernels."""
+        """Record a step of `size` sequences, after a warm-up that compiles its kernels."""
         tokens, position = torch.zeros(2, size, 1, dtype=torch.int64, device=device)
         rows = torch.full((size,), -1, device=device)
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             self._decoder(tokens, position, rows, self._cache)
-        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             hidden, reads = self._decoder(tokens, position, rows, self._cache)

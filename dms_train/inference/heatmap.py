@@ -1,4 +1,4 @@
-"""Which layers and heads compress, as a picture."""
+"""Heatmap of a number per layer and KV head, such as the compression ratio."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def draw_heatmap(
     label: str = "cr_factor",
     limits: tuple[float | None, float | None] = (1.0, None),
 ) -> None:
-    """Write a PNG of one number per lane, layers downwards.
+    """Write a PNG of one number per KV head, layers downwards.
 
     Args:
         values: [layers, kv_heads].
         path: The file, or one that is open for writing.
-        title: Above the picture.
+        title: Of the figure.
         label: What the numbers are.
         limits: Values at the ends of the colour scale; None takes the data's own.
 

@@ -18,7 +18,7 @@ class EngineOptions:
     """Everything about an engine except its model.
 
     Attributes:
-        policy: Who stays in the cache; `auto` is what the model was trained for.
+        policy: Which tokens the cache keeps; `auto` is what the model was trained for.
         window: Tokens of the `window` policy; None takes the model's own.
         cache: `compact` frees what is evicted, `dense` masks it (the full-size baseline).
         max_num_seqs: Sequences in the cache at the same time.
@@ -28,7 +28,7 @@ class EngineOptions:
         dtype: Compute and cache dtype; `auto` is the stored one.
         device: Where to run.
         kernels: `triton` decodes with fused kernels, `reference` with torch operations; `auto`
-            takes triton on a GPU for policies it knows.
+            takes triton on a GPU for the policies it supports.
         cache_dtype: `fp8` stores keys and values as e4m3 (triton only); `auto` in `dtype`.
     """
 
@@ -75,7 +75,7 @@ class SamplingParams:
         seed: Of this request's own generator; None draws one.
         stop: Texts that end the request; the output's text ends before them.
         stop_token_ids: Tokens that end the request besides the model's own.
-        ignore_eos: Go on after the model's end-of-text tokens.
+        ignore_eos: Do not stop at the model's end-of-text tokens.
     """
 
     max_tokens: int = 16

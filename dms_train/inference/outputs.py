@@ -26,15 +26,15 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What became of a prompt.
+    """Output of a request.
 
     Attributes:
         request_id: Number in the order of arrival.
         prompt: Text, or None for a prompt of token ids.
         prompt_token_ids: Its tokens.
         outputs: One continuation.
-        finished: False only for what `LLM.stream` yields on the way.
-        kv: What the cache cost so far.
+        finished: False for the intermediate outputs of `LLM.stream` and `InferenceEngine.step`.
+        kv: What the cache has cost so far.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""One forward pass over several sequences: integers in, logits out, everything counted."""
+"""One forward pass over several sequences: token ids in, logits and cache statistics out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.accounting import PassCounts, TotalMeter
-from dms_train.inference.cache.base import KVCache
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
+from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.cache.page_slabs import PageSlabs
 from dms_train.inference.cache.paged import PagedKVCache, decode_rule
 from dms_train.inference.cache.pool import PagePool
@@ -19,8 +19,8 @@ from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.sequence import Sequence
-from dms_train.kernels import decode
-from dms_train.kernels.paged import FP8
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.decode.paged import FP8
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
@@ -62,7 +62,7 @@ def _uses_kernels(policy: CachePolicy, options: EngineOptions) -> bool:
     elif options.page_slots & (options.page_slots - 1):
         obstacle = f"page_slots={options.page_slots} is not a power of two"
     elif decode_rule(policy) is None:
-        obstacle = f"the kernels do not know {type(policy).__name__}"
+        obstacle = f"the kernels do not support {type(policy).__name__}"
     wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
     if wanted and (obstacle is not None or options.kernels == "reference"):
         cause = obstacle or "kernels=reference stores no fp8"

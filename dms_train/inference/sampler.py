@@ -15,8 +15,8 @@ def sample(
 
     Args:
         logits: float [b, vocab].
-        params: How, for each row.
-        generators: CPU generators, one for each row; rows do not disturb each other.
+        params: Sampling parameters of each row.
+        generators: CPU generators, one for each row, so that rows are independent.
     """
     tokens: list[int] = logits.argmax(-1).tolist()
     for row, (how, generator) in enumerate(zip(params, generators, strict=True)):
@@ -27,7 +27,7 @@ def sample(
 
 
 def _probabilities(scores: Tensor, how: SamplingParams) -> Tensor:
-    """What is left of softmax(scores) [vocab] after top-k and then top-p."""
+    """softmax(scores) [vocab] after top-k, with 0 for the tokens that top-p excludes."""
     if 0 < how.top_k < len(scores):
         least = scores.topk(how.top_k).values[-1]
         scores = scores.masked_fill(scores < least, -torch.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dms_train.hf.directory import read_config, read_json
+from dms_train.hf.json_files import read_config, read_json
 from dms_train.inference.errors import InferenceError
 
 _UNSEEN = 8
@@ -34,7 +34,7 @@ class Tokenizer:
         return cls(Inner.from_file(str(path)))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids, with what the tokenizer puts around a text if `special`."""
+        """Token ids, with the tokenizer's special tokens around the text if `special`."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         return ids
 
@@ -51,7 +51,7 @@ class Tokenizer:
     def reached(self, tokens: list[int], start: int, stops: tuple[str, ...]) -> bool:
         """Whether the last of `tokens`, generated from `start` on, completes one of the texts."""
         longest = max(len(stop.encode()) for stop in stops)
-        # a token is at least a byte; the few more are special tokens, which are not shown
+        # a token is at least a byte; _UNSEEN more allow for special tokens, which decode to nothing
         tail = self.decode(tokens[max(start, len(tokens) - longest - _UNSEEN) :])
         if not any(stop in tail for stop in stops):
             return False

@@ -1,6 +1,6 @@
 """The attention function every backend provides; callers name a backend, never a file.
 
-Backends are imported when they are asked for: `triton` need not be installed where it is not used.
+Backends are imported on first use: `triton` need not be installed where it is not used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from dms_train.kernels.errors import KernelError
 
 _MODULES = {
-    "triton": "triton_train",
+    "triton": "triton_attention",
     "flex": "flex",
     "blockwise": "blockwise",
     "reference": "reference",
@@ -27,7 +27,7 @@ _CPU_REASONS = {
 
 
 class DMSAttention(Protocol):
-    """Causal attention with a soft eviction bias; see `kernels.reference.dms_attention`."""
+    """Causal attention with a soft eviction bias; see `train_attention.reference`."""
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class DMSAttention(Protocol):
 
 def backend(name: str) -> DMSAttention:
     """The implementation with this name, one that `choose` returned."""
-    module = importlib.import_module(f"dms_train.kernels.{_MODULES[name]}")
+    module = importlib.import_module(f"dms_train.kernels.train_attention.{_MODULES[name]}")
     return cast(DMSAttention, module.dms_attention)
 
 
@@ -77,7 +77,7 @@ def choose(name: str, device: torch.device) -> str:
 def fuses(name: str) -> bool:
     """Whether the kernels beside attention run too: activation, RoPE and decisions.
 
-    They go with the backend that `choose` returned, so that every other one is free of Triton.
+    They belong to the triton backend, so that every other backend runs without Triton.
     """
     return name == "triton"
 

@@ -1,7 +1,7 @@
-"""Refusals of this room, each one line: what, where, how to fix."""
+"""Errors of the kernels."""
 
 from __future__ import annotations
 
 
 class KernelError(ValueError):
-    """A backend that cannot run here, or a problem that no backend takes."""
+    """A backend that cannot run on this device, or a shape or dtype that no backend supports."""

@@ -1,16 +1,23 @@
-"""Every gap between megatron-core 0.16 and what this project needs of it, filled once.
+"""Every patch of megatron-core 0.16 and every access to its private attributes.
 
 Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state
-megatron does not know completely when it loads a checkpoint.
+megatron does not know completely when it loads a checkpoint; and megatron looks in them for fused
+kernels, for which torch has equivalents.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core import utils as megatron_utils
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
 
@@ -24,8 +31,8 @@ def add_to_main_grad(weight: Any, inputs: Tensor, d_out: Tensor) -> Tensor | Non
     """Add d_out^T inputs to a weight's fp32 `main_grad`, as megatron's fused layers do.
 
     Returns:
-        What autograd has to be told in place of a gradient, so that megatron learns that the weight
-        is done; None for one that an embedding shares, whose own gradient does that.
+        The value for autograd in place of a gradient, by which megatron knows that the weight is
+        done; None for one that an embedding shares, whose own gradient does that.
     """
     layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, d_out, weight.main_grad)
     weight.grad_added_to_main_grad = True
@@ -132,9 +139,84 @@ def zero_optimizer_rows(optimizer: Any, parameter: Any, rows: list[int]) -> None
         if parameter not in part.model_param_group_index_map:
             continue
         shard = part._get_model_param_range_map(parameter)["param"]
-        tensors = part._get_main_param_and_optimizer_states(parameter)
+        tensors = parameter_state(part, parameter)
         for name in ("param", "exp_avg", "exp_avg_sq"):
             for row in rows if name in tensors else ():
                 first = min(max(row * width, shard.start), shard.end) - shard.start
                 last = min(max((row + 1) * width, shard.start), shard.end) - shard.start
                 tensors[name].detach()[first:last].zero_()
+
+
+def parameter_state(part: Any, parameter: Any) -> dict[str, Tensor]:
+    """The shard of a parameter that this rank holds: `param` in fp32 and Adam's moments."""
+    tensors: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
+    return tensors
+
+
+def clip_in_few_kernels() -> None:
+    """Compute gradient norms in few kernels; megatron's own functions wait for each parameter."""
+    if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _l2_norm
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
+def _l2_norm(
+    _chunk: int, _flag: Tensor, lists: list[list[Tensor]], _per_tensor: bool
+) -> tuple[Tensor, None]:
+    norms = torch.stack(torch._foreach_norm(lists[0]))
+    return torch.linalg.vector_norm(norms).reshape(1), None
+
+
+def _scale(_chunk: int, _flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
+    """Multiplies in place: megatron names the same tensors twice."""
+    torch._foreach_mul_(lists[1], factor)
+
+
+def accumulate_in_place(device: torch.device) -> bool:
+    """Let weight gradients be added to the fp32 buffer by the product that computes them.
+
+    Returns:
+        Whether they are; a torch without products of mixed precision cannot.
+    """
+    if layers._grad_accum_fusion_available:
+        return True
+    try:
+        sums = torch.zeros(16, 16, device=device)
+        one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+        _add_weight_gradient(one, one, sums)
+        _add_weight_gradient(one, one, sums)
+        if (sums != 32.0).any():
+            return False
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=_add_weight_gradient
+    )
+    layers._grad_accum_fusion_available = True
+    return True
+
+
+def _add_weight_gradient(inputs: Tensor, d_out: Tensor, sums: Tensor) -> None:
+    """sums [out, in] float32 += d_out^T inputs for d_out [tokens, out] and inputs [tokens, in]."""
+    if inputs.dtype == torch.float32:
+        sums.addmm_(d_out.t(), inputs)
+    else:
+        torch.ops.aten.addmm.dtype_out(sums, d_out.t(), inputs, torch.float32, out=sums)
+
+
+def use_results_queue(queue: Any) -> None:
+    """Let the processes that write a checkpoint return their results through this queue."""
+    filesystem_async._results_queue = queue
+
+
+def rng_state_setter() -> tuple[Any, str]:
+    """Owner and name of the function by which megatron's tracker sets a random state."""
+    return megatron_random, "_set_cuda_rng_state"
+
+
+def close_process_groups() -> None:
+    """Close megatron's groups; it forgets them without, and each holds threads and connections."""
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()

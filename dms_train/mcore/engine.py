@@ -1,4 +1,4 @@
-"""McoreEngine: the only face of this room towards the training loop."""
+"""McoreEngine: the interface of this package to the training loop."""
 
 from __future__ import annotations
 
@@ -15,32 +15,28 @@ from torch import Tensor
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels import api as kernels
-from dms_train.mcore import (
-    checkpoint,
-    checkpoint_state,
-    compat,
-    families,
-    fusions,
-    layers,
-    optim,
-    retention,
-    weights,
-)
-from dms_train.mcore.attention import MethodState
-from dms_train.mcore.checkpoint_saving import CheckpointSaver
+from dms_train.mcore import compat
+from dms_train.mcore.checkpoints import reading as checkpoint
+from dms_train.mcore.checkpoints import state as checkpoint_state
+from dms_train.mcore.checkpoints.saving import CheckpointSaver
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.model import DMSModel, transformer_config
+from dms_train.mcore.layers import backend as layers
+from dms_train.mcore.layers import fusions, retention
+from dms_train.mcore.layers.attention import MethodState
+from dms_train.mcore.model import mapping, weights
+from dms_train.mcore.model.model import DMSModel, transformer_config
+from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.recording import Recording, record
-from dms_train.mcore.step import PassContext, PassTotals, run_pass, to_device, token_scale
+from dms_train.mcore.schedule import optimizer as optim
+from dms_train.mcore.schedule.step import PassContext, PassTotals, run_pass, to_device, token_scale
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.method.spec import DMSSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """The slices of the configuration this room needs.
+class TrainEngineOptions:
+    """The parts of the configuration that the engine needs.
 
     Without `trains` no gradient buffers and no optimizer are built: for converters. `kernels` is a
     configured name of the attention's backend.
@@ -65,7 +61,7 @@ class McoreEngine:
         architecture: Architecture,
         spec: DMSSpec,
         view: ParallelView,
-        options: EngineOptions,
+        options: TrainEngineOptions,
         source: weights.WeightSource | None,
     ) -> None:
         self.architecture = architecture
@@ -81,7 +77,7 @@ class McoreEngine:
         fusions.apply(self._config, view.device, fused=fused)
         self._method = MethodState(spec, self._attend, fused=fused)
         self._models = self._build_chunks(self._method, source)
-        self._saver = CheckpointSaver(leads=view.rank == 0)
+        self._saver = CheckpointSaver(is_main_rank=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
         self._optimizer: Any = None
         self._scheduler: Any = None
@@ -104,7 +100,7 @@ class McoreEngine:
         return chunks
 
     def describe_layers(self) -> str:
-        """Whose layers, norms and optimizer these are, and why: one line for the log."""
+        """Which implementation of layers, norms and optimizer is used, and why: one line."""
         return self._kit.describe(self._optimizer)
 
     def attach_teacher(self, source: weights.WeightSource) -> None:
@@ -128,8 +124,11 @@ class McoreEngine:
         )
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> Tensor:
-        if plan.loss == "distill" and not self._models[0].has_teacher:
-            raise ModelError("the plan distills but no teacher is attached; name it in model.path")
+        needs_teacher = plan.token_loss.needs_teacher
+        if needs_teacher and not self._models[0].has_teacher:
+            raise ModelError(
+                f"loss={plan.loss}: needs a teacher and none is attached; name it in model.path"
+            )
         self._method.plan = plan
         batches = to_device(batches, self.view.device)
         return run_pass(
@@ -137,7 +136,7 @@ class McoreEngine:
             batches,
             self._context(plan, batches),
             self._config,
-            has_teacher=plan.loss == "distill",
+            has_teacher=needs_teacher,
             forward_only=forward_only,
         )
 
@@ -205,7 +204,7 @@ class McoreEngine:
             **extra,
         )
 
-    def hand_over_lane(self) -> None:
+    def reset_eviction_channel(self) -> None:
         """Zero the borrowed neuron's projection rows, bias and optimizer state.
 
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
@@ -214,7 +213,7 @@ class McoreEngine:
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
         groups = self.architecture.num_query_groups // self.view.tp_size
-        rows = families.lane_rows(self.architecture, self.spec.channel, groups)
+        rows = mapping.eviction_channel_rows(self.architecture, self.spec.channel, groups)
         for model in self._models:
             for layer in model.decoder.layers:
                 projection = layer.self_attention.linear_qkv

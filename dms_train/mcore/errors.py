@@ -1,4 +1,4 @@
-"""Refusals of this room, each one line: what, where, how to fix."""
+"""Errors of this package; each message is one line: what, where, how to fix."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class SaveError(CheckpointError):
 
 
 class ModelError(ValueError):
-    """Weights or an architecture this room cannot build."""
+    """Weights or an architecture that cannot be built."""

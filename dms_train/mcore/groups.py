@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from dms_train.mcore import runtime
+from dms_train.mcore import compat, runtime
 from dms_train.mcore.options import ParallelOptions
 
 T = TypeVar("T")
@@ -135,10 +135,6 @@ def of_rank_0(action: Callable[[], T]) -> T:
 
 def stop(*, keep_process_group: bool = False) -> None:
     """Leave the parallel groups, and the process group unless another layout follows."""
-    # megatron forgets its groups without closing them; each holds threads and connections
-    for group in parallel_state._global_process_group_list or ():
-        if group is not None:
-            dist.destroy_process_group(group)
-    parallel_state.destroy_model_parallel()
+    compat.close_process_groups()
     if not keep_process_group and dist.is_initialized():
         dist.destroy_process_group()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from dms_train.hf.options import PRECISIONS
+from dms_train.limits import AtLeast, OneOf, Positive, Share
 
 # Rows of the embedding table are padded to a multiple of this, whatever the tensor-parallel size,
 # so that a checkpoint has the same shapes in every layout.
@@ -10,6 +14,10 @@ VOCABULARY_MULTIPLE = 128
 # Logits of one model that the loss holds at a time on a GPU.
 LOGITS_CHUNK = 2**28
 LAYERS = ("auto", "local", "transformer_engine")
+# Per sample: sum of alpha, live slots at the last token, KV reads / length.
+EVICTION_STATS = 3
+# bf16 pieces that hold an fp32 value exactly.
+EXACT_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,31 +31,31 @@ class ParallelOptions:
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (core attention) or `full` (whole layers).
         recompute_num_layers: Layers per recomputed unit with `full`.
-        layers: Whose linear layers and norms: `auto`, `local` (megatron-core's own) or
+        layers: Implementation of linear layers and norms: `auto`, `local` (megatron-core's own) or
             `transformer_engine`; see `mcore.layers`.
         distributed_timeout_minutes: After this long without an answer a collective gives up; a rank
-            without a sign of life for half of it counts as dead.
+            without a heartbeat for half of it counts as stalled.
     """
 
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
+    tensor_model_parallel_size: Annotated[int, AtLeast(1)] = 1
+    pipeline_model_parallel_size: Annotated[int, AtLeast(1)] = 1
+    virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(2)] = None
     sequence_parallel: bool = False
-    params_dtype: str = "fp32"
-    recompute_granularity: str | None = None
-    recompute_num_layers: int = 1
-    layers: str = "auto"
-    distributed_timeout_minutes: float = 10.0
+    params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
+    recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None
+    recompute_num_layers: Annotated[int, AtLeast(1)] = 1
+    layers: Annotated[str, OneOf(*LAYERS)] = "auto"
+    distributed_timeout_minutes: Annotated[float, Positive()] = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimOptions:
     """AdamW settings shared by all stages; a stage may replace `lr`."""
 
-    lr: float
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    lr_warmup_steps: int = 0
+    lr: Annotated[float, Positive()]
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    adam_beta1: Annotated[float, Share(below_one=True)] = 0.9
+    adam_beta2: Annotated[float, Share(below_one=True)] = 0.95
+    adam_eps: Annotated[float, Positive()] = 1e-8
+    clip_grad: Annotated[float, AtLeast(0)] = 1.0
+    lr_warmup_steps: Annotated[int, AtLeast(0)] = 0

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dms_train.mcore import compat
+
 _CPU = torch.device("cpu")
 _cpu_runtime: _CpuRuntime | None = None
 
@@ -56,6 +58,7 @@ class _CpuRuntime:
         self._replaced: list[tuple[Any, str, Any]] = []
         self._filter = _SameStateWarning()
         self._mode = _CudaMeansCpu()
+        self._logger = ""
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._replaced.append((owner, name, getattr(owner, name)))
@@ -70,21 +73,18 @@ class _CpuRuntime:
         self._replace(torch.cuda, "manual_seed", generator.manual_seed)
         self._replace(torch.cuda, "get_rng_state", get_state)
         self._replace(torch.cuda.random, "get_rng_state", get_state)
-        # Imported after the replacements above: importing must not see half a runtime.
-        from megatron.core.tensor_parallel import random as megatron_random
-
         set_state = lambda state, *_, **__: generator.set_state(state)  # noqa: E731
-        self._replace(megatron_random, "_set_cuda_rng_state", set_state)
-        logging.getLogger(megatron_random.__name__).addFilter(self._filter)
+        owner, name = compat.rng_state_setter()
+        self._replace(owner, name, set_state)
+        logging.getLogger(owner.__name__).addFilter(self._filter)
+        self._logger = owner.__name__
         # advice about GPUs only
         warnings.filterwarnings("ignore", message="When using async grad allreduce")
         self._mode.__enter__()
 
     def stop(self) -> None:
         self._mode.__exit__(None, None, None)
-        from megatron.core.tensor_parallel import random as megatron_random
-
-        logging.getLogger(megatron_random.__name__).removeFilter(self._filter)
+        logging.getLogger(self._logger).removeFilter(self._filter)
         for owner, name, value in reversed(self._replaced):
             setattr(owner, name, value)
 

@@ -1,4 +1,4 @@
-"""What a set of hard decisions costs in memory and reads.
+"""KV slots held and read under a set of hard decisions.
 
 `cr_factor` is tokens seen over slots held (a factor >= 1), never 1 / (1 - mean alpha): tokens in
 the window always count.

@@ -12,12 +12,12 @@ from torch import Tensor
 from dms_train.method.spec import DMSSpec
 
 
-def borrowed_lane(query: Tensor, channel: int) -> Tensor:
+def eviction_channel(query: Tensor, channel: int) -> Tensor:
     """The borrowed activation. query: [s, b, g, r, d] before RoPE. Returns [s, b, g]."""
     return query[..., 0, channel]
 
 
-def scale_lane(query: Tensor, channel: int, factor: float) -> Tensor:
+def scale_eviction_channel(query: Tensor, channel: int, factor: float) -> Tensor:
     """A copy of query [s, b, g, r, d] with the borrowed activation multiplied by `factor`."""
     r, d = query.shape[-2:]
     mask = torch.ones(r, d, device=query.device, dtype=query.dtype)
@@ -25,10 +25,12 @@ def scale_lane(query: Tensor, channel: int, factor: float) -> Tensor:
     return query * mask
 
 
-def eviction_logits(lane: Tensor, spec: DMSSpec) -> Tensor:
-    """x = scale * lane - offset, in float32 (float64 stays)."""
-    lane = lane if lane.dtype == torch.float64 else lane.float()
-    return spec.alpha_scale * lane - spec.alpha_offset
+def eviction_logits(eviction_channel: Tensor, spec: DMSSpec) -> Tensor:
+    """x = scale * eviction channel - offset, in float32 (float64 stays)."""
+    eviction_channel = (
+        eviction_channel if eviction_channel.dtype == torch.float64 else eviction_channel.float()
+    )
+    return spec.alpha_scale * eviction_channel - spec.alpha_offset
 
 
 def relax(logits: Tensor, noise: Tensor | None, tau: float) -> tuple[Tensor, Tensor, Tensor]:

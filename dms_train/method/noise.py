@@ -1,7 +1,7 @@
 """Relaxation noise keyed by (seed, step, sample, layer, KV head, position), never by rank.
 
-A counter-based generator (SplitMix64 in wrapping int64 arithmetic): any rank can draw exactly the
-slice it needs, so every parallel layout, every recomputation and both CPU and GPU see the same
+A counter-based generator (SplitMix64 in wrapping int64 arithmetic): a rank draws
+exactly the slice it needs. Every parallel layout, every recomputation, CPU and GPU see the same
 noise, and resuming needs no generator state.
 """
 

@@ -1,16 +1,18 @@
-"""What one optimizer step is asked to do and what it measured, as plain numbers."""
+"""What one optimizer step does and what it measured, as plain numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from dms_train.method.token_losses import TokenLoss, token_loss
+
 Eviction = Literal["none", "soft", "hard", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Everything the model needs to know about the current step; the same on every rank.
+    """What the model computes in the current step; the same on every rank.
 
     Attributes:
         step: Global optimizer step, part of the noise key.
@@ -18,8 +20,8 @@ class StepPlan:
         neuron_scale: Factor on the borrowed activation; 1 leaves the model untouched, 0 clears it.
         eviction: `none`; `soft` relaxed with noise (training); `hard` thresholded (inference
             rule); `all` evicts every token that leaves the window (window-only control).
-        target_cr: Compression ratio asked for; 1 asks for nothing.
-        loss: `distill` against the frozen teacher or `lm` next-token loss.
+        target_cr: Compression ratio to reach; 1 requires no eviction.
+        loss: A name in `TOKEN_LOSSES`.
         noise: Whether the relaxation is noisy (off only in checks).
     """
 
@@ -28,8 +30,16 @@ class StepPlan:
     neuron_scale: float = 1.0
     eviction: Eviction = "none"
     target_cr: float = 1.0
-    loss: Literal["distill", "lm"] = "distill"
+    loss: str = "distill"
     noise: bool = True
+
+    def __post_init__(self) -> None:
+        _ = self.token_loss  # an unknown name is refused
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        """The loss of that name; ValueError for an unknown one."""
+        return token_loss(self.loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +55,7 @@ class StepResult:
         kv_reads: Slots attended, summed over the queries of one sample.
         grad_norm: Before clipping; 0 for an evaluation.
         learning_rate: Of this step; 0 for an evaluation.
-        memory_bytes: Of the fullest process; 0 for an evaluation.
+        memory_bytes: Largest memory of any process; 0 for an evaluation.
         skipped: Whether the step changed nothing because its loss or gradient norm is not finite.
         kept: Share of the tokens held at the end of a sample, [layers][KV heads], by the inference
             rule; empty for a training step and for an evaluation without evictions.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-_ROUNDING = 1e-9  # what float arithmetic may add to a whole number of steps
+_ROUNDING = 1e-9  # largest rounding error of a whole number of steps
 
 
 def neuron_scale(step: int, zero_steps: int) -> float:

@@ -1,27 +1,23 @@
 """The DMS specification: every constant that defines what a retrofitted model computes.
 
-One frozen object travels with each checkpoint and export. The presets below are the only place
-where their values are written; everything else reads them from here.
+`MethodOptions` is the `method` block of a configuration, `DMSSpec` the same values once they are
+known to be usable. A spec is stored with each checkpoint and export. `conf/method/NAME.yaml` holds
+the values of each preset for the command line; `PRESETS` holds them for Python.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
-CHOICES = {
-    "alpha_in_loss": ("soft", "hard_st"),
-    "aux_form": ("mean", "sum"),
-    "eviction": ("delayed", "immediate"),
-    "kl_direction": ("teacher_student", "student_teacher"),
-}
-# Keys that checkpoints and exports of earlier versions lack, with what those versions did.
-_ADDED = {"kl_temperature": 1.0}
+from dms_train import limits
+from dms_train.limits import AtLeast, OneOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DMSSpec:
+class MethodOptions:
     """Constants of Dynamic Memory Sparsification (paper section 3 and appendix B).
 
     Attributes:
@@ -34,7 +30,7 @@ class DMSSpec:
         window: Tokens a key always stays visible: key j is evictable for query i when
             i - j > window.
         tau: Temperature of the logistic relaxation used in training.
-        clear_after_rope: Whether the lane is cleared again after RoPE.
+        clear_after_rope: Whether the eviction channel is cleared again after RoPE.
         alpha_in_loss: `soft`, or `hard_st` (hard forward, soft gradient) in the compression loss.
         aux_form: `mean` normalises the compression hinge by layers x heads x tokens, `sum` not.
         eviction: `delayed` decides when the token is written (or one later), `immediate` when it
@@ -48,38 +44,44 @@ class DMSSpec:
     channel: int
     alpha_scale: float
     alpha_offset: float
-    decision_shift: int
-    window: int
+    decision_shift: Annotated[int, OneOf(0, 1)]
+    window: Annotated[int, AtLeast(1)]
     clear_after_rope: bool
-    alpha_in_loss: str
+    alpha_in_loss: Annotated[str, OneOf("soft", "hard_st")]
     tau: float = 0.1
-    aux_form: str = "mean"
-    eviction: str = "delayed"
-    kl_direction: str = "teacher_student"
+    aux_form: Annotated[str, OneOf("mean", "sum")] = "mean"
+    eviction: Annotated[str, OneOf("delayed", "immediate")] = "delayed"
+    kl_direction: Annotated[str, OneOf("teacher_student", "student_teacher")] = "teacher_student"
     kl_temperature: float = 1.0
 
-    def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"method.{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}"
-                )
+    def check(self, path: str) -> Iterator[str]:
+        """One line for every constant that no model can be trained with."""
         if self.channel not in (0, -1):
-            raise ValueError(f"method.channel={self.channel}: use 0 (first) or -1 (last)")
-        if self.decision_shift not in (0, 1):
-            raise ValueError(f"method.decision_shift={self.decision_shift}: use 0 or 1")
-        if self.window < 1:
-            raise ValueError(f"method.window={self.window}: use at least 1 token")
-        if not 0 < self.tau < math.inf:
-            raise ValueError(f"method.tau={self.tau}: use a positive temperature")
-        if not 0 < self.kl_temperature < math.inf:
-            raise ValueError(
-                f"method.kl_temperature={self.kl_temperature}: use a positive temperature"
-            )
+            yield f"{path}.channel={self.channel}: use 0 (first) or -1 (last)"
+        for name in ("tau", "kl_temperature"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                yield f"{path}.{name}={value}: use a positive temperature"
         if not 0 < self.alpha_scale < math.inf:
-            raise ValueError(f"method.alpha_scale={self.alpha_scale}: use a positive scale")
+            yield f"{path}.alpha_scale={self.alpha_scale}: use a positive scale"
         if not math.isfinite(self.alpha_offset):
-            raise ValueError(f"method.alpha_offset={self.alpha_offset}: use a finite offset")
+            yield f"{path}.alpha_offset={self.alpha_offset}: use a finite offset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMSSpec(MethodOptions):
+    """Constants of Dynamic Memory Sparsification that are known to be usable.
+
+    Fields are those of `MethodOptions`.
+
+    Raises:
+        ValueError: One line for every value that cannot be used.
+    """
+
+    def __post_init__(self) -> None:
+        found = list(limits.problems(self, "method"))
+        if found:
+            raise ValueError("\n".join(found))
 
     @property
     def governing_shift(self) -> int:
@@ -87,7 +89,7 @@ class DMSSpec:
         return self.decision_shift + (self.window if self.eviction == "immediate" else 0)
 
     def override(self, **values: Any) -> DMSSpec:
-        """A copy in which every value that is not None replaces the preset's."""
+        """A copy in which every value that is not None replaces the present one."""
         return replace(self, **{k: v for k, v in values.items() if v is not None})
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,9 +97,13 @@ class DMSSpec:
         return asdict(self)
 
     @classmethod
+    def from_options(cls, options: MethodOptions) -> DMSSpec:
+        """The specification that a configuration asks for."""
+        return cls(**asdict(options))
+
+    @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DMSSpec:
         """Inverse of `to_dict`; unknown or missing keys raise ValueError naming them."""
-        values = {**_ADDED, **values}
         known = {f.name for f in fields(cls)}
         if set(values) != known:
             missing, extra = sorted(known - set(values)), sorted(set(values) - known)

@@ -1,55 +1,65 @@
-"""Signs of life of every rank in the run folder, so that a rank that hangs can be named.
+"""Heartbeats of every rank in the run folder, so that a stalled rank can be named.
 
-A thread of each rank writes `state/ranks/N` every few seconds, also while the rank waits for
-others: how far its main thread is, where it is and for how long it has been there. And it looks at
-the file of the next rank. A process that is stopped, or a machine that is gone, falls silent; a
-process whose main thread waits for a disk or a lock says so itself. Whoever waits for such a rank
-in a collective could not say for whom. Ages are differences between times of files of one file
-system, so clocks of machines need not agree. Of the ranks of its own machine each one also sees
-whether their processes run: GPUs wait for a rank that is gone until a timeout. Standard library
-only.
+The main thread of a rank declares its phase: it reads `data`, or it computes a `step`, in which it
+also waits for other ranks. Both have a time limit; anything else (saving, exporting, validating)
+has none. A thread of each rank writes `state/ranks/N` every few seconds: phase, position in the
+code, and for how long there was no progress. It also checks the file of the next rank:
+
+- no heartbeat: the process is stopped or its machine is gone;
+- no progress while reading data: that rank is stalled;
+- no progress on any rank during a step: the ranks wait for each other;
+- on the same machine, a process that has ended.
+
+A stalled rank writes the stacks of all its threads to `state/ranks/N.stack` (faulthandler). Ages
+are differences between modification times on one file system, so that clocks of machines need not
+agree. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Literal
 
 from dms_train.observe import processes
 from dms_train.observe.log import logger
-from dms_train.observe.main_thread import Kind, MainThread
 
+Phase = Literal["data", "step", "other"]
 _EVERY_SECONDS = 10.0
 _SAID = "said"  # the file by which all ranks learn that one of them has found a reason to end
-# Times the patience, which is half of what a collective has.
+# Times the patience, which is half of the timeout of a collective.
 _LATE = 1.5
-# After a pause of everybody (a file system that fails over, a job that is suspended) all files are
-# old; a rank that lives has written again by the third look.
+# After a pause of all ranks (a file system that fails over, a suspended job) all files are old; a
+# rank that runs has written again by the third look.
 _LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank says of itself.
+    """The heartbeat of a rank.
 
     Attributes:
         host: Its machine.
         step: The last step that it took.
-        kind: What its main thread does (`main_thread`).
-        place: Where.
-        seconds: For how long it has been there.
+        phase: What its main thread does.
+        place: Where it was at the time of writing.
+        seconds: Time without progress in this phase.
         process: Its process (`processes.mark`).
     """
 
     host: str
     step: int
-    kind: Kind
+    phase: Phase
     place: str
     seconds: float
     process: str = ""
@@ -72,17 +82,17 @@ class Silent:
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Writes this rank's sign of life and watches the next rank's.
+    """Writes this rank's heartbeat and watches the next rank's.
 
     Attributes:
         folder: Folder of one file for each rank, on a file system that all ranks share.
         rank: This one.
         ranks: How many there are.
-        patience: Seconds after which a rank without a sign of life counts as hanging, and one whose
-            main thread stands still.
-        hang: Called once, in a thread of its own, with what is known of the ranks that do, or None
-            when another rank has said it; a main thread that waits for its GPU hears no signal.
-        main: Looks at the main thread.
+        patience: Seconds without a heartbeat, or without progress in a phase with a limit, after
+            which a rank counts as stalled.
+        hang: Called once, in a thread of its own, with a description of the stalled ranks, or None
+            when another rank has reported them; a main thread that waits for its GPU receives no
+            signal.
     """
 
     folder: Path
@@ -90,11 +100,14 @@ class Heartbeats:
     ranks: int
     patience: float
     hang: Callable[[str | None], None]
-    main: MainThread = field(default_factory=MainThread)
     _step: int = field(default=0, init=False)
-    _moves: int = field(default=0, init=False)
+    _warm: bool = field(default=False, init=False)
+    _phase: Phase = field(default="other", init=False)
+    _progress: int = field(default=0, init=False)
+    _last: tuple[float, int, float] = field(default=(0.0, -1, 0.0), init=False)
     _began: float = field(default=0.0, init=False)
     _own: Report | None = field(default=None, init=False)
+    _late_looks: int = field(default=0, init=False)
     _mentioned: bool = field(default=False, init=False)
     _process: str = field(default_factory=processes.mark, init=False)
     _gone: frozenset[int] = field(default=frozenset(), init=False)
@@ -102,33 +115,44 @@ class Heartbeats:
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """From here on this rank is watched."""
+        """Begin to write and to watch."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._began = self._beat()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
 
     def reached(self, step: int) -> None:
-        """A step was taken; shown when this rank falls silent."""
-        self._step = step
+        """A step was taken. The first one of a process compiles kernels and has no limit."""
+        self._step, self._warm = step, True
 
-    def moved(self) -> None:
-        """The main thread got somewhere, such as to the next microbatch."""
-        self._moves += 1
+    def progressed(self) -> None:
+        """The main thread made progress within its phase, such as the next microbatch."""
+        self._progress += 1
+
+    @contextlib.contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Meanwhile the main thread is in this phase."""
+        before, self._phase = self._phase, name
+        self.progressed()
+        try:
+            yield
+        finally:
+            self._phase = before
+            self.progressed()
 
     def stop(self, *, in_order: bool = True) -> None:
-        """This rank leaves; not in order, it leaves its file so that others see that it is gone."""
+        """End; not in order, the file stays, so that other ranks see that this one is gone."""
         if self._ends.is_set():
             return
         self._ends.set()
         if self._thread is not None:
-            # before its file is removed; not for ever, as the file system may be what hangs
+            # before its file is removed; with a limit, as the file system may be what hangs
             self._thread.join(self._interval())
         if in_order:
             self._remove()
 
     def silent(self) -> list[Silent]:
-        """The ranks that have given no sign of life for too long."""
+        """The ranks without a heartbeat for longer than the patience."""
         now = self._beat()
         found = (self._age(rank, now) for rank in range(self.ranks))
         return [silent for silent in found if silent is not None]
@@ -136,14 +160,14 @@ class Heartbeats:
     def ended(self) -> str | None:
         """The ranks of this machine whose processes were gone at this look and the last one.
 
-        Whoever leaves in order removes its file before its process ends.
+        A rank that leaves in order removes its file before its process ends.
         """
         found = {r: a for r, a in self._neighbours() if processes.has_ended(a.process)}
         before, self._gone = self._gone, frozenset(found)
         return ", ".join(f"rank {r} ({found[r]})" for r in sorted(before & self._gone)) or None
 
     def _neighbours(self) -> Iterator[tuple[int, Report]]:
-        """Other ranks of this machine, which stand in a row."""
+        """Other ranks of this machine, which are consecutive."""
         for row in (range(self.rank + 1, self.ranks), range(self.rank - 1, -1, -1)):
             for rank in row:
                 report = self._current(rank)
@@ -153,74 +177,80 @@ class Heartbeats:
                     yield rank, report
 
     def stuck(self) -> str | None:
-        """What is known of ranks that live but do not go on.
+        """A description of ranks that run but make no progress.
 
-        The rank before a standing one asks all; one rank finds out that all wait for each other.
+        A rank asks for all when the next one is stalled; rank 0 finds out that all wait.
         """
         following = self._current((self.rank + 1) % self.ranks)
-        if following is not None and self._overdue(following, "stands"):
-            return self._standing()
-        if self.rank == 0 and self._own is not None and self._overdue(self._own, "waits"):
+        if following is not None and self._overdue(following, "data"):
+            return self._stalled()
+        if self.rank == 0 and self._own is not None and self._overdue(self._own, "step"):
             return self._all_waiting()
         return None
 
     def _mention(self, rank: int) -> None:
-        """Say once, before a collective gives up, that a rank it may wait for still works.
-
-        It may be right to: rank 0 validates while the others wait, however long that takes.
-        """
+        """Warn once, before a collective times out, about a rank in another phase."""
         own, other = self._own, self._current(rank)
-        if own is None or own.kind != "waits" or own.seconds <= _LATE * self.patience:
+        if own is None or own.phase != "step" or own.seconds <= _LATE * self.patience:
             self._mentioned = False
-        elif not self._mentioned and other is not None and other.kind == "works":
+        elif not self._mentioned and other is not None and other.phase == "other":
             self._mentioned = True
             waits = f"rank {self.rank} has waited for {own.seconds:.0f} s, at {own.place}"
-            works = f"rank {rank} ({other}) still works, at {other.place}"
-            logger().warning("%s; %s", waits, works)
+            logger().warning("%s; rank %d (%s) is at %s", waits, rank, other, other.place)
 
-    def _standing(self) -> str | None:
+    def _stalled(self) -> str | None:
         known = {rank: self._current(rank) for rank in range(self.ranks)}
-        found = {r: a for r, a in known.items() if a is not None and self._overdue(a, "stands")}
+        found = {r: a for r, a in known.items() if a is not None and self._overdue(a, "data")}
         told = (
-            f"rank {rank} ({a}) lives but has not gone on for {a.seconds:.0f} s, at {a.place}"
+            f"rank {rank} ({a}) has stalled for {a.seconds:.0f} s reading data, at {a.place}"
             for rank, a in found.items()
         )
-        return "; ".join(told) or None
+        return self._with_stacks("; ".join(told)) if found else None
 
     def _all_waiting(self) -> str | None:
         places: dict[str, list[int]] = {}
         for rank in range(self.ranks):
             report = self._current(rank)
-            if report is None or not self._overdue(report, "waits"):
+            if report is None or not self._overdue(report, "step"):
                 return None
             places.setdefault(report.place, []).append(rank)
         where = "; ".join(f"{_spans(ranks)} at {place}" for place, ranks in places.items())
-        return (
+        return self._with_stacks(
             f"after step {self._step} all ranks wait for each other, or for their GPUs, for more "
             f"than {self.patience:.0f} s: {where}"
         )
 
-    def _overdue(self, report: Report, kind: Kind) -> bool:
-        return report.kind == kind and report.seconds > self.patience
+    def _with_stacks(self, text: str) -> str:
+        return f"{text}; stacks in {self.folder}/*.stack"
+
+    def _overdue(self, report: Report, phase: Phase) -> bool:
+        return report.phase == phase and report.seconds > self.patience
 
     def _watch(self) -> None:
-        following, looks, every = (self.rank + 1) % self.ranks, 0, self._interval()
-        while not self._ends.wait(every):
-            # a file system that fails for a moment is no rank that hangs
+        while not self._ends.wait(self._interval()):
+            # a file system may fail for a moment
             with contextlib.suppress(OSError):
-                looks = looks + 1 if self._age(following, self._beat()) is not None else 0
-                silent = self.silent() if looks >= _LOOKS else []
-                who = ", ".join(map(str, silent))
-                found = f"{who} did not answer" if silent else self.stuck()
-                if (gone := self.ended()) is not None:
-                    found = f"{gone} has ended"
-                if self._said() or found is not None:
-                    self._end(found)
+                if self.look():
                     return
-                self._mention(following)
+
+    def look(self) -> bool:
+        """Write a heartbeat and check the others once; whether the run had to be ended."""
+        following = (self.rank + 1) % self.ranks
+        late = self._age(following, self._beat()) is not None
+        self._late_looks = self._late_looks + 1 if late else 0
+        silent = self.silent() if self._late_looks >= _LOOKS else []
+        who = ", ".join(map(str, silent))
+        found = f"{who} did not answer" if silent else self.stuck()
+        if (gone := self.ended()) is not None:
+            found = f"{gone} has ended"
+        if self._said() or found is not None:
+            self._end(found)
+            return True
+        self._mention(following)
+        return False
 
     def _said(self) -> bool:
-        """Whether a rank of this run has said why the run ends."""
+        """Whether a rank of this run has reported why it ends."""
         try:
             return (self.folder / _SAID).stat().st_mtime >= self._began
         except FileNotFoundError:
@@ -230,7 +260,7 @@ class Heartbeats:
         said = self._said()
         with contextlib.suppress(OSError):
             (self.folder / _SAID).touch()
-        self._remove()  # else the next one to notice would blame this rank
+        self._remove()  # else the next rank to notice would name this one
         self.hang(None if said else found)
 
     def _interval(self) -> float:
@@ -243,26 +273,45 @@ class Heartbeats:
         with contextlib.suppress(OSError):
             self._file(self.rank).unlink(missing_ok=True)
 
+    def _stack_file(self) -> Path:
+        return self.folder / f"{self.rank}.stack"
+
     def _beat(self) -> float:
         """Write; the time that the file system gives it."""
-        stand = self.main.look((self._step, self._moves), 2 * self._interval())
+        phase: Phase = self._phase if self._warm or self._phase == "data" else "other"
+        seconds = self._without_progress()
         self._own = Report(
-            socket.gethostname(), self._step, stand.kind, stand.place, stand.seconds, self._process
+            socket.gethostname(), self._step, phase, _place(), seconds, self._process
         )
+        if phase != "other" and seconds > self.patience:
+            self._dump_stacks()
         with contextlib.suppress(OSError):  # on a full disk the time alone changes
             self._file(self.rank).write_text(json.dumps(asdict(self._own)))
         os.utime(self._file(self.rank))
         return self._file(self.rank).stat().st_mtime
 
+    def _without_progress(self) -> float:
+        """Seconds; a pause of the whole process counts for two intervals at most."""
+        looked, progress, seconds = self._last
+        now = time.monotonic()
+        passed = min(now - looked, 2 * self._interval())
+        seconds = seconds + passed if progress == self._progress else 0.0
+        self._last = (now, self._progress, seconds)
+        return seconds
+
+    def _dump_stacks(self) -> None:
+        with contextlib.suppress(OSError), self._stack_file().open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+
     def _report(self, rank: int) -> Report | None:
-        """What a rank last said; None when it left, or is just writing."""
+        """The last heartbeat of a rank; None when it left, or is just writing."""
         try:
             return Report(**json.loads(self._file(rank).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def _current(self, rank: int) -> Report | None:
-        """What a rank said since this one is watching; an earlier run may have left its file."""
+        """The last heartbeat since this rank watches; an earlier run may have left its file."""
         try:
             if self._file(rank).stat().st_mtime < self._began:
                 return None
@@ -290,3 +339,30 @@ def _spans(ranks: Iterable[int]) -> str:
             spans.append([rank])
     words = ", ".join("-".join(map(str, span)) for span in spans)
     return f"rank{'' if words.isdigit() else 's'} {words}"
+
+
+def _place() -> str:
+    """The main thread's innermost function, and its innermost one in this package."""
+    thread = threading.main_thread().ident
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    stack = []
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    own = next((f for f in stack if _module(f).partition(".")[0] == "dms_train"), None)
+    lines = [_line(f) for f in stack[:1]]
+    if own is not None and own is not stack[0]:
+        lines.append(_line(own))
+    return ", called from ".join(lines)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    package = _module(frame).partition(".")[0]
+    _, inside, file = code.co_filename.rpartition(f"/{package}/")
+    file = f"{package}/{file}" if inside else code.co_filename.rpartition("/")[2]
+    return f"{file}:{frame.f_lineno} in {code.co_name}"

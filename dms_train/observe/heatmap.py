@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-_CELL = 12  # pixels a side of one lane
+_CELL = 12  # pixels a side of one KV head
 
 
 def is_by_head(value: object) -> bool:

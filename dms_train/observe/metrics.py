@@ -47,9 +47,9 @@ class Compute:
     devices: int
     peak_tflops: float | None = None
 
-    def at(self, tokens_per_second: float, *, distills: bool) -> dict[str, float]:
+    def at(self, tokens_per_second: float, *, has_teacher: bool) -> dict[str, float]:
         """`tflops_per_device` and, with a known peak, `mfu` (a share of 1)."""
-        passes = 4 if distills else 3
+        passes = 4 if has_teacher else 3
         rate = tokens_per_second * passes * self.forward_flops / self.devices / 1e12
         values = {"tflops_per_device": rate}
         return values if self.peak_tflops is None else {**values, "mfu": rate / self.peak_tflops}

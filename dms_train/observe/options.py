@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from dms_train.limits import OneOf, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +23,10 @@ class ObserveOptions:
         progress: Show a progress bar on rank 0 when the terminal allows it.
     """
 
-    wandb: str = "offline"
+    wandb: Annotated[str, OneOf("offline", "online", "disabled")] = "offline"
     project: str = "dms-retrofit"
     entity: str | None = None
     name: str | None = None
     tensorboard: bool = False
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float | None, Positive()] = None
     progress: bool = True

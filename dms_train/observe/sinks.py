@@ -31,9 +31,9 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 RUN_ID_FILE = "wandb_id"
 STEP, TOKENS = "step", "tokens"
-VALIDATION = "validate/"
+VALIDATION = "export_eval/"
 # Curves over steps, and over the tokens that a model has been trained on.
-_AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "valid/*": TOKENS}
+_AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "eval/*": TOKENS}
 _PROBE_SECONDS = 3.0
 _FINISH_SECONDS = 60.0
 
@@ -83,7 +83,7 @@ def open_sinks(
 class JsonlSink:
     """`metrics.jsonl`, one object for each row, and `summary.json`; NaN and inf become null.
 
-    On a full disk rows wait in memory for room, after one warning; training goes on.
+    On a full disk rows wait in memory for free space, after one warning; training continues.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int = 0, warn: Warn | None = None) -> None:
@@ -126,7 +126,7 @@ class JsonlSink:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                self._warn(f"{error.filename}: {error.strerror}; its rows wait for room")
+                self._warn(f"{error.filename}: {error.strerror}; its rows wait for free space")
             self._warned = True
 
 
@@ -180,9 +180,9 @@ class WandbSink:
                 row[name] = wandb.Image(heatmap.pixels(value), caption="layer down, KV head right")
                 flat = [share for shares in value for share in shares]
                 row[f"{name}_histogram"] = wandb.Histogram(flat)
-        judged = [[n.removeprefix(VALIDATION), v] for n, v in values.items() if VALIDATION in n]
-        if judged:
-            row[f"{VALIDATION}table"] = wandb.Table(columns=["metric", "value"], data=judged)
+        evaluated = [[n.removeprefix(VALIDATION), v] for n, v in values.items() if VALIDATION in n]
+        if evaluated:
+            row[f"{VALIDATION}table"] = wandb.Table(columns=["metric", "value"], data=evaluated)
         return row
 
     def _open(
@@ -233,7 +233,7 @@ class WandbSink:
         return "online"
 
     def _attempt(self, action: Callable[[], object]) -> None:
-        """Training goes on whatever happens in here, hence the broad except."""
+        """Training continues after any error in here, hence the broad except."""
         try:
             action()
         except Exception as error:

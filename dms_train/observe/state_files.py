@@ -6,7 +6,7 @@ next. Standard library only: the command that submits and watches runs reads the
     state/heartbeat       touched by rank 0 after every step
     state/ranks/N         sign of life of rank N (`heartbeats`)
     state/ranks/said      a rank has said why all of them end
-    state/STOPPED         the run saved and left because it was told to; removed by the next start
+    state/STOPPED         the run saved and ended on request; removed by the next start
     state/REFUSED         the run was refused as it is; the same start would be refused again
     state/STAGE.done      a stage is finished and what it made is stored
     state/DONE            all stages are
@@ -46,15 +46,15 @@ class StateFiles:
         self.beat()
 
     def beat(self) -> None:
-        """The run is alive now."""
+        """Touch the heartbeat."""
         (self.state / "heartbeat").touch()
 
     def stopped(self, step: int) -> None:
-        """The run was told to stop, and saved after `step` steps."""
+        """The run received a request to stop, and saved after `step` steps."""
         self._write(self.state / "STOPPED", f"step {step}\n")
 
     def refused(self, lines: list[str]) -> None:
-        """Nothing was begun, and what the user is told must be done first."""
+        """Nothing was started; the message says what must be done first."""
         self.state.mkdir(parents=True, exist_ok=True)
         self._write(self.state / "REFUSED", "\n".join(lines) + "\n")
 
@@ -79,7 +79,7 @@ class StateFiles:
             rank: The rank that ends.
             attempt: Which start of the run this is, part of the file's name.
             error: What ended it.
-            lines: What the user is told.
+            lines: The message to the user.
         """
         self.errors.mkdir(parents=True, exist_ok=True)
         described = {

@@ -62,7 +62,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def _attempt(self, action: Callable[[], object]) -> None:
-        """Training goes on whatever happens in here, hence the broad except."""
+        """Training continues after any error in here, hence the broad except."""
         try:
             action()
         except Exception as error:

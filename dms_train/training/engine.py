@@ -1,15 +1,16 @@
-"""What the loop asks of an engine, a data source and an exporter; they fit by shape."""
+"""Protocols of the objects that the loop works with."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 
 
 class TrainEngine(Protocol):
-    """Computes steps; knows nothing of stages."""
+    """Computes steps, whatever their stage."""
 
     def begin_stage(self, rate: LearningRate) -> None:
         """Set the learning-rate schedule of the coming steps."""
@@ -23,7 +24,7 @@ class TrainEngine(Protocol):
         """Losses and accounting without gradients."""
         ...
 
-    def hand_over_lane(self) -> None:
+    def reset_eviction_channel(self) -> None:
         """Zero the borrowed neuron's projection and its optimizer state."""
         ...
 
@@ -57,44 +58,48 @@ class TokenSource(Protocol):
 
 
 class Validator(Protocol):
-    """Judges the final export; every rank calls it."""
+    """Evaluates the final export; every rank calls it."""
 
     def validate(self) -> dict[str, float]:
-        """Measure, write the report and return flat numbers, on ranks other than 0 none.
+        """Measure, write the report and return flat numbers on rank 0, none elsewhere.
 
         Raises:
-            ValueError: The export must not pass; the report is written all the same.
+            ValueError: The export fails its self-test; the report is written nevertheless.
         """
         ...
 
 
 class Watch(Protocol):
-    """Connects the loop with whoever started it: is it alive, may it go on, what is finished."""
+    """Connects the loop with its launcher: heartbeats, requests to stop, finished stages."""
+
+    def phase(self, name: Literal["data", "step"]) -> AbstractContextManager[None]:
+        """Meanwhile the loop reads data, or computes a step; both have a time limit."""
+        ...
 
     def beat(self, step: int) -> None:
         """Step `step` was taken."""
         ...
 
     def must_stop(self) -> bool:
-        """Whether any rank was told to stop; a collective that gives every rank one answer."""
+        """Whether any rank was told to stop; a collective with the same result on every rank."""
         ...
 
     def stopped(self, step: int) -> None:
-        """The loop saved step `step` and leaves before its stages are finished."""
+        """The loop saved step `step` and returns before its stages are finished."""
         ...
 
     def done(self, stage: str, step: int) -> None:
-        """A stage is finished and what it made is stored."""
+        """A stage is finished and its results are stored."""
         ...
 
 
 class Exporter(Protocol):
-    """Writes the current model for others to use."""
+    """Writes exports of the current model."""
 
     def export(self, name: str, state: dict[str, Any]) -> Path:
         """Write `exports/NAME` and return its folder."""
         ...
 
     def alias(self, name: str, target: str) -> None:
-        """Let `exports/NAME` stand for an export that exists."""
+        """Make `exports/NAME` a link to an existing export."""
         ...

@@ -1,4 +1,4 @@
-"""Refusals of this room, each one line: what, where, how to fix."""
+"""Errors of the training loop, each one line: what, where, how to fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one loop: runs stages over an engine, saves, evaluates, exports and validates on the way."""
+"""The training loop: runs stages over an engine, saves, evaluates, exports and validates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dms_train.training.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopParts:
-    """What the loop works with.
+    """The objects and settings of a loop.
 
     Attributes:
         global_batch_size: Samples per optimizer step.
@@ -40,12 +40,13 @@ class LoopParts:
 
 
 def run(stages: list[Stage | Action], state: TrainState, parts: LoopParts) -> TrainState:
-    """Run what is left of the stages; `state` says where to begin.
+    """Run the stages from the position in `state` on.
 
-    Returns early, with everything saved, when the watch says that the run must stop.
+    Returns the position at the end. That is before the last stage, with everything saved, when the
+    watch reports that the run must stop.
     """
     for stage in stages[: state.stage]:
-        # a run that was killed between saving and saying so
+        # the run may have been killed after saving and before it marked the stage as done
         parts.watch.done(_name(stage), state.step)
     _export_due(state, parts)
     while state.stage < len(stages):
@@ -82,8 +83,8 @@ def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
     Returns:
         Whether the run must stop; `state` then is where the newest checkpoint is.
     """
-    if stage.borrows_lane and not state.lane_borrowed:
-        _hand_over(stage, state, parts)
+    if stage.requires_eviction and not state.eviction_enabled:
+        _enable_eviction(stage, state, parts)
     parts.engine.begin_stage(stage.rate)
     parts.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
     stops = False
@@ -99,13 +100,13 @@ def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
             _finish(stage, state, parts)
         elif stops or ratio is not None or _due(state.step, parts.options.save_interval):
             exports = ratio is not None
-            parts.saver.save(state, permanent=exports, owed=stops, wait=exports)
+            parts.saver.save(state, permanent=exports, required=stops, wait=exports)
         else:
             parts.saver.poll(state.step)
         if stops and not ends:
             parts.reporter.end_stage(state.step)
-            return True  # an export that is due is written when the run continues
-        # after saving, so that a failed export costs no step
+            return True  # an export that is due is written when the run resumes
+        # after saving, so that a failed export loses no step
         _export_due(state, parts)
     if stage.steps == 0:
         _finish(stage, state, parts)
@@ -114,38 +115,40 @@ def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
 
 def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     plan = stage.plan(state.step, state.stage_step)
-    batches = parts.source.microbatches(state.consumed_samples)
+    with parts.watch.phase("data"):
+        batches = parts.source.microbatches(state.consumed_samples)
     samples = range(state.consumed_samples, state.consumed_samples + parts.global_batch_size)
-    result = parts.engine.train_step(plan, batches)
+    with parts.watch.phase("step"):
+        result = parts.engine.train_step(plan, batches)
     state.advance(parts.global_batch_size)
     try:
         parts.skips.count(plan, result, state, samples)
     except DivergenceError:
-        parts.saver.settle(state.step)  # a checkpoint that is being written holds good weights
+        parts.saver.settle(state.step)  # a checkpoint that is being written is valid
         raise
     state.neuron_scale = plan.neuron_scale
-    if stage.borrows_lane:
+    if stage.requires_eviction:
         state.target_cr = plan.target_cr
     parts.reporter.step(state, plan, result)
     parts.watch.beat(state.step)
 
 
 def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
-    if stage.hands_over and not state.lane_borrowed:
-        _hand_over(stage, state, parts)
+    if stage.enables_eviction and not state.eviction_enabled:
+        _enable_eviction(stage, state, parts)
     state.next_stage()
     parts.reporter.end_stage(state.step)
-    parts.saver.save(state, permanent=True, owed=True)
+    parts.saver.save(state, permanent=True, required=True)
 
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _hand_over(stage: Stage, state: TrainState, parts: LoopParts) -> None:
-    if stage.resets_lane:
-        parts.engine.hand_over_lane()
-    state.lane_borrowed = True
+def _enable_eviction(stage: Stage, state: TrainState, parts: LoopParts) -> None:
+    if stage.resets_eviction_channel:
+        parts.engine.reset_eviction_channel()
+    state.eviction_enabled = True
     state.exported = None
 
 
@@ -153,13 +156,14 @@ def evaluate(plan: StepPlan, state: TrainState, parts: LoopParts) -> StepResult 
     """Evaluate and report; None when there is nothing to evaluate on."""
     if not parts.eval_batches:
         return None
-    result = parts.engine.evaluate(plan, parts.eval_batches)
+    with parts.watch.phase("step"):
+        result = parts.engine.evaluate(plan, parts.eval_batches)
     parts.reporter.evaluation(state.step, plan, result)
     return result
 
 
 def _export_due(state: TrainState, parts: LoopParts) -> None:
-    """Write the export that the last checkpoint still owes."""
+    """Write the export that is due since the last checkpoint."""
     if state.due_export is None:
         return
     _export(state.due_export, state, parts)

@@ -2,57 +2,75 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
+
+from dms_train.hf.formats import FORMATS
+from dms_train.hf.options import PRECISIONS
+from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
+from dms_train.method.token_losses import TOKEN_LOSSES
 
 STAGES = ("pretrain", "zero_neuron", "retrofit", "hold", "export", "validate")
+_RETROFIT_STAGES = ("zero_neuron", "retrofit", "hold")
+_SEEDS = 2**32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainOptions:
     """Plain language-model training from scratch; cosine learning rate to `min_lr_ratio`."""
 
-    steps: int
-    lr: float | None = None
-    min_lr_ratio: float = 0.1
+    steps: Annotated[int, AtLeast(1)]
+    lr: Annotated[float | None, Positive()] = None
+    min_lr_ratio: Annotated[float, Share()] = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroNeuronOptions:
     """Ramp the borrowed query neuron to zero over `steps` (the paper's n_t).
 
-    With `resets_lane` its weights are zeroed when the lane is handed over, so that every decision
-    starts at -offset; without, training starts from decisions of weights made for another purpose.
+    With `resets_eviction_channel` the neuron's weights are zeroed at the end of the stage, so that
+    every decision logit starts at -offset. Without, the decisions start from the original weights.
     """
 
-    steps: int
-    resets_lane: bool = True
-    loss: str = "distill"
-    lr: float | None = None
+    steps: Annotated[int, AtLeast(0)]
+    resets_eviction_channel: bool = True
+    loss: Annotated[str, OneOf(*TOKEN_LOSSES)] = "distill"
+    lr: Annotated[float | None, Positive()] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitOptions:
     """Anneal the compression ratio by one unit per `steps_per_cr` steps up to `target_cr`.
 
-    The annealing starts from `start_cr`; None is the ratio of the student that `run.load` names,
-    and 1 for the original model.
+    The annealing starts from `start_cr`. None is the ratio of the student that `run.load` names,
+    or 1 for the original model.
     """
 
-    target_cr: float
-    steps_per_cr: int
-    start_cr: float | None = None
-    loss: str = "distill"
-    lr: float | None = None
+    target_cr: Annotated[float, AtLeast(1)]
+    steps_per_cr: Annotated[int, AtLeast(1)]
+    start_cr: Annotated[float | None, AtLeast(1)] = None
+    loss: Annotated[str, OneOf(*TOKEN_LOSSES)] = "distill"
+    lr: Annotated[float | None, Positive()] = None
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for a ratio that would have to fall."""
+        if self.start_cr is not None and not self.target_cr >= self.start_cr:
+            yield (
+                f"{path}.target_cr={self.target_cr}: below {path}.start_cr={self.start_cr}; "
+                "anneal upwards"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOptions:
     """Fixed compression ratio, cosine learning rate to `min_lr_ratio`."""
 
-    steps: int
-    loss: str = "distill"
-    lr: float | None = None
-    min_lr_ratio: float = 0.1
+    steps: Annotated[int, AtLeast(1)]
+    loss: Annotated[str, OneOf(*TOKEN_LOSSES)] = "distill"
+    lr: Annotated[float | None, Positive()] = None
+    min_lr_ratio: Annotated[float, Share()] = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +78,18 @@ class ExportOptions:
     """What an export writes.
 
     Attributes:
-        format: `dms` (ours), `nvidia` or `fastdms`; None follows the method's preset.
-        dtype: `fp32` or `bf16`; None is bf16 for the interop formats and the training precision
-            for ours.
+        format: Name of a format (`dms_train/hf/formats`). None is the format that goes with the
+            method's preset; it is replaced when the configuration is composed.
+        dtype: `fp32` or `bf16`. None is the dtype that the format requires, otherwise the
+            precision of the training.
         every_integer_cr: Also export whenever the annealed ratio passes an integer.
         paged_attention_block_size: Page size an `nvidia` export asks its consumer for.
     """
 
-    format: str | None = None
-    dtype: str | None = None
+    format: Annotated[str | None, OneOf(None, *FORMATS)] = None
+    dtype: Annotated[str | None, OneOf(None, *PRECISIONS)] = None
     every_integer_cr: bool = True
-    paged_attention_block_size: int = 256
+    paged_attention_block_size: Annotated[int, AtLeast(1)] = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +102,30 @@ class StageOptions:
     retrofit: RetrofitOptions
     hold: HoldOptions
     export: ExportOptions
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for stages that are unknown, or that cannot follow each other."""
+        if not self.run:
+            yield f"{path}.run=[]: name at least one of {', '.join(STAGES)}"
+        unknown = [name for name in self.run if name not in STAGES]
+        for name in unknown:
+            near = difflib.get_close_matches(name, STAGES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(STAGES)}"
+            yield f"{path}.run: unknown stage {name!r}; {hint}"
+        if unknown:
+            return
+        ordered = [name for name in STAGES if name in self.run]
+        if list(self.run) != ordered:
+            yield (
+                f"{path}.run=[{', '.join(self.run)}]: run each stage once, as "
+                f"[{', '.join(ordered)}]"
+            )
+        late = [name for name in self.run if name in _RETROFIT_STAGES]
+        if "pretrain" in self.run and late:
+            yield (
+                f"{path}.run: pretrain and {late[0]} are different runs; run [pretrain, export], "
+                f"then {late[0]} with model.path set to the export"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +140,9 @@ class RunOptions:
         load: Megatron checkpoint whose weights the student starts from, instead of the model's.
         max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
-        async_save: Write them in the background while training goes on; off, training waits.
-        keep_checkpoints: Newest checkpoints to keep; those of integer ratios and stage ends stay.
+        async_save: Write them in the background while training continues; off, training waits.
+        keep_checkpoints: Newest checkpoints to keep, besides those of integer ratios and stage
+            ends.
         eval_interval: Steps between evaluations; 0 evaluates at the ends of stages only.
         eval_samples: Validation samples per evaluation; 0 evaluates nothing.
         log_interval: Steps between metric rows.
@@ -106,14 +150,14 @@ class RunOptions:
     """
 
     dir: str
-    seed: int = 1234
-    resume: str = "auto"
+    seed: Annotated[int, AtLeast(0), Below(_SEEDS)] = 1234
+    resume: Annotated[str, OneOf("auto", "never")] = "auto"
     load: str | None = None
-    max_skipped_steps: int = 3
-    save_interval: int = 100
+    max_skipped_steps: Annotated[int, AtLeast(1)] = 3
+    save_interval: Annotated[int, AtLeast(0)] = 100
     async_save: bool = True
-    keep_checkpoints: int = 2
-    eval_interval: int = 0
-    eval_samples: int = 64
-    log_interval: int = 1
+    keep_checkpoints: Annotated[int, AtLeast(1)] = 2
+    eval_interval: Annotated[int, AtLeast(0)] = 0
+    eval_samples: Annotated[int, AtLeast(0)] = 64
+    log_interval: Annotated[int, AtLeast(1)] = 1
     dry_run: bool = False

@@ -50,7 +50,7 @@ class Reporter:
             **({} if result.skipped else {"grad_norm": result.grad_norm}),
             "lr": result.learning_rate,
             "memory_gib": result.memory_bytes / 2**30,
-            **self.compute.at(rate, distills=plan.loss == "distill"),
+            **self.compute.at(rate, has_teacher=plan.token_loss.needs_teacher),
         }
         self.means.add({**values, **measured})
         if state.step % self.log_interval == 0:
@@ -66,30 +66,30 @@ class Reporter:
     def evaluation(self, step: int, plan: StepPlan, result: StepResult) -> None:
         """An evaluation ended."""
         values = _described(plan, result) | {"kv_reads": result.kv_reads}
-        self._log(step, {**values, "kept": result.kept} if result.kept else values, "valid/")
+        self._log(step, {**values, "kept": result.kept} if result.kept else values, "eval/")
         for sink in self.sinks:
-            sink.summary({f"valid/{name}": value for name, value in values.items()})
+            sink.summary({f"eval/{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         logger().info("step %d evaluation: %s", step, shown)
         self.throughput.pause()
 
     def validation(self, step: int, values: dict[str, float]) -> None:
         """The export was validated."""
-        self._log(step, values, "validate/")
+        self._log(step, values, "export_eval/")
         for sink in self.sinks:
-            sink.summary({f"validate/{name}": value for name, value in values.items()})
+            sink.summary({f"export_eval/{name}": value for name, value in values.items()})
         self.throughput.pause()
 
     def saved(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint is complete; training was held up for `seconds`."""
+        """A checkpoint is complete; training waited `seconds` for it."""
         self._log(step, {"checkpoint_seconds": seconds}, "train/")
         logger().info("step %d saved %s, %.1f s", step, path, seconds)
         self.throughput.pause()
 
     def save_failed(self, step: int, failures: int, why: str) -> None:
-        """A checkpoint could not be written, the `failures`-th since the start; the run goes on."""
+        """A checkpoint could not be written, the `failures`-th one; training continues."""
         self._log(step, {"failed_checkpoints": failures}, "train/")
-        logger().warning("step %d: training goes on without %s", step, why)
+        logger().warning("step %d: training continues without %s", step, why)
         self.throughput.pause()
 
     def note(self, text: str) -> None:
@@ -116,8 +116,8 @@ class Reporter:
 
 
 def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
-    """The values of a step or evaluation that mean something under its plan."""
-    values = {"loss": result.loss, "kl" if plan.loss == "distill" else "lm": result.token_loss}
+    """The values of a step or evaluation that its plan defines."""
+    values = {"loss": result.loss, plan.token_loss.metric: result.token_loss}
     if plan.eviction != "none":
         values |= {
             "aux_loss": result.aux_loss,

@@ -1,8 +1,7 @@
-"""When checkpoints are written, which ones stay, and what happens when one cannot be written.
+"""When checkpoints are written, which ones are kept, and what happens when a write fails.
 
-A checkpoint is owed when the run is about to leave the weights behind: at the end of a stage and
-when it stops. The others only limit what an accident costs, so training goes on without one of
-them.
+A checkpoint is required at the end of a stage and when the run stops: a failed write ends the run.
+The others limit how much a crash loses: after a failed write the training continues.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Saver:
 
     Attributes:
         folder: Folder of the run's checkpoints.
-        leads: Whether this process removes old checkpoints.
+        is_main_rank: Whether this process removes old checkpoints.
         provenance: Stored with every checkpoint.
     """
 
@@ -35,38 +34,40 @@ class Saver:
     reporter: Reporter
     options: RunOptions
     folder: Path
-    leads: bool
+    is_main_rank: bool
     provenance: dict[str, Any]
     _failures: int = field(default=0, init=False)
-    _held_up: float = field(default=0.0, init=False)  # seconds that the save cost the training
+    _held_up: float = field(default=0.0, init=False)  # seconds that training waited for the save
 
     def path(self, state: TrainState) -> Path:
-        """The checkpoint of this position of the run."""
+        """Folder of the checkpoint of this position."""
         return self.folder / f"step_{state.step:08d}"
 
-    def save(self, state: TrainState, *, permanent: bool, owed: bool, wait: bool = False) -> None:
-        """Save where the run stands, after finishing what is still being written.
+    def save(
+        self, state: TrainState, *, permanent: bool, required: bool, wait: bool = False
+    ) -> None:
+        """Save the position of the run, after finishing what is still being written.
 
         Args:
-            state: Where it stands.
+            state: The position.
             permanent: Never delete this checkpoint.
-            owed: The run cannot go on without it.
-            wait: Return when it is complete; so it is when it is owed.
+            required: Raise when it cannot be written, and wait for it.
+            wait: Return when it is complete.
 
         Raises:
-            ValueError: Of the engine: an owed checkpoint cannot be written.
+            ValueError: From the engine: a required checkpoint cannot be written.
         """
         self.settle(state.step)
-        if self.leads:
+        if self.is_main_rank:
             remove_unfinished(self.folder)
         described = {**state.to_dict(), "permanent": permanent, **self.provenance}
-        waits = wait or owed or not self.options.async_save
+        waits = wait or required or not self.options.async_save
         try:
             self._held_up = self.reporter.timed(
                 lambda: self.engine.save(self.path(state), described, wait=waits)
             )
         except ValueError as error:
-            if owed:
+            if required:
                 raise
             self._failed(state.step, error)
         else:
@@ -74,9 +75,9 @@ class Saver:
                 self._saved(state.step, self.path(state))
 
     def annotate(self, state: TrainState, values: dict[str, Any]) -> None:
-        """Note in the checkpoint of this position what was done after it was saved.
+        """Record in the checkpoint of this position what was done after it was saved.
 
-        A run that is resumed from it does what could not be noted again.
+        A run that resumes from a checkpoint without the record does it again.
         """
         path = self.path(state)
         try:
@@ -85,7 +86,7 @@ class Saver:
             logger().warning("%s: cannot be updated (%s)", path, error)
 
     def poll(self, step: int) -> None:
-        """Take note, after step `step`, of a checkpoint that has become complete."""
+        """Report, after step `step`, a checkpoint that has become complete."""
         self._finish(step, wait=False)
 
     def settle(self, step: int) -> None:
@@ -108,17 +109,17 @@ class Saver:
 
     def _saved(self, step: int, path: Path) -> None:
         self.reporter.saved(step, path, self._held_up)
-        if self.leads:
+        if self.is_main_rank:
             remove_old(path, self.options.keep_checkpoints)
 
     def _failed(self, step: int, error: ValueError) -> None:
         self._failures += 1
-        if self.leads:
+        if self.is_main_rank:
             self.reporter.save_failed(step, self._failures, str(error).rpartition(": ")[0])
 
 
 def _is_temporary(path: Path) -> bool:
-    """Whether a checkpoint may be deleted; what cannot be read stays."""
+    """Whether a checkpoint may be deleted; one that cannot be read may not."""
     try:
         return not json.loads((path / "run_state.json").read_text())["permanent"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -128,10 +129,10 @@ def _is_temporary(path: Path) -> bool:
 def remove_old(saved: Path, keep: int) -> list[Path]:
     """Delete all but the newest `keep` temporary checkpoints; returns what was deleted.
 
-    What the storage refuses to delete is no reason to stop.
+    A folder that cannot be deleted is logged and left.
 
-    Folders of later steps than `saved` do not count: a run that goes back behind a damaged
-    checkpoint must not delete its own in favour of that one.
+    Folders of later steps than `saved` do not count: a run that resumed before a damaged
+    checkpoint must not delete its own checkpoints in favour of that one.
     """
     found = sorted(saved.parent.glob("step_????????"))
     temporary = [path for path in found if path.name <= saved.name and _is_temporary(path)]
@@ -147,7 +148,7 @@ def remove_old(saved: Path, keep: int) -> list[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what interrupted saves left behind, but for a checkpoint that was not replaced yet."""
+    """Delete what interrupted saves left, except a checkpoint that was not replaced yet."""
     for path in folder.glob("step_*.partial"):
         whole = path.with_name(path.name.partition(".")[0])
         if path.name.endswith(".old.partial") and not whole.exists():

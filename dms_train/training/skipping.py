@@ -1,7 +1,7 @@
-"""Steps that must not change the weights: what is kept of them, and when there are too many.
+"""Skipped steps: what is recorded of them, and when there are too many.
 
-The engine leaves weights and optimizer alone when the loss or the norm of the gradients is not
-finite, and the schedules go on: they are functions of the step. What the step computed on is
+The engine does not update weights and optimizer when the loss or the norm of the gradients is not
+finite. The schedules advance, since they are functions of the step. The step's samples and plan are
 written to `skipped/step_*.json`; `cli/replay.py` computes it again.
 """
 
@@ -26,20 +26,20 @@ class SkipRecord:
     """Counts skipped steps; every rank calls it with the same numbers.
 
     Attributes:
-        folder: Where the files go.
-        most: Stop at this many in a row.
-        leads: Whether this process writes.
+        folder: Where the files are written.
+        max_consecutive: Stop at this many in a row.
+        is_main_rank: Whether this process writes.
     """
 
     folder: Path
-    most: int
-    leads: bool
+    max_consecutive: int
+    is_main_rank: bool
 
     def count(self, plan: StepPlan, result: StepResult, state: TrainState, samples: range) -> None:
-        """Take note of a step that has ended; `state` is the position after it.
+        """Record a step that has ended; `state` is the position after it.
 
         Raises:
-            DivergenceError: It was the last of `most` skipped steps in a row.
+            DivergenceError: It was the last of `max_consecutive` skipped steps in a row.
         """
         if not result.skipped:
             state.skipped_in_a_row = 0
@@ -48,17 +48,17 @@ class SkipRecord:
         state.skipped_in_a_row += 1
         reason = _reason(result)
         file = self.folder / f"step_{state.step:08d}.json"
-        if self.leads:
+        if self.is_main_rank:
             try:
                 self._write(file, plan, result, state, samples)
-            except OSError as error:  # no reason to stop
+            except OSError as error:  # training continues without the record
                 logger().warning("%s: cannot be written (%s)", file, error.strerror)
-        if state.skipped_in_a_row >= self.most:
+        if state.skipped_in_a_row >= self.max_consecutive:
             raise DivergenceError(
                 f"step {state.step}: {reason}, skipped step {state.skipped_in_a_row} in a row "
                 f"({self.folder} names the samples); the checkpoints are untouched. {_START_AGAIN}"
             )
-        if self.leads:
+        if self.is_main_rank:
             logger().warning("step %d skipped: %s; its samples are in %s", state.step, reason, file)
 
     def _write(

@@ -11,9 +11,14 @@ from typing import Literal
 
 from dms_train.method import schedule
 from dms_train.method.plan import LearningRate, StepPlan
-from dms_train.training.options import StageOptions
+from dms_train.training.options import (
+    HoldOptions,
+    PretrainOptions,
+    RetrofitOptions,
+    StageOptions,
+    ZeroNeuronOptions,
+)
 
-Loss = Literal["distill", "lm"]
 Action = Literal["export", "validate"]
 _ACTIONS: dict[str, Action] = {"export": "export", "validate": "validate"}  # they take no step
 
@@ -24,25 +29,26 @@ class Stage:
 
     Attributes:
         steps: Optimizer steps it takes.
-        borrows_lane: Whether its steps read decisions, so the lane must have been handed over.
-        hands_over: Whether the lane is handed over when it ends.
-        resets_lane: Whether a hand-over zeroes the lane's weights.
+        requires_eviction: Whether its steps read decisions, so that eviction must be enabled.
+        enables_eviction: Whether eviction is enabled when it ends.
+        resets_eviction_channel: Whether the eviction channel's weights are zeroed when eviction
+            is enabled.
     """
 
     name: str
     steps: int
-    loss: Loss
+    loss: str
     rate: LearningRate
-    borrows_lane: bool = False
-    hands_over: bool = False
-    resets_lane: bool = True
+    requires_eviction: bool = False
+    enables_eviction: bool = False
+    resets_eviction_channel: bool = True
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
         """The plan of the step after `stage_step` finished ones."""
         return StepPlan(step=step, stage_step=stage_step, loss=self.loss)
 
     def eval_plan(self, step: int, stage_step: int) -> StepPlan:
-        """The same position, judged by the inference rule."""
+        """The same position with the decisions of inference."""
         plan = self.plan(step, max(0, stage_step - 1))
         return replace(plan, eviction="hard") if plan.eviction == "soft" else plan
 
@@ -102,14 +108,20 @@ def _cosine(lr: float, ratio: float, steps: int, warmup: int) -> LearningRate:
     )
 
 
+def _rate_of(block: PretrainOptions | ZeroNeuronOptions | RetrofitOptions | HoldOptions) -> float:
+    """Learning rate of a stage; `config.resolve` fills in the one that is left to `optim.lr`."""
+    if block.lr is None:
+        raise ValueError(f"{type(block).__name__}.lr is None: give every stage a learning rate")
+    return block.lr
+
+
 def build_stages(
-    options: StageOptions, lr: float, warmup: int, loaded_cr: float = 1.0
+    options: StageOptions, warmup: int, loaded_cr: float = 1.0
 ) -> list[Stage | Action]:
     """The entries of `stage.run` in order.
 
     Args:
-        options: Stage settings.
-        lr: Learning rate of stages without their own.
+        options: Stage settings, with the learning rate of every stage.
         warmup: Warm-up steps of every stage but `hold`.
         loaded_cr: Ratio of the student the run starts from: `retrofit` continues from it, and
             `hold` keeps it when no `retrofit` precedes.
@@ -117,27 +129,27 @@ def build_stages(
     stages: list[Stage | Action] = []
     ratio = loaded_cr
     for name in options.run:
-        stages.append(_ACTIONS.get(name) or _build(name, options, lr, warmup, ratio))
+        stages.append(_ACTIONS.get(name) or _build(name, options, warmup, ratio))
         if name == "retrofit":
             ratio = options.retrofit.target_cr
     return stages
 
 
-def _build(name: str, options: StageOptions, lr: float, warmup: int, ratio: float) -> Stage:
+def _build(name: str, options: StageOptions, warmup: int, ratio: float) -> Stage:
     if name == "pretrain":
         p = options.pretrain
-        rate = _cosine(p.lr or lr, p.min_lr_ratio, p.steps, warmup)
+        rate = _cosine(_rate_of(p), p.min_lr_ratio, p.steps, warmup)
         return Stage(name=name, steps=p.steps, loss="lm", rate=rate)
     if name == "zero_neuron":
         z = options.zero_neuron
-        rate = _constant(z.lr or lr, z.steps, warmup)
+        rate = _constant(_rate_of(z), z.steps, warmup)
         return ZeroNeuronStage(
             name=name,
             steps=z.steps,
-            loss=_loss(z.loss),
+            loss=z.loss,
             rate=rate,
-            hands_over=True,
-            resets_lane=z.resets_lane,
+            enables_eviction=True,
+            resets_eviction_channel=z.resets_eviction_channel,
         )
     if name == "retrofit":
         r = options.retrofit
@@ -146,9 +158,9 @@ def _build(name: str, options: StageOptions, lr: float, warmup: int, ratio: floa
         return RetrofitStage(
             name=name,
             steps=steps,
-            loss=_loss(r.loss),
-            rate=_constant(r.lr or lr, steps, warmup),
-            borrows_lane=True,
+            loss=r.loss,
+            rate=_constant(_rate_of(r), steps, warmup),
+            requires_eviction=True,
             start_cr=start,
             target_cr=r.target_cr,
             steps_per_cr=r.steps_per_cr,
@@ -158,14 +170,10 @@ def _build(name: str, options: StageOptions, lr: float, warmup: int, ratio: floa
     return RetrofitStage(
         name=name,
         steps=h.steps,
-        loss=_loss(h.loss),
-        rate=_cosine(h.lr or lr, h.min_lr_ratio, h.steps, 0),
-        borrows_lane=True,
+        loss=h.loss,
+        rate=_cosine(_rate_of(h), h.min_lr_ratio, h.steps, 0),
+        requires_eviction=True,
         start_cr=ratio,
         target_cr=ratio,
         steps_per_cr=1,
     )
-
-
-def _loss(name: str) -> Loss:
-    return "lm" if name == "lm" else "distill"

@@ -1,4 +1,4 @@
-"""Where a run stands: everything a resumed run needs besides weights and optimizer."""
+"""Position of a run: what a resumed run needs besides weights and optimizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TrainState:
         loaded_cr: Compression ratio of the student the run began with.
         target_cr: Compression ratio of the last retrofit step.
         neuron_scale: Factor on the borrowed neuron in the last step; 1 is the original model.
-        lane_borrowed: Whether the query neuron has been handed over to the decisions.
+        eviction_enabled: Whether the eviction channel makes decisions.
         skipped_steps: Steps in all whose loss or gradient was not finite; they changed nothing.
-        skipped_in_a_row: How many of them came last.
+        skipped_in_a_row: How many of the latest steps were skipped.
         exported: Name of the export that holds the current weights, if one does.
-        due_export: Name of the export that these weights still have to become.
+        due_export: Name of the export that still has to be written from these weights.
     """
 
     stage: int = 0
@@ -32,7 +32,7 @@ class TrainState:
     loaded_cr: float = 1.0
     target_cr: float = 1.0
     neuron_scale: float = 1.0
-    lane_borrowed: bool = False
+    eviction_enabled: bool = False
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     exported: str | None = None

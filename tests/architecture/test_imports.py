@@ -1,4 +1,4 @@
-"""Rooms import downwards only, every module imports, and optional packages stay optional."""
+"""Packages import downwards only, every module imports, and optional packages stay optional."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("dms_train", "checkpoints_tools", "data_prep", "launch")
+PACKAGES = ("dms_train",)
 OPTIONAL = ("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers")
 
 
@@ -61,7 +61,7 @@ def test_every_module_imports(name):
 
 
 def test_training_needs_base_packages_only():
-    done = python(f"{BLOCK}import dms_train.cli.train, dms_train.cli.session")
+    done = python(f"{BLOCK}import dms_train.cli.train, dms_train.app.session")
     assert done.returncode == 0, done.stderr
 
 

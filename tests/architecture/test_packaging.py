@@ -33,3 +33,11 @@ def test_every_dependency_has_an_exact_version():
 def test_presets_ship_with_the_package():
     assert list((ROOT / "dms_train" / "conf").glob("*/*.yaml"))
     assert not list((ROOT / "dms_train" / "conf").rglob("__init__.py"))
+
+
+def test_the_version_is_read_without_importing_the_package():
+    from setuptools.config.pyprojecttoml import read_configuration
+
+    version = importlib.import_module("dms_train.version").__version__
+    assert PROJECT["dynamic"] == ["version"]
+    assert read_configuration(ROOT / "pyproject.toml")["project"]["version"] == version

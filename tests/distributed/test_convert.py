@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dms_train.families import FAMILIES
 from dms_train.method import decisions
 from dms_train.method.noise import logistic_noise, sample_keys
 from dms_train.method.visibility import align_to_keys
@@ -36,22 +37,23 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-CONFIGS = {
-    "llama": (
-        transformers.LlamaConfig,
-        {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
-    ),
-    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False}),
-    "qwen3": (transformers.Qwen3Config, {"head_dim": 12, "tie_word_embeddings": True}),
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "qwen3": {"tie_word_embeddings": True},
 }
-CASES = [(family, layout) for family in worker.FAMILIES for layout in worker.LAYOUTS]
+CASES = [(family, layout) for family in FAMILIES for layout in worker.LAYOUTS]
 
 
 def random_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
     """Every weight random, also those that start at zero or one."""
-    kind, values = CONFIGS[family]
+    described = FAMILIES[family]
+    kind = getattr(transformers, f"{described.classes}Config")
+    values = {**described.fixed, **described.written}
+    if described.always_has_head_dim:
+        values["head_dim"] = 12
+    values |= {**CHANGES.get(family, {}), **changes}
     torch.manual_seed(3)
-    config = kind(**{**COMMON, **values, **changes})
+    config = kind(**{**COMMON, **values})
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -68,7 +70,7 @@ def logits(model: transformers.PreTrainedModel) -> Tensor:
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("models")
     expected = {}
-    for family in worker.FAMILIES:
+    for family in FAMILIES:
         model = random_model(family)
         model.save_pretrained(folder / family)
         expected[family] = logits(model)
@@ -122,7 +124,7 @@ def test_an_untouched_model_computes_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("layout", worker.LOADED_IN)
-@pytest.mark.parametrize("family", worker.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_of_one_layout_loads_bit_for_bit_in_another(
     models: tuple[Path, dict[str, Tensor]], results: Path, family: str, layout: str
 ) -> None:
@@ -133,14 +135,14 @@ def test_a_checkpoint_of_one_layout_loads_bit_for_bit_in_another(
 
 
 def expected_shares() -> dict[str, Tensor]:
-    """log(1 - alpha) of zero lanes for every layer, head and sample, by key."""
+    """log(1 - alpha) of zero eviction channels for every layer, head and sample, by key."""
     samples = torch.arange(8)
     keys = sample_keys(worker.SEED, worker.STEP, samples)
     shares = {}
     for layer in range(1, 5):
         noise = logistic_noise(keys, layer, tiny.LENGTH, 4, 0)
-        lane = decisions.eviction_logits(torch.zeros(noise.shape), worker.SPEC)
-        _, log_keep, _ = decisions.relax(lane, noise, worker.SPEC.tau)
+        eviction_channel = decisions.eviction_logits(torch.zeros(noise.shape), worker.SPEC)
+        _, log_keep, _ = decisions.relax(eviction_channel, noise, worker.SPEC.tau)
         by_key = align_to_keys(log_keep.permute(1, 2, 0), worker.SPEC, keep=0.0)
         for sample in samples.tolist():
             for head in range(4):

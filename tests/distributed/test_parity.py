@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from dms_train.families import FAMILIES
 from tests.support import parity_runs
 
 BAR = 1e-5
-FAMILIES = ("llama", "qwen2", "qwen3")
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_num_layers": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -80,7 +80,8 @@ def _cases() -> list[tuple[str, str, str, str]]:
             preset = PRESETS[(index + number) % len(PRESETS)]
             chosen.append((family, preset, layout, "retrofit"))
         for index, variant in enumerate(list(VARIANTS)[1:]):
-            family, preset = FAMILIES[(index + number) % 3], PRESETS[(index + 2 * number) % 3]
+            family = list(FAMILIES)[(index + number) % len(FAMILIES)]
+            preset = PRESETS[(index + 2 * number) % len(PRESETS)]
             chosen.append((family, preset, layout, variant))
     return chosen
 

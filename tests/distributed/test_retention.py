@@ -24,11 +24,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lanes_are_those_of_data_parallel_copies(rows, layout):
+def test_eviction_channels_are_those_of_data_parallel_copies(rows, layout):
     numpy.testing.assert_allclose(rows[layout]["kept"], rows["dp2"]["kept"], atol=1e-12)
 
 
-def test_lanes_differ_and_their_mean_is_the_ratio(rows):
+def test_eviction_channels_differ_and_their_mean_is_the_ratio(rows):
     kept = numpy.array(rows["dp2"]["kept"])
     assert kept.shape == (4, 4)
     assert len(set(kept.ravel().tolist())) > 4

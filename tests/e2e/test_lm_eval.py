@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.exam_sheets import problem
-from data_prep.exam_tokenizer import EOD_TOKEN, write_exam_tokenizer
-from dms_train.hf.export import write_export
-from dms_train.inference.engine import LLM
+from dms_train.data_prep.exam_sheets import problem
+from dms_train.data_prep.exam_tokenizer import EOD_TOKEN, write_exam_tokenizer
+from dms_train.export.writer import write_export
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.support import launch
 from tests.unit.inference.conftest import small_spec, tiny_architecture, varied_weights
@@ -85,28 +85,28 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="module")
 def logged(export: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What the harness logs for each task: the responses to each document, in order."""
-    room = tmp_path_factory.mktemp("harness")
-    write_lines(room / "continue_sheet.jsonl", sheets())
-    write_lines(room / "choose_answer.jsonl", questions())
+    workspace = tmp_path_factory.mktemp("harness")
+    write_lines(workspace / "continue_sheet.jsonl", sheets())
+    write_lines(workspace / "choose_answer.jsonl", questions())
     command = [
         *("-m", "lm_eval", "--model", "hf"),
         *("--model_args", f"pretrained={export},trust_remote_code=True,dtype=float32"),
         *("--tasks", f"{CONTINUE},{CHOOSE}", "--include_path", str(TASKS)),
         *("--batch_size", "4", "--device", "cpu"),
-        *("--output_path", str(room / "results"), "--log_samples"),
+        *("--output_path", str(workspace / "results"), "--log_samples"),
     ]
-    offline = {"HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(room / "datasets")}
+    offline = {"HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(workspace / "datasets")}
     done = subprocess.run(
         [sys.executable, *command],
         env=launch.environment(**offline),
-        cwd=room,
+        cwd=workspace,
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
     launch.checked(done)
-    return {task: read_responses(room / "results", task) for task in (CONTINUE, CHOOSE)}
+    return {task: read_responses(workspace / "results", task) for task in (CONTINUE, CHOOSE)}
 
 
 def read_responses(results: Path, task: str) -> list[Any]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import launch
+from tests.support import launch, paused_run
 
 TINY = [
     "model.architecture.num_layers=2",
@@ -50,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exam sheets, and a model pretrained on them for a few steps with TP 2."""
     root = tmp_path_factory.mktemp("recipe")
     sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
-    launch.checked(launch.python("-m", "data_prep.tokenize", *sheets))
+    launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
     train(
         2,
         "experiment=tiny_pretrain",
@@ -119,7 +116,7 @@ def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
     assert layers.endswith("norms by torch, optimizer torch AdamW")
     assert "zero_neuron" in log
     assert "retrofit" in log
-    verified = launch.python("-m", "checkpoints_tools.verify", str(exports / "final/hf"))
+    verified = launch.python("-m", "dms_train.checkpoints_tools.verify", str(exports / "final/hf"))
     assert "PASS" in launch.checked(verified)
     model = AutoModelForCausalLM.from_pretrained(exports / "final/hf", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(exports / "final/hf", trust_remote_code=True)
@@ -143,42 +140,40 @@ def assert_the_report_tells_everything(run: Path) -> None:
         "train/cr",
         "train/grad_norm",
         "train/checkpoint_seconds",
-        "valid/kl",
-        "valid/kept",
+        "eval/kl",
+        "eval/kept",
         *OF_THE_MACHINE,
     }
     assert all(row["tokens"] == row["step"] * 8 * 96 for row in recorded)
-    evaluated = [row for row in recorded if "valid/kept" in row][-1]
-    shares = [share for layer in evaluated["valid/kept"] for share in layer]
+    evaluated = [row for row in recorded if "eval/kept" in row][-1]
+    shares = [share for layer in evaluated["eval/kept"] for share in layer]
     assert len(shares) == 2 * 2  # layers and KV heads
-    assert 1 / (sum(shares) / len(shares)) == pytest.approx(evaluated["valid/cr"])
+    assert 1 / (sum(shares) / len(shares)) == pytest.approx(evaluated["eval/cr"])
     embedded = page.partition("id='metrics'>")[2].partition("</script>")[0]
     assert json.loads(embedded) == recorded
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_comparison_puts_dms_between_the_window_and_the_original(folder: Path) -> None:
+def test_evaluation_puts_dms_between_the_window_and_the_original(folder: Path) -> None:
     train(1, *retrofit(folder, "compared"), "parallel=single")
-    out = folder / "comparison.json"
-    compared = launch.python(
+    command = launch.python(
         "-m",
-        "checkpoints_tools.compare",
+        "dms_train.cli.validate",
         str(folder / "compared/exports/final/hf"),
         f"--teacher={folder}/pretrain/exports/final/hf",
         f"--data={folder}/sheets/train",
         "--seq-length=96",
         "--samples=8",
-        f"--cache-dir={folder}/cache",
-        f"--json={out}",
+        f"--output={folder}/evaluation",
     )
-    launch.checked(compared)
-    table = json.loads(out.read_text())["rows"]
-    assert table["original"]["kl_nats_per_token"] < 1e-6
-    assert table["original"]["cr_factor"] == 1.0
-    assert table["window_only"]["evicted_fraction"] == 1.0
-    assert table["window_only"]["cr_factor"] == pytest.approx(96 / 17)
-    assert 1.0 <= table["dms"]["cr_factor"] <= table["window_only"]["cr_factor"]
+    launch.checked(command)
+    found = json.loads((folder / "evaluation/metrics.json").read_text())
+    assert found["kv_reads.window_only"] < found["kv_reads.dms"] <= found["kv_reads.dense"]
+    assert found["evicted_share.window_only"] == pytest.approx(1.0)
+    assert 0 <= found["evicted_share.dms"] < 1
+    assert 1.0 <= found["cr_factor"] <= 96 / 17
+    assert found["kl_nats_per_token.window_only"] > 0
 
 
 @pytest.mark.dist
@@ -186,24 +181,16 @@ def test_comparison_puts_dms_between_the_window_and_the_original(folder: Path) -
 def test_killed_run_continues_as_if_nothing_had_happened(folder: Path) -> None:
     train(1, *retrofit(folder, "whole"), "parallel=single")
     killed = folder / "killed"
-    command = [sys.executable, "-m", "dms_train", *retrofit(folder, "killed"), "parallel=single"]
+    words = [*retrofit(folder, "killed"), "parallel=single"]
     for kill_at in (4, 8):  # in the middle of zero_neuron, then of retrofit
+        pauses = folder / f"killed-{kill_at}"
+        pauses.mkdir()
+        command = [sys.executable, *paused_run.command(kill_at, pauses, words)]
         process = subprocess.Popen(
             command, env=launch.environment(), cwd=launch.ROOT, stderr=subprocess.DEVNULL
         )
-        wait_for_step(killed, kill_at, process)
-        os.kill(process.pid, signal.SIGKILL)
+        paused_run.wait_for_pause(pauses, 1, lambda: process.poll() is None)  # noqa: B023
+        process.kill()
         process.wait()
     train(1, *retrofit(folder, "killed"), "parallel=single")
     assert rows(killed) == rows(folder / "whole")
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    """Until the metrics of a running process reach a step."""
-    metrics = run / "metrics.jsonl"
-    while process.poll() is None:
-        text = metrics.read_text() if metrics.is_file() else ""
-        if any(f'"step": {n},' in text for n in range(step, step + 20)):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the run ended before it could be killed")

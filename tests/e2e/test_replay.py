@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dms_train.app.preparation import prepare
+from dms_train.app.samples import datasets
 from dms_train.cli import replay
-from dms_train.cli.preparation import prepare
-from dms_train.cli.session import datasets
 from dms_train.config.frozen import read_frozen
 from dms_train.mcore import groups
 from tests.support import refusals

@@ -10,28 +10,26 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.support import launch, refusals, stuck_worker
+from tests.support import launch, paused_run, refusals, stuck_worker
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 STEPS = 16
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exam sheets, and a run over them that nobody disturbed."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exam sheets, and an undisturbed run over them."""
     root = tmp_path_factory.mktemp("signals")
     sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
-    launch.checked(launch.python("-m", "data_prep.tokenize", *sheets))
+    launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
     launch.checked(launch.torchrun(2, *command(root, "whole")))
     return root
 
@@ -64,25 +62,20 @@ def steps_saved(run: Path) -> list[int]:
     return [int(path.name[5:]) for path in sorted((run / "checkpoints").glob("step_*"))]
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
-    while not condition():
-        assert process.poll() is None, "the run ended before it could be signalled"
-        time.sleep(0.02)
-
-
 def signalled(root: Path, name: str, number: int, rank: str) -> str:
     """Start a run under torchrun, signal one rank (or `torchrun`) in mid-stage; its log."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    (root / name).mkdir()
+    words = paused_run.command(4, root / name, command(root, name)[2:])
     process = subprocess.Popen(
-        [sys.executable, *launcher, *command(root, name)],
+        [sys.executable, *launcher, *words],
         env=launch.environment(),
         cwd=launch.ROOT,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        metrics = root / name / "metrics.jsonl"
-        wait_for(lambda: metrics.is_file() and len(losses(root / name)) >= 4, process)
+        paused_run.wait_for_pause(root / name, 2, lambda: process.poll() is None)
         target = process.pid
         if rank != "torchrun":
             ranks = psutil.Process(process.pid).children()
@@ -92,7 +85,7 @@ def signalled(root: Path, name: str, number: int, rank: str) -> str:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, number)  # until the process has ended, as launch/job.sh does
             time.sleep(0.05)
-        return process.communicate(timeout=120)[1]
+        return process.communicate()[1]
     finally:
         process.kill()
 
@@ -102,30 +95,28 @@ def signalled(root: Path, name: str, number: int, rank: str) -> str:
     [("usr1", signal.SIGUSR1, "1"), ("term", signal.SIGTERM, "torchrun")],
 )
 def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(
-    room: Path, name: str, number: int, rank: str
+    workspace: Path, name: str, number: int, rank: str
 ) -> None:
-    log = signalled(room, name, number, rank)
-    run = room / name
+    log = signalled(workspace, name, number, rank)
+    run = workspace / name
     assert "stopped after step" in log
     assert "Signal 10" not in log
     (step,) = steps_saved(run)
-    assert step < STEPS
+    assert step == 5
     assert (run / "state" / "STOPPED").read_text() == f"step {step}\n"
     assert not (run / "state" / "pretrain.done").exists()
-    launch.checked(launch.torchrun(2, *command(room, name)))
+    launch.checked(launch.torchrun(2, *command(workspace, name)))
     assert not (run / "state" / "STOPPED").exists()
     assert (run / "state" / "DONE").is_file()
-    assert losses(run) == losses(room / "whole")
+    assert losses(run) == losses(workspace / "whole")
 
 
-def test_a_rank_that_hangs_is_named_and_the_run_ends(room: Path) -> None:
-    words = [*command(room, "hang"), "stage.pretrain.steps=4000"]
+def test_a_rank_that_hangs_is_named_and_the_run_ends(workspace: Path) -> None:
+    words = [*command(workspace, "hang"), "stage.pretrain.steps=4000"]
     words.append("parallel.distributed_timeout_minutes=0.4")
-    run = room / "hang"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    stderr = room / "hang.stderr"
+    run = workspace / "hang"
+    (port,) = launch.free_ports(1)
+    stderr = workspace / "hang.stderr"
     ranks = refusals.start_ranks(["train", *words[2:]], port, stderr)
     try:
         metrics = run / "metrics.jsonl"
@@ -133,7 +124,7 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(room: Path) -> None:
             assert ranks[0].poll() is None, stderr.with_suffix(".0").read_text()
             time.sleep(0.05)
         ranks[1].send_signal(signal.SIGSTOP)
-        assert ranks[0].wait(timeout=24 + 10) != 0  # the timeout, and this machine's other work
+        assert ranks[0].wait() != 0
         told = stderr.with_suffix(".0").read_text().splitlines()[-1]
     finally:
         for rank in ranks:
@@ -142,23 +133,24 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(room: Path) -> None:
     assert re.search(r"error: rank 1 \(.*, after step \d+, silent for \d+ s\) did not answer", told)
 
 
-def test_a_rank_that_lives_but_does_not_go_on_is_named(room: Path) -> None:
-    words = [*command(room, "stuck")[2:], "parallel=single"]
+def test_a_rank_that_stalls_reading_data_is_named(workspace: Path) -> None:
+    words = [*command(workspace, "stuck")[2:], "parallel=single"]
     words.append(f"parallel.distributed_timeout_minutes={stuck_worker.TIMEOUT_SECONDS / 60}")
     result = launch.torchrun(2, "-m", "tests.support.stuck_worker", "reads", *words)
     assert result.returncode != 0
     (told,) = re.findall("^error: .*$", result.stderr, re.MULTILINE)
     assert re.match(
-        rf"error: rank 1 \(\S+, after step {stuck_worker.STEP}\) lives but has not gone on for "
-        r"\d+ s, at stuck_worker.py:\d+ in read_from_a_dead_disk, called from "
-        r"dms_train/data/batches.py:\d+ in \S+; the run ends here\. Start the same command",
+        rf"error: rank 1 \(\S+, after step {stuck_worker.STEP}\) has stalled for "
+        r"\d+ s reading data, at stuck_worker.py:\d+ in read_from_a_dead_disk, called from "
+        r"dms_train/data/batches.py:\d+ in \S+; stacks in \S+/ranks/\*\.stack; "
+        r"the run ends here\. Start the same command",
         told,
     )
 
 
-def test_a_run_can_leave_after_a_stage_and_be_continued_from_its_own_file(room: Path) -> None:
-    launch.checked(launch.torchrun(2, *command(room, "parts"), "--until", "pretrain"))
-    run = room / "parts"
+def test_a_run_can_leave_after_a_stage_and_be_continued_from_its_own_file(workspace: Path) -> None:
+    launch.checked(launch.torchrun(2, *command(workspace, "parts"), "--until", "pretrain"))
+    run = workspace / "parts"
     assert (run / "state" / "pretrain.done").is_file()
     assert not (run / "state" / "DONE").exists()
     assert not (run / "exports").exists()
@@ -166,14 +158,14 @@ def test_a_run_can_leave_after_a_stage_and_be_continued_from_its_own_file(room: 
     launch.checked(launch.torchrun(2, *frozen, "--until", "export"))
     assert (run / "exports" / "final").exists()
     assert (run / "state" / "DONE").is_file()
-    assert losses(run) == losses(room / "whole")
+    assert losses(run) == losses(workspace / "whole")
 
 
-def test_a_stage_that_is_not_in_the_configuration_is_refused(room: Path) -> None:
-    result = launch.python(*command(room, "wrong"), "parallel=single", "--until", "retrofit")
+def test_a_stage_that_is_not_in_the_configuration_is_refused(workspace: Path) -> None:
+    result = launch.python(*command(workspace, "wrong"), "parallel=single", "--until", "retrofit")
     assert result.returncode == 2
     assert "--until retrofit: not in stage.run; choose one of pretrain, export" in result.stderr
-    assert not (room / "wrong").exists()
+    assert not (workspace / "wrong").exists()
 
 
 def script(root: Path, file: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
@@ -189,39 +181,37 @@ def script(root: Path, file: str, *arguments: str, **extra: str) -> subprocess.P
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        stderr = process.communicate(timeout=200)[1]
+        stderr = process.communicate()[1]
     finally:
         process.kill()
     return process.returncode, stderr
 
 
-def test_one_node_without_a_scheduler(room: Path) -> None:
-    code, stderr = ended(script(room, "local.sh", "2", *command(room, "local")[2:]))
+def test_one_node_without_a_scheduler(workspace: Path) -> None:
+    code, stderr = ended(script(workspace, "local.sh", "2", *command(workspace, "local")[2:]))
     assert code == 0, stderr
-    assert losses(room / "local") == losses(room / "whole")
-    assert ended(script(room, "local.sh", "experiment=demo"))[0] == 2
+    assert losses(workspace / "local") == losses(workspace / "whole")
+    assert ended(script(workspace, "local.sh", "experiment=demo"))[0] == 2
 
 
-def test_two_nodes_without_a_scheduler(room: Path) -> None:
-    run = room / "nodes"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def test_two_nodes_without_a_scheduler(workspace: Path) -> None:
+    run = workspace / "nodes"
+    port = str(launch.free_ports(1)[0])
     shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    words = ("node.sh", *command(room, "nodes")[1:])
-    nodes = [script(room, *words, **shared, NODE_NAME="localhost", RUN=str(run)) for _ in "ab"]
+    words = ("node.sh", *command(workspace, "nodes")[1:])
+    nodes = [script(workspace, *words, **shared, NODE_NAME="localhost", RUN=str(run)) for _ in "ab"]
     for node in nodes:
         code, stderr = ended(node)
         assert code == 0, stderr
-    assert losses(run) == losses(room / "whole")
+    assert losses(run) == losses(workspace / "whole")
 
 
-def test_every_rank_says_why_it_ended(room: Path) -> None:
-    run = room / "refused"
-    words = ("node.sh", *command(room, "refused")[1:], f"data.paths=[{room}/absent]")
-    code, _ = ended(script(room, *words, NPROC="2", RUN=str(run), DMS_ATTEMPT="7.1"))
+def test_every_rank_says_why_it_ended(workspace: Path) -> None:
+    run = workspace / "refused"
+    words = ("node.sh", *command(workspace, "refused")[1:], f"data.paths=[{workspace}/absent]")
+    code, _ = ended(script(workspace, *words, NPROC="2", RUN=str(run), DMS_ATTEMPT="7.1"))
     assert code != 0
     described = json.loads((run / "errors" / "7.1-rank0.json").read_text())
-    assert described["message"].startswith(f"error: {room}/absent.manifest.json: missing")
+    assert described["message"].startswith(f"error: {workspace}/absent.manifest.json: missing")
     assert (run / "state" / "REFUSED").read_text() == f"{described['message']}\n"
     assert not (run / "checkpoints").exists()

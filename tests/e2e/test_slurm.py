@@ -38,7 +38,7 @@ class Site:
     def submit(self, *words: str, code: int = 0) -> str:
         """What `dms-submit` prints."""
         done = subprocess.run(
-            [sys.executable, "-m", "launch.submit", *words],
+            [sys.executable, "-m", "dms_train.launch.submit", *words],
             env=launch.environment(**self.slurm.environment, WANDB_API_KEY=KEY),
             cwd=launch.ROOT,
             capture_output=True,
@@ -182,7 +182,7 @@ WHOLE = "the $HOME's 50% run"  # a folder whose name needs care everywhere
 
 @pytest.fixture(scope="module")
 def whole(site: Site) -> Path:
-    """A chain that nobody disturbed; it also makes the text for the others."""
+    """An undisturbed chain; it also makes the text for the others."""
     sheets = f"exam-sheets --out {site.root}/sheets --sheets 300 --document-tokens 90"
     run = site.start(WHOLE, "--prepare", sheets, "observe.wandb=offline")
     site.finish(run)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from data_prep.exam_sheets import held_out_problems
+from dms_train.data_prep.exam_sheets import held_out_problems
 from tests.support import launch, refusals
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -28,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exam sheets, held-out problems and a random model."""
     folder = tmp_path_factory.mktemp("validate")
     sheets = ("exam-sheets", "--out", str(folder / "data"), "--sheets", "100")
-    launch.checked(launch.python("-m", "data_prep.tokenize", *sheets))
+    launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
     sizes = {"max_position_embeddings": 512, "hidden_size": 64}
     refusals.write_model(folder / "model", folder / "data" / "tokenizer", **sizes)
     lines = [
@@ -95,16 +94,21 @@ def test_two_ranks_train_and_rank_0_validates(root: Path) -> None:
     run, found = root / "tp2", metrics(root / "tp2")
     assert all((run / name).is_file() for name in FILES)
     assert "| original, window only |" in done.stdout
-    judged = rows(run, "validate/cr_factor")
-    assert len(judged) == 1
-    assert {f"validate/{name}": value for name, value in found.items()}.items() <= judged[0].items()
+    evaluated = rows(run, "export_eval/cr_factor")
+    assert len(evaluated) == 1
+    assert {f"export_eval/{name}": value for name, value in found.items()}.items() <= evaluated[
+        0
+    ].items()
     assert found["problems"] == 2 * SHEETS
+    card = (run / "exports/final/hf/README.md").read_text()
+    assert f"| {found['kl_nats_per_token']:.4g} [" in card
+    assert "Not evaluated" not in card
     # the last evaluation of the trainer saw the same sequences through the mask
-    last = rows(run, "valid/kl")[-1]
-    assert found["kl_nats_per_token"] == pytest.approx(last["valid/kl"], rel=1e-3)
+    last = rows(run, "eval/kl")[-1]
+    assert found["kl_nats_per_token"] == pytest.approx(last["eval/kl"], rel=1e-3)
     assert found["text.cr_factor"] > 1.05
-    assert found["text.cr_factor"] == pytest.approx(last["valid/cr"], rel=1e-3)
-    assert found["text.kv_reads.dms"] == pytest.approx(last["valid/kv_reads"], rel=1e-3)
+    assert found["text.cr_factor"] == pytest.approx(last["eval/cr"], rel=1e-3)
+    assert found["text.kv_reads.dms"] == pytest.approx(last["eval/kv_reads"], rel=1e-3)
 
 
 def test_the_command_measures_what_the_stage_measured(root: Path) -> None:
@@ -144,7 +148,6 @@ def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path
     for line in process.stderr:
         if "self-test through the compact cache" in line:
             break
-    time.sleep(0.1)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL

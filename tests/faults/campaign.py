@@ -173,7 +173,7 @@ class Campaign:
 
     @cached_property
     def reference(self) -> dict[int, float]:
-        """Losses of the run that nobody disturbed."""
+        """Losses of the undisturbed run."""
         run = Run(self.inputs, self.out / "reference")
         if not (run.folder / "state" / "DONE").is_file():
             shutil.rmtree(run.folder, ignore_errors=True)
@@ -282,8 +282,8 @@ class Campaign:
                 assert ranks.running(), run.log(0)[-3000:]
                 time.sleep(0.01)
             kept = [path.name for path in run.checkpoints()]
-            room = ["mount", "-o", "remount,size=64m", str(place)]
-            subprocess.run(room, check=True)
+            workspace = ["mount", "-o", "remount,size=64m", str(place)]
+            subprocess.run(workspace, check=True)
             assert ranks.wait(_PATIENCE), run.log(0)[-3000:]
             failures = [row.get("train/failed_checkpoints", 0) for row in run.rows()]
             return {
@@ -294,7 +294,7 @@ class Campaign:
             }
 
     def standing(self) -> dict[str, Any]:
-        """Rank 2 waits for a disk for ever; the run ends, and goes on when it is started again."""
+        """Rank 2 waits for a dead disk; the run ends, and continues when it is started again."""
         step, short = 33, {**LAYOUT, "distributed_timeout_minutes": 0.2}
         run = Run(self.inputs, self.out / "standing")
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -303,7 +303,7 @@ class Campaign:
         while ranks.running() and time.monotonic() < end:
             time.sleep(0.05)
         ranks.clear()
-        told = re.search(r"(rank \d) \(\S+, (after step \d+)\) lives but", run.log(1))
+        told = re.search(r"(rank \d) \(\S+, (after step \d+)\) has stalled", run.log(1))
         run.finish(**short)
         return {
             "faults": 1,
@@ -377,7 +377,7 @@ def scenarios(campaign: Campaign) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """What docs/reliability.md quotes."""
+    """What docs/guides/reliability.md quotes."""
     lines = ["| fault | faults | largest relative difference of the loss | |", "|---|---|---|---|"]
     for name, result in results.items():
         if "refused" in result:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.kernels.paged import FP8, SIGNAL, Decisions
-from tests.support import paged_problems as problems
-from tests.support.paged_problems import Shape
+from dms_train.kernels.decode.paged import FP8, SIGNAL, Decisions
+from tests.support import paged_cases as problems
+from tests.support.paged_cases import Shape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def attend(query, cache, rows, scale, tuning=None):
-    from dms_train.kernels import triton_decode
+    from dms_train.kernels.decode import triton_attention as triton_decode
 
     memory = triton_decode.workspace(query, cache, tuning)
     output = triton_decode.attend(query, cache, rows, scale, memory)
@@ -26,7 +26,7 @@ def attend(query, cache, rows, scale, tuning=None):
 
 
 def append(step, cache, rule):
-    from dms_train.kernels import triton_append
+    from dms_train.kernels.decode import triton_append
 
     return triton_append.append(step, cache, rule)
 
@@ -76,7 +76,7 @@ def test_attention_over_fp8_pages_equals_float64(d, group):
 @pytest.mark.parametrize(
     ("name", "window", "d"),
     [(name, 5, 16) for name in sorted(problems.rules(5))]
-    + [("lane", 1, 64), ("immediate_shifted", 8, 128), ("window", 1, 24)],
+    + [("kv_list", 1, 64), ("immediate_shifted", 8, 128), ("window", 1, 24)],
 )
 def test_append_equals_the_loops(name, cache, window, d):
     shape = Shape(
@@ -96,7 +96,8 @@ def test_a_text_equals_the_visibility_rule(preset, dtype):
 @pytest.mark.parametrize("cache", ["same", "fp8"])
 def test_a_captured_step_replays_like_eager_steps(cache):
     """300 replays of one graph; the same tokens, slots and outputs as 300 calls."""
-    from dms_train.kernels import triton_append, triton_decode
+    from dms_train.kernels.decode import triton_append
+    from dms_train.kernels.decode import triton_attention as triton_decode
 
     shape = Shape(
         rows=4, heads=2, group=4, d=64, window=8, dtype=torch.bfloat16, places=80, device="cuda",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.kernels import dense, reference
+from dms_train.kernels.train_attention import dense, reference
 
 pytestmark = [
     pytest.mark.gpu,

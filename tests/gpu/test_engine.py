@@ -9,10 +9,10 @@ import torch
 
 from dms_train.kernels.options import KERNELS
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -36,9 +36,11 @@ def one_step(
     """Token loss of a soft distillation step, and its gradients by name."""
     architecture = tiny.architecture("qwen3", num_layers=2)
     spec = PRESETS["dms"].override(window=4, alpha_offset=0.5)
-    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7, kernels=kernels)
-    lanes = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002)
-    engine = McoreEngine(architecture, spec, view, options, lanes)
+    options = TrainEngineOptions(
+        parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7, kernels=kernels
+    )
+    eviction_channels = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002)
+    engine = McoreEngine(architecture, spec, view, options, eviction_channels)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
     plan = StepPlan(step=3, eviction="soft", neuron_scale=0.0, target_cr=4.0)
     totals = engine.forward_backward(plan, tiny.microbatches(0, 1))
@@ -70,7 +72,7 @@ def test_bf16_weights_give_nearly_the_same_loss(view: ParallelView, kernels: str
 def test_a_gpu_trains_with_triton_unless_told_otherwise(
     view: ParallelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dms_train.kernels import triton_train
+    from dms_train.kernels.train_attention import triton_attention as triton_train
 
     calls = []
     fused = triton_train.dms_attention

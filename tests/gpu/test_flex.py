@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dms_train.kernels import flex, reference
+from dms_train.kernels.train_attention import flex, reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from dms_train.families import FAMILIES
+
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +25,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "tests" / "golden" / "layer_names.json"
-# Who wrote a checkpoint and who goes on with it; `torch` knows nothing of Transformer Engine.
+# Layers that wrote a checkpoint and layers that load it; `torch` is without Transformer Engine.
 MOVES = (
     ("torch", "transformer_engine"),
     ("transformer_engine", "torch"),
@@ -40,7 +42,7 @@ def view() -> Iterator[object]:
     groups.stop()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_local_layers(view, family: str) -> None:
     from dms_train.method.plan import StepPlan
     from tests.support import layers_worker, tiny
@@ -58,7 +60,7 @@ def test_loss_and_gradients_are_those_of_the_local_layers(view, family: str) -> 
         assert (te_gradients[name] - gradient).norm() <= 3e-2 * gradient.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", json.loads(NAMES.read_text()))
 def test_parameters_and_checkpoints_are_named_as_recorded(view, family: str) -> None:
     from tests.support import layers_worker
 

@@ -78,13 +78,13 @@ def test_the_fused_engine_writes_the_same_tokens(preset: str | None, policy: str
     if preset is None and policy == "window":
         pytest.skip("a dense model has no window")
     tokens, logits, live = run(preset, None, policy=policy, kernels="auto")
-    expected, judged, held = run(preset, None, policy=policy, kernels="reference")
+    expected, logits_of_reference, held = run(preset, None, policy=policy, kernels="reference")
     assert tokens == expected
     assert torch.equal(live, held)
-    torch.testing.assert_close(logits, judged, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits, logits_of_reference, rtol=1e-3, atol=1e-3)
 
 
 def test_fp8_pages_change_the_logits_a_little() -> None:
-    tokens, judged, _ = run("dms", None, kernels="reference")
+    tokens, logits_of_reference, _ = run("dms", None, kernels="reference")
     _, logits, _ = run("dms", tokens, cache_dtype="fp8")
-    assert 1e-5 < (logits - judged).norm() / judged.norm() < 0.1
+    assert 1e-5 < (logits - logits_of_reference).norm() / logits_of_reference.norm() < 0.1

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from dms_train.config.activations import Microbatch, layer
+from dms_train.families import FAMILIES
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import configs
@@ -34,7 +35,7 @@ def view() -> Iterator[ParallelView]:
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("recompute", [None, "selective"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
     a = configs.architecture(
         family=family,
@@ -47,7 +48,7 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
     )
     parallel = ParallelOptions(params_dtype=dtype, recompute_granularity=recompute)
     spec = PRESETS["dms"]
-    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
+    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
     engine = McoreEngine(a, spec, view, options, RandomWeights(a, 1, 0.02))
     engine._method.plan = StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0)
     model = engine._models[0].train()
@@ -56,15 +57,15 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
         LENGTH, samples, 512, device=view.device, dtype=dtypes[dtype], requires_grad=True
     )
     keys = torch.arange(samples, device=view.device)
-    side = torch.zeros(samples, 3, device=view.device)
+    eviction_stats = torch.zeros(samples, 3, device=view.device)
     rope = model.method.rope(model.rotary_pos_emb.get_emb(LENGTH))  # of all layers
     run = model._layers(0, 1)
-    run(hidden, side, keys, rope)  # compiled and tuned
+    run(hidden, eviction_stats, keys, rope)  # compiled and tuned
     counted = layer(
         Microbatch(
             architecture=a, parallel=parallel, samples=samples, length=LENGTH, distills=False
         ),
         recompute,
     )
-    kept = saved_bytes(lambda: run(hidden, side, keys, rope), [*model.parameters(), rope])
+    kept = saved_bytes(lambda: run(hidden, eviction_stats, keys, rope), [*model.parameters(), rope])
     assert kept == pytest.approx(counted, rel=0.01)

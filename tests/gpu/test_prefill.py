@@ -10,16 +10,18 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from dms_train.kernels import prefill, triton_prefill
-from dms_train.kernels.prefill_lists import Tokens
-from tests.support.prefill_problems import (
+from dms_train.kernels.prefill import sparse as prefill
+from dms_train.kernels.prefill import triton_attention as triton_prefill
+from dms_train.kernels.prefill.lists import Tokens
+from tests.support.prefill_cases import (
     InChunks,
     Prompt,
+    as_one_chunk,
     assert_near,
     check_chunks,
     check_ragged,
+    expected_output,
     in_one_go,
-    judge,
     nan_pages,
 )
 
@@ -33,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d", [64, 128, 256, 80, 16])
+@pytest.mark.parametrize("d", [64, 128, 256, 80, 16, 8])
 def test_every_head_size_and_dtype(d: int, dtype: torch.dtype) -> None:
     assert_near(*in_one_go(replace(BASE, d=d, dtype=dtype, s=900)))
 
@@ -81,14 +83,14 @@ def test_the_kernel_for_other_gpus_agrees() -> None:
     for p in (BASE, replace(BASE, d=64, window=10), replace(BASE, d=256, page_slots=16)):
         query, key, value, evicted = p.tensors()
         none = torch.zeros(p.b, p.h, dtype=torch.int32, device="cuda")
-        stretch = prefill.count(evicted, none)
+        chunk = prefill.count(evicted, none)
         pages = nan_pages(key, p.s, p.page_slots)
-        prefill.extend(Tokens(query, key, value), stretch, pages, **p.how)
-        call = triton_prefill.Call(Tokens(query, key, value), stretch, pages, **p.how)
+        prefill.extend(Tokens(query, key, value), chunk, pages, **p.how)
+        call = triton_prefill.Call(Tokens(query, key, value), chunk, pages, **p.how)
         for capability in ((8, 6), (9, 0)):
-            tile = triton_prefill.tiles(p.dtype, p.d, capability)
+            tile = triton_prefill.choose_tiles(p.dtype, p.d, capability)
             out = triton_prefill.attend(call, tile)
-            assert_near(out, judge(query, key, value, evicted, p))
+            assert_near(out, expected_output(query, key, value, evicted, p))
 
 
 def test_sequences_of_one_batch_may_differ_in_length() -> None:
@@ -98,17 +100,17 @@ def test_sequences_of_one_batch_may_differ_in_length() -> None:
 def test_heads_may_lie_outermost() -> None:
     query, key, value, evicted = BASE.tensors()
     given = [x.contiguous() for x in (query, key, value)]
-    out = prefill.attend(*given, evicted, **BASE.how)
-    assert_near(out, judge(query, key, value, evicted, BASE))
+    out = as_one_chunk(BASE, *given, evicted)
+    assert_near(out, expected_output(query, key, value, evicted, BASE))
 
 
 @pytest.mark.parametrize("odds", [0.0, 0.9])
-def test_whole_prompts_choose_their_kernel(odds: float) -> None:
+def test_a_prompt_in_one_chunk_equals_masked_dense_attention(odds: float) -> None:
     p = replace(BASE, odds=odds)
     given = p.tensors()
-    assert_near(prefill.attend(*given, **p.how), judge(*given, p))
+    assert_near(as_one_chunk(p, *given), expected_output(*given, p))
 
 
 def test_the_same_twice() -> None:
     given = BASE.tensors()
-    assert torch.equal(prefill.attend(*given, **BASE.how), prefill.attend(*given, **BASE.how))
+    assert torch.equal(as_one_chunk(BASE, *given), as_one_chunk(BASE, *given))

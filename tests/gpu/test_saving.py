@@ -1,4 +1,4 @@
-"""Checkpoints written by forked processes while GPUs go on training."""
+"""Checkpoints written by forked processes while GPUs continue to train."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.train_problems import Shape, distances, exact, leaves, outcome
+from tests.support.train_cases import Shape, distances, exact, leaves, outcome
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 if torch.cuda.is_available():
-    from dms_train.kernels.launch_plan import forced, plan_tiles
-    from dms_train.kernels.triton_train import dms_attention
+    from dms_train.kernels.train_attention.launch_plan import forced, plan_tiles
+    from dms_train.kernels.train_attention.triton_attention import dms_attention
 
 ERRORS = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 5e-6}
 

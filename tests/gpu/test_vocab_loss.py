@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.kernels import vocab_loss
-from dms_train.kernels.vocab_loss import Divergence
-from tests.support import vocab_problems as support
-from tests.support.vocab_problems import Rows
+from dms_train.kernels.losses import vocabulary as vocab_loss
+from dms_train.kernels.losses.vocabulary import Divergence
+from tests.support import vocab_cases as support
+from tests.support.vocab_cases import Rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dms_train.hf.export import write_export
+from dms_train.export.writer import write_export
 from dms_train.hf.formats import default_format
+from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.registry import build_policy
@@ -100,9 +101,11 @@ class _Recorder:
         self._cache = cache
         self.decisions: list[list[Tensor]] = [[] for _ in range(layers)]
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Any) -> Any:
-        self.decisions[layer].append(arrival.signal[0])
-        return self._cache.attend(layer, rows, query, arrival)
+    def step(self, layer: int, step: AttentionStep) -> Any:
+        decisions = step.decisions()
+        assert decisions is not None
+        self.decisions[layer].append(decisions[0])
+        return self._cache.step(layer, step)
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ def run(
 
 
 def train(base: str, output: str, window: int) -> dict[str, Tensor]:
-    """One step of its trainer from a dense model, whose lanes it leaves nearly as they are."""
+    """One step of its trainer from a dense model; its eviction channels hardly change."""
     torch.manual_seed(0)
     word_tokenizer(61).save_pretrained(base)
     text = " ".join(f"w{i}" for i in torch.randint(1, 61, (200,)).tolist())

@@ -21,7 +21,8 @@ WINDOW = 8
 PROMPTS = (1, WINDOW + 1)  # longer ones it prefills densely
 LONG = 40
 FAMILIES = ("llama", "qwen3")
-# Its kernels rotate queries from head size 32 on; a small base shows the lane after RoPE.
+# Its kernels rotate queries from head size 32 on; a small base shows the eviction channel after
+# RoPE.
 SIZES = {"hidden_size": 64, "kv_channels": 32, "rotary_base": 100.0}
 SHORT = 30  # Triton's interpreter is slow
 

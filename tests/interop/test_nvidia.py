@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.engine import LLM
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method.spec import PRESETS
 from tests.interop.conftest import LENGTH, TEXT, TOLERANCE, assert_same, difference, export, ours
@@ -65,7 +65,7 @@ def theirs(work, folders):
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", ["exported", "tied", *WRITTEN])
 def test_same_computation(theirs, folders, name, prompt):
-    """Our export in its code; its checkpoint, query lane or adapter, in ours."""
+    """Our export in its code; its checkpoint, eviction channel or adapter, in ours."""
     assert_same(theirs[f"{name} {prompt}"], ours(folders[name], TEXT, prompt), f"{name} {prompt}")
 
 

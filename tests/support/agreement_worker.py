@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dms_train.cli import run_folder
-from dms_train.cli.start_point import StartPoint
+from dms_train.app import run_folder
+from dms_train.app.start_point import StartPoint
 from dms_train.config.build import ConfigError
-from dms_train.mcore import checkpoint_state, checksums, groups
+from dms_train.mcore import groups
+from dms_train.mcore.checkpoints import checksums
+from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import ParallelOptions
 from dms_train.training.state import TrainState
@@ -88,7 +90,7 @@ def resumed(run: Path, view: ParallelView, case: str) -> str:
         except ConfigError as error:
             return str(error)
     assert start.student is not None
-    run_folder.set_aside(start, leads=view.rank == 0)
+    run_folder.set_aside(start, is_main_rank=view.rank == 0)
     return f"{start.student.name}, step {start.state.step}"
 
 

@@ -10,9 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dms_train.kernels import launch_plan
-from dms_train.kernels import triton_train_hopper_backward as backward
-from dms_train.kernels import triton_train_hopper_forward as forward
+from dms_train.kernels.train_attention import launch_plan
+from dms_train.kernels.train_attention import triton_hopper_backward as backward
+from dms_train.kernels.train_attention import triton_hopper_forward as forward
 
 SCALARS = dict.fromkeys(
     ("length", "padded", "n_blocks", "window", "section", "n_heads", "group"), "i32"

@@ -7,12 +7,14 @@ from typing import Any
 
 from dms_train.cli.config_source import CONF_DIR
 from dms_train.config.build import build
+from dms_train.config.resolve import resolved
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.method.spec import PRESETS
 
 MAPPING: dict[str, Any] = {
     "model": {"path": "some/model"},
-    "method": {"preset": "dms", "window": 16},
+    "method": {**PRESETS["dms"].to_dict(), "window": 16},
     "stage": {
         "run": ["zero_neuron", "retrofit", "export"],
         "pretrain": {"steps": 10},
@@ -48,7 +50,7 @@ def mapping(**changes: Any) -> dict[str, Any]:
 
 
 def config(**changes: Any) -> RunConfig:
-    return build(mapping(**changes))
+    return resolved(build(mapping(**changes)))
 
 
 def architecture(**changes: Any) -> Architecture:
@@ -145,6 +147,15 @@ KNOWN = {
         num_query_groups=8,
         vocab_size=128256,
         max_position_embeddings=131072,
+    ),
+    "mistral_7b": _sized(
+        {**_LLAMA, "family": "mistral"},
+        32,
+        4096,
+        14336,
+        num_query_groups=8,
+        vocab_size=32768,
+        max_position_embeddings=32768,
     ),
     "qwen_r1_1_5b": _qwen2(28, 1536, 8960, 12, 2, vocab_size=151936),
     "qwen_r1_7b": _qwen2(28, 3584, 18944, 28, 4),

@@ -13,18 +13,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dms_train.families import FAMILIES
 from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader, read_config
+from dms_train.hf.directory import WeightReader
+from dms_train.hf.json_files import read_config
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 PROCESSES = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1_pp1": {},
@@ -45,7 +46,7 @@ def tokens() -> Tensor:
 
 
 def build(model: Path, layout: str, view: ParallelView, source: Any) -> McoreEngine:
-    options = EngineOptions(
+    options = TrainEngineOptions(
         parallel=ParallelOptions(**LAYOUTS[layout]),
         optim=OptimOptions(lr=1e-3),
         seed=SEED,
@@ -59,13 +60,13 @@ def weights_of(engine: McoreEngine) -> dict[str, Tensor]:
 
 
 def keep_shares(engine: McoreEngine, view: ParallelView) -> dict[str, Tensor]:
-    """log(1 - alpha) that this rank's kernels get, by layer, head and sample; lanes are zero."""
+    """log(1 - alpha) that this rank's kernels get, by layer, head and sample."""
     seen: dict[int, list[Tensor]] = {}
     for layer in engine._models[0].decoder.layers:
         layer.self_attention.core_attention.register_forward_pre_hook(
             lambda _, args, number=layer.layer_number: seen.setdefault(number, []).append(args[3])
         )
-    engine.hand_over_lane()
+    engine.reset_eviction_channel()
     batches = tiny.microbatches(view.dp_rank, view.dp_size)
     plan = StepPlan(step=STEP, eviction="soft", neuron_scale=0.0, loss="lm")
     engine.evaluate(plan, batches)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import dms_train.cli.session  # noqa: F401 - imported once, before the forks
+import dms_train.app.session  # noqa: F401 - imported once, before the forks
 from dms_train.cli.train import main
 from tests.support import launch
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -54,11 +56,15 @@ def checked(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody used a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    for opened in sockets:
-        opened.bind(("127.0.0.1", 0))
-    ports = [int(opened.getsockname()[1]) for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
+    """Ports of this machine that nothing uses, all different.
+
+    They lie below those that the kernel gives to connections, of other tests for example.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 1000):
+        with socket.socket() as opened, contextlib.suppress(OSError):
+            opened.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError("no free ports between 10000 and 32768")

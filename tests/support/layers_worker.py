@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
@@ -36,8 +36,8 @@ def build(layers: str, family: str, view: Any = None, dtype: str = "fp32") -> Mc
         family, num_layers=2, hidden_size=64, ffn_hidden_size=96, kv_channels=16
     )
     spec = PRESETS["dms"].override(window=4, alpha_offset=0.5)
-    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=LR), seed=7)
-    weights = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002)
+    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=LR), seed=7)
+    weights = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002)
     engine = McoreEngine(architecture, spec, view, options, weights)
     rate = LearningRate(max_lr=LR, min_lr=LR, steps=9, warmup_steps=0, style="constant")
     engine.begin_stage(rate)

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -29,13 +29,13 @@ def one_step(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Totals on every rank and Hugging Face named gradients on rank 0."""
     architecture = tiny.architecture(case["family"], **case.get("architecture", {}))
-    # offset near 0, so that about half of the small lanes' decisions evict
+    # offset near 0, so that about half of the small eviction channels' decisions evict
     changes = {"window": 4, "alpha_offset": 0.5, **case.get("spec", {})}
     spec = PRESETS[case["preset"]].override(**changes)
     parallel = ParallelOptions(**case["layout"])
-    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
+    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
     std = case.get("std", 0.2)
-    student = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002, std=std)
+    student = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002, std=std)
     engine = McoreEngine(architecture, spec, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, std))
     plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})

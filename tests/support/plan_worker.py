@@ -24,7 +24,7 @@ from dms_train.data.batches import Batch
 from dms_train.kernels import api
 from dms_train.mcore import engine as engine_module
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
@@ -97,10 +97,10 @@ def _layer_bytes(engine: McoreEngine, case: dict[str, Any], parallel: ParallelOp
     shape = (case["length"] // shards, case["samples"], SIZES["hidden_size"])
     dtype = engine._config.params_dtype
     hidden = torch.zeros(shape, dtype=dtype, requires_grad=True)
-    keys, side = torch.zeros(shape[1], dtype=torch.int64), torch.zeros(shape[1], 3)
+    keys, eviction_stats = torch.zeros(shape[1], dtype=torch.int64), torch.zeros(shape[1], 3)
     rope = model.rotary_pos_emb.get_emb(case["length"])
     run = model._layers(0, 1)
-    return saved_bytes(lambda: run(hidden, side, keys, rope), model.parameters())
+    return saved_bytes(lambda: run(hidden, eviction_stats, keys, rope), model.parameters())
 
 
 def step_bytes(case: dict[str, Any]) -> dict[str, int]:
@@ -112,7 +112,7 @@ def step_bytes(case: dict[str, Any]) -> dict[str, int]:
     view = groups.start(parallel, seed=1)
     a = configs.architecture(**SIZES, **case["architecture"])
     spec = PRESETS["dms"]
-    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
+    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
     with LiveBytes() as live:
         engine = McoreEngine(a, spec, view, options, None)
         if case["distills"]:

@@ -20,25 +20,25 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from dms_train.export.writer import write_export
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.export import write_export
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import groups
-from dms_train.mcore.weights import RandomWeights
+from dms_train.mcore.model.weights import RandomWeights
 from tests.support import launch
 from tests.support.disks import small_disk
 
 COMMANDS = {
     "train": "dms_train.cli.train",
-    "data": "data_prep.tokenize",
+    "data": "dms_train.data_prep.prepare",
     "validate": "dms_train.cli.validate",
-    "verify": "checkpoints_tools.verify",
-    "inspect": "checkpoints_tools.inspect",
+    "verify": "dms_train.checkpoints_tools.verify",
+    "inspect": "dms_train.checkpoints_tools.inspect_folder",
     "report": "dms_train.cli.report",
-    "export": "checkpoints_tools.megatron_to_hf",
-    "import": "checkpoints_tools.hf_to_megatron",
-    "submit": "launch.submit",
-    "preflight": "launch.preflight",
+    "export": "dms_train.checkpoints_tools.megatron_to_hf",
+    "import": "dms_train.checkpoints_tools.hf_to_megatron",
+    "submit": "dms_train.launch.submit",
+    "preflight": "dms_train.launch.preflight",
 }
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (\[rank \d+\] )?")
 STEPS = (2, 2)  # of zero_neuron and retrofit in the finished run
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assets:
-    """Sound inputs, made once and copied into every room.
+    """Sound inputs, made once and copied into every workspace.
 
     Attributes:
         model: A random two-layer Llama with its tokenizer.
@@ -114,7 +114,7 @@ def write_model(path: Path, tokenizer: Path, **changes: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Workspace:
     """A folder with copies of the assets, to be spoilt; `closing` is undone when it is left."""
 
     folder: Path
@@ -174,11 +174,11 @@ class Room:
         self.closing.enter_context(mock.patch.dict(os.environ, path))
 
     def train(self, *overrides: str) -> list[str]:
-        """A small run on this room's inputs; the latest override of a key counts."""
+        """A small run on this folder's inputs; the latest override of a key counts."""
         return ["train", *_overrides(self.model, self.data, self.run, overrides)]
 
     def named(self, text: str) -> str:
-        """A message with this room's paths replaced by names."""
+        """A message with this folder's paths replaced by names."""
         names = {self.data: "DATA", self.model: "MODEL", self.run: "RUN", self.out: "OUT"}
         for path, name in names.items():
             text = text.replace(str(path), name)
@@ -219,12 +219,12 @@ def make_assets(folder: Path) -> Assets:
 
 
 @contextlib.contextmanager
-def open_room(folder: Path, assets: Assets) -> Iterator[Room]:
+def open_workspace(folder: Path, assets: Assets) -> Iterator[Workspace]:
     """Copies of model and data; a case that needs the finished run asks for it."""
     shutil.copytree(assets.model, folder / "model")
     shutil.copytree(assets.data, folder / "data")
     with contextlib.ExitStack() as closing:
-        yield Room(folder, assets, closing)
+        yield Workspace(folder, assets, closing)
 
 
 Runner = Callable[[list[str]], Outcome]
@@ -263,7 +263,7 @@ def run_as(world_size: int) -> Runner:
 
 def run_alone(words: list[str]) -> Outcome:
     """A process of its own, as a user starts it."""
-    done = launch.python("-m", module(words[0]), *words[1:], timeout=60)
+    done = launch.python("-m", module(words[0]), *words[1:])
     return Outcome(code=done.returncode, stderr=done.stderr)
 
 

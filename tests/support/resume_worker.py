@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -52,12 +52,12 @@ SPEC = PRESETS["dms"].override(window=4, alpha_offset=0.5)
 
 def build(layout: str, dtype: str, view: ParallelView, seed: int) -> McoreEngine:
     architecture = tiny.architecture("qwen2", num_layers=4)
-    options = EngineOptions(
+    options = TrainEngineOptions(
         parallel=ParallelOptions(params_dtype=dtype, **LAYOUTS[layout]),
         optim=OptimOptions(lr=1e-3, weight_decay=0.01),
         seed=7,
     )
-    student = tiny.SmallLanes(architecture, seed, SPEC.channel)
+    student = tiny.SmallEvictionChannels(architecture, seed, SPEC.channel)
     engine = McoreEngine(architecture, SPEC, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
     engine.begin_stage(RATE)

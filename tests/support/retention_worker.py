@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.mcore import groups
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import StepPlan, StepResult
 from dms_train.method.spec import PRESETS
@@ -35,8 +35,10 @@ def evaluated(layout: dict[str, Any]) -> StepResult:
     view = groups.start(parallel, seed=1)
     architecture = tiny.architecture("llama")
     spec = PRESETS["dms"].override(window=4, alpha_offset=0.5)
-    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7, trains=False)
-    student = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.01)
+    options = TrainEngineOptions(
+        parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7, trains=False
+    )
+    student = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.01)
     engine = McoreEngine(architecture, spec, view, options, student)
     plan = StepPlan(eviction="hard", neuron_scale=0.0, loss="lm")
     result = engine.evaluate(plan, tiny.microbatches(view.dp_rank, view.dp_size))

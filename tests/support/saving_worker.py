@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on, beside those that training waits for.
+"""Checkpoints written while training continues, beside those that training waits for.
 
 torchrun ... -m tests.support.saving_worker overlap|moved|killed|resumed CASES.json OUT_FOLDER
 
@@ -27,14 +27,18 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch import Tensor
 
-from dms_train.mcore import checkpoint, checkpoint_saving, groups, optim
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore import groups
+from dms_train.mcore.checkpoints import reading as checkpoint
+from dms_train.mcore.checkpoints import saving as checkpoint_saving
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
+from dms_train.mcore.schedule import optimizer as optim
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
+from tests.support.descriptors import connections
 
 HALF, STEPS = 3, 7
 RATE = LearningRate(max_lr=1e-4, min_lr=1e-5, steps=STEPS, warmup_steps=2, style="cosine")
@@ -46,13 +50,13 @@ Content = dict[tuple[Any, ...], Tensor]
 
 def build(case: Case, view: ParallelView, seed: int) -> McoreEngine:
     architecture = tiny.architecture("qwen2", **case["architecture"])
-    options = EngineOptions(
+    options = TrainEngineOptions(
         parallel=ParallelOptions(layers="local", **case["parallel"]),
         optim=OptimOptions(lr=1e-4, weight_decay=0.01),
         seed=7,
     )
     std = 0.8 / architecture.hidden_size**0.5
-    student = tiny.SmallLanes(architecture, seed, SPEC.channel, std=std)
+    student = tiny.SmallEvictionChannels(architecture, seed, SPEC.channel, std=std)
     engine = McoreEngine(architecture, SPEC, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, std))
     engine.begin_stage(RATE)
@@ -113,16 +117,6 @@ def processes_below(pid: int) -> list[int]:
 def status(pid: int) -> str:
     """One letter, as in proc(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def connections(pid: int) -> list[str]:
-    """What a process holds that another rank or machine could wait for."""
-    found = []
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(file)
-        if int(file.name) > 2 and target.startswith(("socket:", "anon_inode:[eventpoll]")):
-            found.append(target)
-    return found
 
 
 def wait_for(what: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that live but do not go on, and ranks that only take long.
+"""Ranks that stall, and ranks that only take long.
 
 torchrun ... -m tests.support.stuck_worker deadlock|patient FOLDER
 torchrun ... -m tests.support.stuck_worker reads WORDS    `dms-train WORDS`, rank 1 with a dead disk
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from dms_train.app.watch import end_hanging_run
 from dms_train.cli import train
-from dms_train.cli.watch import end_hanging_run
 from dms_train.data.tokens import TokenSamples
 from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
@@ -70,36 +68,27 @@ class Together:
         )
         log.configure(self.view.rank)
         self.heartbeats.start()
+        self.heartbeats.reached(0)
         self.folder = folder
 
     def others_waited(self, patiences: float) -> bool:
-        """Whether rank 1 says that it has waited so often as long as counts as standing."""
+        """Whether rank 1 has waited for that many times the limit."""
         try:
             report = json.loads((self.folder / "ranks" / "1").read_text())
         except (FileNotFoundError, ValueError):  # it is just writing
             return False
-        return report["kind"] == "waits" and report["seconds"] > patiences * TIMEOUT_SECONDS / 2
+        return report["phase"] == "step" and report["seconds"] > patiences * TIMEOUT_SECONDS / 2
 
     def take_long(self) -> str:
-        """Compute, then wait for a process, each for as long as a standing rank is let."""
-        x = torch.eye(200)
-        while not self.others_waited(1.5):
-            # at several places, so that no row of looks finds the same one by chance
-            x.mm(x), x.exp(), x.sort(), x.cumsum(0), x.tanh()
-        reading, writing = os.pipe()
-
-        def end_the_process() -> None:
-            while not self.others_waited(3):
-                threading.Event().wait(0.1)
-            os.write(writing, b"x")
-
-        threading.Thread(target=end_the_process).start()
-        subprocess.run(["head", "-c1"], stdin=reading, capture_output=True, check=True)
+        """Outside of any phase with a limit, until the other rank has waited for three limits."""
+        while not self.others_waited(3):
+            threading.Event().wait(0.1)
         return "done"
 
     def wait_for_each_other(self) -> None:
         mine = [dist.new_group() for _ in range(2)][self.view.rank]
-        dist.barrier(group=mine)
+        with self.heartbeats.phase("step"):
+            dist.barrier(group=mine)
 
 
 def main() -> None:
@@ -109,7 +98,8 @@ def main() -> None:
         return
     ranks = Together(Path(words[0]))
     if mode == "patient":
-        assert groups.of_rank_0(ranks.take_long) == "done"
+        with ranks.heartbeats.phase("other" if ranks.view.rank == 0 else "step"):
+            assert groups.of_rank_0(ranks.take_long) == "done"
     else:
         ranks.wait_for_each_other()
     ranks.heartbeats.stop()

@@ -6,7 +6,7 @@ import torch
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.weights import RandomWeights
+from dms_train.mcore.model.weights import RandomWeights
 
 VOCAB = 61
 LENGTH = 24
@@ -31,11 +31,11 @@ def architecture(family: str, **changes: object) -> Architecture:
     return Architecture(**{**values, **changes})
 
 
-class SmallLanes:
+class SmallEvictionChannels:
     """Random weights whose borrowed rows are small, as trained ones are.
 
-    scale / tau = 1000 amplifies rounding in the lane, so a lane of the size of other activations
-    would measure float32 and not the layout.
+    scale / tau = 1000 amplifies rounding in the eviction channel, so an eviction channel of the
+    size of other activations would measure float32 and not the layout.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SmallLanes:
         self._architecture, self._channel, self._factor = architecture, channel, factor
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor; lane rows of the query projection scaled down."""
+        """The tensor; eviction channel rows of the query projection scaled down."""
         tensor = self._random.get(name)
         if "q_proj" in name:
             d = self._architecture.kv_channels

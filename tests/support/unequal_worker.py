@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
+from dms_train.app.memory_check import check_memory
 from dms_train.cli.errors import run_main
-from dms_train.cli.memory_check import check_memory
 from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
 from tests.support import configs
@@ -29,7 +29,7 @@ def main() -> None:
         check_memory(
             config, configs.KNOWN["qwen_r1_1_5b"], replace(view, device=torch.device("cuda"))
         )
-        groups.value_of_rank_0(None)  # whoever goes on needs the other
+        groups.value_of_rank_0(None)  # a rank that continues needs the other
     finally:
         groups.stop()
 

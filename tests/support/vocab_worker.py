@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dms_train.kernels.vocab_loss import Divergence
+from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers.vocabulary_losses import Projection, distillation_kl, next_token_loss
 from dms_train.mcore.options import ParallelOptions
-from dms_train.mcore.vocab_losses import Projection, distillation_kl, next_token_loss
 
 TP_SIZES = (2, 4)
 WIDTH, HIDDEN = 128, 8

@@ -1,7 +1,8 @@
-"""Which page belongs to whom: integers only.
+"""Allocation of page numbers; no tensors.
 
-Pages are numbered through; page P lies in slab P // slab_pages. Slabs are opened when no page is
-free and closed when all of theirs are, and low slabs are filled first so that high ones run dry.
+Pages are numbered consecutively; page P lies in slab P // slab_pages. A slab is opened when no page
+is free and closed when all of its pages are. Low slabs are filled first, so that high ones become
+free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model asks of a cache."""
+"""What caches and models exchange."""
 
 from __future__ import annotations
 
@@ -21,36 +21,14 @@ class Attended(NamedTuple):
     reads: Tensor
 
 
-class KVCache(Protocol):
-    """Keys and values of several sequences ("rows"), all layers."""
+class UnrotatedTokens(Protocol):
+    """Tokens of one layer before RoPE, for caches that store rotated keys."""
 
     @property
-    def allocated_bytes(self) -> int:
-        """Bytes taken from the system now."""
+    def rows(self) -> Tensor:
+        """Cache rows of the sequences, int64 [b]."""
         ...
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes ever taken from the system."""
-        ...
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of one KV head."""
-        ...
-
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """Store the arrival and let it attend. rows: int64 [b]; query: [b, heads, n, d]."""
-        ...
-
-    def live(self, rows: Tensor) -> Tensor:
-        """Tokens held that a later query may read, int64 [layers, b, kv_heads]."""
-        ...
-
-    def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots reserved, live or not, int64 [layers, b, kv_heads]."""
-        ...
-
-    def free(self, rows: Tensor) -> None:
-        """Forget the sequences in these rows, int64 [b]."""
+    def rotated(self) -> tuple[Tensor, Arrival]:
+        """The query [b, heads, n, d] and the arriving tokens, with RoPE."""
         ...

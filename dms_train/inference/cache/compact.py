@@ -1,8 +1,9 @@
-"""A KV cache that holds what is alive and nothing else.
+"""A KV cache that holds the live tokens only.
 
 Every (layer, sequence, KV head) owns a list of pages. Its live tokens fill the slots of that list
-from the front without holes: a newcomer takes the slot of a dead token, and if more die than
-arrive the last tokens move into the holes, so that pages at the end empty out and go back.
+from the front without holes: an arriving token takes the slot of an evicted one. If more tokens are
+evicted than arrive, the last ones move into the free slots, and empty pages at the end are
+released.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, d head size.
 """
@@ -13,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended
+from dms_train.inference.cache.base import Attended, UnrotatedTokens
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
-from dms_train.kernels.layout import CompactLayout
-from dms_train.kernels.slots import attend_slots
+from dms_train.kernels.decode.slots import attend_slots
 
 
 def _pages(slots: Tensor, page_slots: int) -> Tensor:
@@ -25,7 +25,7 @@ def _pages(slots: Tensor, page_slots: int) -> Tensor:
 
 
 class CompactCache:
-    """Pages of one pool, and a policy that says who lives.
+    """Pages of one pool, and a policy that says which tokens are kept.
 
     Args:
         pool: Where the pages come from.
@@ -72,12 +72,6 @@ class CompactCache:
         """Slots of the pages held, int64 [layers, b, h]."""
         return _pages(self._lengths[:, rows], self.pool.page_slots) * self.pool.page_slots
 
-    def layout(self, layer: int, rows: Tensor) -> CompactLayout:
-        """Where the cache of these rows lies, for a kernel."""
-        table, lengths = self._lanes(layer, rows)
-        keys, values = self.pool.slabs("key"), self.pool.slabs("value")
-        return CompactLayout(keys, values, table, lengths)
-
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
         for layer, table in enumerate(self._tables):
@@ -88,8 +82,13 @@ class CompactCache:
             longest = int((table >= 0).sum(-1).max())
             self._tables[layer] = table[..., :longest].clone()
 
+    def step(self, layer: int, step: UnrotatedTokens) -> Attended:
+        """`attend` for tokens before RoPE."""
+        query, arrival = step.rotated()
+        return self.attend(layer, step.rows, query, arrival)
+
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """Store the arrival, drop what is dead and let the queries attend.
+        """Store the arriving tokens, drop the evicted ones and compute attention.
 
         Args:
             layer: Layer number.
@@ -98,9 +97,10 @@ class CompactCache:
             arrival: The new tokens.
 
         Returns:
-            Output and reads. Queries of padding tokens get finite nonsense and read nothing.
+            Output and reads. Outputs of padding tokens are unspecified but finite, and they read
+            nothing.
         """
-        table, lengths = self._lanes(layer, rows)
+        table, lengths = self._kv_lists(layer, rows)
         numbers = self._numbers(table, lengths)
         single = arrival.position.shape[1] == 1 and not self.policy.scored
         stored = self._stored(layer, numbers, content=not single or self.policy.needs_content)
@@ -118,7 +118,7 @@ class CompactCache:
         self._settle(rows, numbers, slots, stored.state, arrival)
         return Attended(output, mask.sum((2, 3)))
 
-    def _lanes(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _kv_lists(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Page table [b, h, p] and lengths [b, h]."""
         return self._tables[layer][rows], self._lengths[layer, rows]
 
@@ -161,7 +161,7 @@ class CompactCache:
         return mask if self.policy.scored else mask & ~self.policy.expired(slots, at)
 
     def _attend_stored(self, layer: int, numbers: Tensor, query: Tensor) -> Attended:
-        """Let one query per head, [b, heads, 1, d], attend what is stored."""
+        """Attention of one query per head, [b, heads, 1, d], over the stored tokens."""
         b, heads, _, d = query.shape
         h = numbers.shape[1]
         grouped = query.reshape(b, h, heads // h, d)
@@ -188,25 +188,25 @@ class CompactCache:
         pages = self._pages_of(numbers)
         columns, size = pages.shape[-1], self.pool.page_slots
         chosen = self.pool.by_slab(pages.flatten())
-        lane = chosen.order.div(max(1, columns), rounding_mode="floor")
+        kv_list = chosen.order.div(max(1, columns), rounding_mode="floor")
         key = self.pool.read_pages("key", chosen).to(wide)  # [pages, page slots, d]
-        scores = query.reshape(b * h, r, d).to(wide)[lane] @ key.transpose(1, 2) * d**-0.5
-        by_lane = scores.new_zeros(pages.numel(), r, size)
-        by_lane[chosen.order] = scores
-        dead = (numbers < 0).view(b, h, columns, 1, size)
-        by_lane = by_lane.view(b, h, columns, r, size).masked_fill(dead, torch.finfo(wide).min)
-        weights = by_lane.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
+        scores = query.reshape(b * h, r, d).to(wide)[kv_list] @ key.transpose(1, 2) * d**-0.5
+        by_list = scores.new_zeros(pages.numel(), r, size)
+        by_list[chosen.order] = scores
+        empty = (numbers < 0).view(b, h, columns, 1, size)
+        by_list = by_list.view(b, h, columns, r, size).masked_fill(empty, torch.finfo(wide).min)
+        weights = by_list.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
         by_page = weights.view(b, h, r, columns, size).transpose(2, 3).flatten(0, 2)
         value = self.pool.read_pages("value", chosen)
         parts = by_page[chosen.order].to(value.dtype) @ value
         output = torch.zeros(b * h, r, d, dtype=wide, device=parts.device)
-        output.index_add_(0, lane, parts.to(wide))
+        output.index_add_(0, kv_list, parts.to(wide))
         return output.to(value.dtype).view(b, h, r, d)
 
     def _settle(
         self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: Arrival
     ) -> tuple[Tensor, Tensor]:
-        """Let the dead go and store the rest. Returns the new page table and lengths.
+        """Drop the evicted tokens and store the rest. Returns the new page table and lengths.
 
         Args:
             rows: int64 [b].
@@ -217,28 +217,28 @@ class CompactCache:
         """
         newest = arrival.position.amax(1, keepdim=True)
         held = slots.position >= 0
-        dying = held & self.policy.expired(slots, newest)[:, :, 0]
+        evicted = held & self.policy.expired(slots, newest)[:, :, 0]
         old = numbers.shape[-1]
-        changed = torch.zeros_like(dying)
+        changed = torch.zeros_like(evicted)
         changed[..., :old] = (slots.state[..., :old, :] != before).any(-1)
-        merged = self.policy.merge(slots, dying)
+        merged = self.policy.merge(slots, evicted)
         if merged is not None:
             slots, changed = merged[0], changed | merged[1]
-        keep = held & ~dying
+        keep = held & ~evicted
         lengths = keep.sum(-1)
         order = torch.arange(keep.shape[-1], device=keep.device)
         filled = order < lengths[..., None]
         stays = keep & filled & (order < old)
         table = self._grow(slots.layer, rows, lengths)
         self._rewrite(numbers, slots, (stays & changed)[..., :old], content=merged is not None)
-        # Lanes have as many homeless tokens as free slots, so both lists run in step.
-        homeless = (keep & ~stays).nonzero(as_tuple=True)
-        lane_b, lane_h, place = (filled & ~stays).nonzero(as_tuple=True)
+        # every KV list has as many unplaced tokens as free slots, in the same order
+        unplaced = (keep & ~stays).nonzero(as_tuple=True)
+        list_b, list_h, place = (filled & ~stays).nonzero(as_tuple=True)
         size = self.pool.page_slots
-        target = table[lane_b, lane_h, place // size] * size + place % size
-        self._move(numbers, slots, homeless, target, arrival)
+        target = table[list_b, list_h, place // size] * size + place % size
+        self._move(numbers, slots, unplaced, target, arrival)
         self._shrink(slots.layer, rows, lengths)
-        return self._lanes(slots.layer, rows)
+        return self._kv_lists(slots.layer, rows)
 
     def _rewrite(self, numbers: Tensor, slots: Slots, changed: Tensor, *, content: bool) -> None:
         """Write back what the policy changed in slots that stay, bool [b, h, old s]."""

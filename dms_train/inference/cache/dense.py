@@ -1,4 +1,4 @@
-"""The full-size baseline: every token keeps its slot, the dead are masked.
+"""The full-size baseline: every token keeps its slot, evicted ones are masked.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, t slots, w state width, d head size.
 """
@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended
+from dms_train.inference.cache.base import Attended, UnrotatedTokens
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
-from dms_train.kernels.slots import attend_slots
+from dms_train.kernels.decode.slots import attend_slots
 
 _BLOCK = 64  # slots by which a layer grows
 
 
 class DenseCache:
-    """Same answers as `CompactCache`, same policies except those that merge; memory only grows.
+    """Same results as `CompactCache`, same policies except those that merge; memory only grows.
 
     Args:
-        policy: Who is masked.
+        policy: Which tokens are masked.
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
@@ -40,8 +40,8 @@ class DenseCache:
         content = like.new_zeros(rows, heads, 0, size)
         position = torch.zeros(rows, heads, 0, dtype=torch.int64, device=device)
         state = torch.zeros(rows, heads, 0, policy.state_width, device=device)
-        dead = torch.zeros(rows, heads, 0, dtype=torch.bool, device=device)
-        self._dead = [dead] * layers
+        evicted = torch.zeros(rows, heads, 0, dtype=torch.bool, device=device)
+        self._evicted = [evicted] * layers
         self._slots = [Slots(i, position, state, content, content) for i in range(layers)]
         self._used = torch.zeros(layers, rows, dtype=torch.int64, device=device)
         self._live = torch.zeros(layers, rows, heads, dtype=torch.int64, device=device)
@@ -49,15 +49,15 @@ class DenseCache:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all layers now."""
-        return sum(dead.numel() for dead in self._dead) * self.slot_bytes
+        return sum(evicted.numel() for evicted in self._evicted) * self.slot_bytes
 
     def live(self, rows: Tensor) -> Tensor:
-        """Tokens that are not masked for good, int64 [layers, b, h]."""
+        """Tokens that later queries may read, int64 [layers, b, h]."""
         return self._live[:, rows]
 
     def held_slots(self, rows: Tensor) -> Tensor:
         """Slots of the rows, int64 [layers, b, h]."""
-        size = self._used.new_tensor([dead.shape[2] for dead in self._dead])
+        size = self._used.new_tensor([evicted.shape[2] for evicted in self._evicted])
         return size[:, None, None].expand_as(self._live[:, rows])
 
     def free(self, rows: Tensor) -> None:
@@ -67,13 +67,18 @@ class DenseCache:
         for layer, slots in enumerate(self._slots):
             slots.position[rows] = -1
             slots.state[rows] = 0
-            self._dead[layer][rows] = False
+            self._evicted[layer][rows] = False
         if not bool(self._used.any()):
             self._slots = [
                 Slots(s.layer, *(t[:, :, :0].clone() for t in s[1:] if isinstance(t, Tensor)))
                 for s in self._slots
             ]
-            self._dead = [dead[:, :, :0].clone() for dead in self._dead]
+            self._evicted = [evicted[:, :, :0].clone() for evicted in self._evicted]
+
+    def step(self, layer: int, step: UnrotatedTokens) -> Attended:
+        """As `CompactCache.step`."""
+        query, arrival = step.rotated()
+        return self.attend(layer, step.rows, query, arrival)
 
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
         """As `CompactCache.attend`."""
@@ -81,9 +86,9 @@ class DenseCache:
         self._append(layer, rows, arrival)
         stored = self._stored(layer, rows)
         stored = stored._replace(state=self.policy.admit(stored, arrival))
-        dead = self._dead[layer][rows]
+        evicted = self._evicted[layer][rows]
         held = stored.position >= 0
-        mask = (held & ~dead)[:, :, None]
+        mask = (held & ~evicted)[:, :, None]
         mask = mask & (stored.position[:, :, None, :] <= arrival.position[:, None, :, None])
         if not self.policy.scored:
             mask = mask & ~self.policy.expired(stored, arrival.position)
@@ -95,10 +100,10 @@ class DenseCache:
         if self.policy.scored:
             stored = stored._replace(state=self.policy.observe(stored, weights))
         newest = arrival.position.amax(1, keepdim=True)
-        gone = self.policy.expired(stored, newest)[:, :, 0]
-        dead = dead | (gone & held)
-        self._dead[layer][rows] = dead
-        self._live[layer, rows] = (held & ~dead).sum(-1)
+        expired = self.policy.expired(stored, newest)[:, :, 0]
+        evicted = evicted | (expired & held)
+        self._evicted[layer][rows] = evicted
+        self._live[layer, rows] = (held & ~evicted).sum(-1)
         self._slots[layer].state[rows] = stored.state
         return Attended(output, wide.any(2).sum((2, 3)))
 
@@ -114,7 +119,7 @@ class DenseCache:
         return Slots(layer, position, state, *content)
 
     def _append(self, layer: int, rows: Tensor, arrival: Arrival) -> None:
-        """Write the arrival behind what is there."""
+        """Write the arriving tokens behind the stored ones."""
         real = arrival.position >= 0
         before = self._used[layer, rows]
         after = before + real.sum(1)
@@ -124,14 +129,14 @@ class DenseCache:
         slots = self._slots[layer]
         slots.position[rows[b], :, place] = arrival.position[b, token][:, None]
         slots.state[rows[b], :, place] = 0
-        self._dead[layer][rows[b], :, place] = False
+        self._evicted[layer][rows[b], :, place] = False
         for field in ("key", "value"):
             stored = getattr(slots, field)
             stored[rows[b], :, place] = getattr(arrival, field)[b, :, token].to(stored.dtype)
         self._used[layer, rows] = after
 
     def _reserve(self, layer: int, size: int) -> None:
-        have = self._dead[layer].shape[2]
+        have = self._evicted[layer].shape[2]
         if size <= have:
             return
         more = -(-(size - have) // _BLOCK) * _BLOCK
@@ -143,7 +148,7 @@ class DenseCache:
             F.pad(slots.position, (0, more), value=-1),
             *(F.pad(t, (0, 0, 0, more)) for t in (slots.state, slots.key, slots.value)),
         )
-        self._dead[layer] = F.pad(self._dead[layer], (0, more))
+        self._evicted[layer] = F.pad(self._evicted[layer], (0, more))
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
 

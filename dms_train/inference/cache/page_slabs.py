@@ -1,7 +1,7 @@
-"""Pages whose free list lies on the device, where decode kernels pop it without asking the host.
+"""Pages whose free list lies on the device, where decode kernels pop it without the host.
 
-The host knows how many pages are free at least: it counts what every step could have popped and
-looks at the device only when that bound runs out.
+The host keeps a lower bound of the free pages: it subtracts what every step may have popped, and
+reads the count from the device only when the bound reaches 0.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.kernels.paged import FreePages
+from dms_train.kernels.decode.paged import FreePages
 
 
 class PageSlabs:
     """Slabs of pages [2, page_slots, head_size], numbered by their distance from the first slab.
 
-    Page 0 is handed to nobody, so that it can stand in unused places of page tables.
+    Page 0 is never allocated, so that unused entries of page tables can point to it.
 
     Args:
         head_size: Channels of a key and of a value.
@@ -43,7 +43,7 @@ class PageSlabs:
         self._dtype = dtype
         self._origin: int | None = None
         self._slabs: dict[int, Tensor] = {}  # by the number of its first page
-        self._floor = 0  # pages that are free at least
+        self._at_least = 0  # free pages, lower bound
         zero = torch.zeros(1, dtype=torch.int32, device=device)
         self.free = FreePages(zero.repeat(slab_pages), zero.clone(), zero.clone())
         self._open()
@@ -73,15 +73,15 @@ class PageSlabs:
         """Have `count` free pages ready, which kernels may pop from now on.
 
         Raises:
-            RuntimeError: A kernel found no page for a token; its cache is worthless.
+            RuntimeError: A kernel found no page for a token; the contents of its cache are invalid.
         """
-        if self._floor < count:
-            self._floor, fault = torch.cat([self.free.left, self.free.fault]).tolist()
+        if self._at_least < count:
+            self._at_least, fault = torch.cat([self.free.left, self.free.fault]).tolist()
             if fault:
                 raise RuntimeError(f"a token was not stored (fault {fault})")
-        while self._floor < count:
+        while self._at_least < count:
             self._open()
-        self._floor -= count
+        self._at_least -= count
 
     def take(self, count: int) -> Tensor:
         """Pop pages: int32 [count]."""
@@ -102,7 +102,7 @@ class PageSlabs:
         kept = numbers[~idle[home]]
         self.free.numbers[: len(kept)] = kept.clone()
         self.free.left.fill_(len(kept))
-        self._floor = len(kept)
+        self._at_least = len(kept)
 
     def read(self, pages: Tensor) -> Tensor:
         """Whole pages, int32 [n] to [n, 2, page_slots, head_size]."""
@@ -141,7 +141,7 @@ class PageSlabs:
         numbers = torch.arange(start, start + self.slab_pages, dtype=torch.int32)
         self._slabs[start] = pages
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        self._floor = self._push(numbers[int(start == 0) :].flip(0).to(self.device))
+        self._at_least = self._push(numbers[int(start == 0) :].flip(0).to(self.device))
 
     def _push(self, pages: Tensor) -> int:
         """Put pages on the stack. Returns how many it holds then."""

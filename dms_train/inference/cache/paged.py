@@ -1,9 +1,9 @@
-"""The compact cache on a GPU: a decode step is two kernels per layer and never asks the host.
+"""The compact cache on a GPU: a decode step is two kernels per layer and no wait of the host.
 
-It holds what `CompactCache` holds, for policies under which a token's fate is known when it leaves
-the window: then only the tokens of the window need a position. Prompts go through the kernels of
-`kernels.prefill`, for which the host waits once per layer and chunk to learn how many pages they
-take. FP8 pages are read and written with torch operations instead.
+It holds the same tokens as `CompactCache`, for policies that decide about a token by the time it
+leaves the window, so that only tokens in the window need a position. Prompts are computed by the
+kernels of `kernels.prefill`; the host waits once per layer and chunk for the number of pages they
+need. With FP8 pages, prompts are computed by torch operations instead.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, w window, d head size.
 """
@@ -19,29 +19,31 @@ from torch import Tensor
 from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.compact import join
+from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.page_slabs import PageSlabs
 from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
-from dms_train.kernels import decode, prefill
-from dms_train.kernels.paged import (
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.decode.paged import (
     ALWAYS,
+    EVICTION_CHANNEL,
     FP8,
-    LANE,
     NEVER,
     SIGNAL,
     Decisions,
     PagedCache,
     Step,
 )
-from dms_train.kernels.prefill_lists import Pages, Tokens
-from dms_train.kernels.slots import attend_slots
+from dms_train.kernels.decode.slots import attend_slots
+from dms_train.kernels.prefill import sparse as prefill
+from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.spec import DMSSpec
 
 
 def decode_rule(policy: CachePolicy) -> tuple[Decisions, int] | None:
-    """How the kernels decide under a policy, and its window; None if they do not know it."""
+    """How the kernels decide under a policy, and its window; None if they do not support it."""
     if type(policy) is DMSPolicy:
         return Decisions(SIGNAL, shift=policy.shift), policy.window
     if type(policy) is WindowPolicy:
@@ -52,7 +54,7 @@ def decode_rule(policy: CachePolicy) -> tuple[Decisions, int] | None:
 
 
 class PagedKVCache:
-    """Lanes of pages, a ring of the window's slots, and a policy the kernels know.
+    """KV lists of pages, a ring of the window's slots, and a policy that the kernels support.
 
     Args:
         pool: Where the pages come from; `page_slots` a power of two.
@@ -76,7 +78,7 @@ class PagedKVCache:
         self._rings = torch.zeros(layers, rows, heads, window + 1, **put)
         self._exponents = torch.zeros(layers, rows, heads, 0, 2, dtype=torch.int8).to(pool.device)
         self._quantised = pool.pages.dtype == FP8
-        self._longest = 0  # no lane is longer
+        self._longest = 0  # no KV list is longer
         self._memory: dict[int, Any] = {}  # by sequences of a step
 
     @property
@@ -111,8 +113,8 @@ class PagedKVCache:
     def view(self, layer: int) -> PagedCache:
         """One layer as the kernels see it."""
         exponents = self._exponents[layer] if self._quantised else None
-        lanes = (self._tables[layer], self._lengths[layer], self._rings[layer])
-        return PagedCache(self.pool.pages, *lanes, exponents, self.pool.free)
+        kv_lists = (self._tables[layer], self._lengths[layer], self._rings[layer])
+        return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
@@ -123,22 +125,72 @@ class PagedKVCache:
         self._longest = int(self._lengths.max())
         self._resize(self._longest)
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """Store the arrival, drop what is dead and let the queries attend.
+    def step(self, layer: int, step: AttentionStep) -> Attended:
+        """Store tokens, drop the evicted ones and compute attention.
+
+        A replay of a captured decode step must be announced with `prepare`.
 
         Args:
-            layer: Layer number.
-            rows: int64 [b], all different.
-            query: [b, heads, n, d] with RoPE applied; a token is its own query.
-            arrival: The new tokens; padding lies behind them.
+            layer: Layer number; layers are visited in order.
+            step: The tokens; padding lies behind them.
 
         Returns:
-            Output and reads. Queries of padding tokens get finite nonsense and read nothing.
+            Output and reads. Outputs of padding tokens are unspecified but finite; they read
+            nothing.
         """
-        if arrival.position.shape[1] == 1:
-            return self._decode(layer, rows, query, arrival)
+        if step.position.shape[1] == 1:
+            return self._decode(layer, step)
+        query, arrival = step.rotated()
         if arrival.key.dtype == self.pool.pages.dtype:
-            return self._prefill(layer, rows, query, arrival)
+            return self._prefill(layer, step.rows, query, arrival)
+        return self._prefill_in_torch(layer, step.rows, query, arrival)
+
+    def _decode(self, layer: int, step: AttentionStep) -> Attended:
+        """One token per sequence; the kernels apply RoPE and decide."""
+        b, d = len(step.rows), step.query.shape[-1]
+        rule = self._rule_of(step.spec, d)
+        signal = None
+        if rule.source == SIGNAL:
+            decisions = step.decisions()
+            assert decisions is not None
+            signal = decisions[:, :, 0].contiguous()
+        token = Step(
+            query=step.query.flatten(1, 3),
+            key=step.key.flatten(1, 3),
+            value=step.value.flatten(1, 3),
+            cos=step.cos.flatten(1),
+            sin=step.sin.flatten(1),
+            position=step.position[:, 0],
+            rows=step.rows,
+            signal=signal,
+        )
+        if layer == 0 and not _capturing():
+            self.prepare(b)
+        cache = self.view(layer)
+        append, attend = decode.kernels()
+        rotated = append.append(token, cache, rule)
+        if b not in self._memory:
+            self._memory[b] = attend.workspace(rotated, cache)
+        output = attend.attend(rotated, cache, step.rows, d**-0.5, self._memory[b])
+        return Attended(output.unsqueeze(2), self._lengths[layer, step.rows].long())
+
+    def _rule_of(self, spec: DMSSpec | None, head_size: int) -> Decisions:
+        """How a step decides and what it clears from the query.
+
+        Args:
+            spec: Of a model whose query carries an eviction channel; None for any other.
+            head_size: Channels of a query.
+        """
+        if spec is None:
+            return self._rule
+        decisions = Decisions.of(spec, head_size)
+        source = EVICTION_CHANNEL if self._rule.source == SIGNAL else self._rule.source
+        return decisions._replace(source=source, shift=self._rule.shift)
+
+    def _prefill_in_torch(
+        self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival
+    ) -> Attended:
+        """A chunk of prompts with torch operations, for pages that the kernels do not take."""
         slots = join(self._stored(layer, rows, arrival), arrival)
         slots = slots._replace(state=self.policy.admit(slots, arrival))
         assert slots.key is not None
@@ -150,91 +202,44 @@ class PagedKVCache:
         self._settle(rows, slots, arrival.position.amax(1, keepdim=True))
         return Attended(output.to(query.dtype), mask.sum((2, 3)))
 
-    def rule(self, spec: DMSSpec | None, head_size: int) -> Decisions:
-        """How a step decides and what it clears from the query.
-
-        Args:
-            spec: Of a model whose decisions lie in a query lane; None for any other.
-            head_size: Channels of a query.
-        """
-        if spec is None:
-            return self._rule
-        lane = Decisions.of(spec, head_size)
-        source = LANE if self._rule.source == SIGNAL else self._rule.source
-        return lane._replace(source=source, shift=self._rule.shift)
-
-    def step(self, layer: int, step: Step, rule: Decisions) -> Attended:
-        """One token per sequence, before RoPE. A replay of it must be announced with `prepare`.
-
-        Args:
-            layer: Layer number; layers are visited in order.
-            step: The tokens.
-            rule: From `rule`.
-
-        Returns:
-            Output [b, heads, 1, d] and reads.
-        """
-        b, _, d = step.query.shape
-        if layer == 0 and not _capturing():
-            self.prepare(b)
-        cache = self.view(layer)
-        append, attend = decode.kernels()
-        rotated = append.append(step, cache, rule)
-        if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
-        output = attend.attend(rotated, cache, step.rows, d**-0.5, self._memory[b])
-        return Attended(output.unsqueeze(2), self._lengths[layer, step.rows].long())
-
-    def _decode(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """`step` for a token whose query and key have been rotated."""
-        still = query.new_ones(len(rows), query.shape[-1])
-        signal = None if arrival.signal is None else arrival.signal[:, :, 0].contiguous()
-        step = Step(
-            query=query[:, :, 0].contiguous(),
-            key=arrival.key[:, :, 0].contiguous(),
-            value=arrival.value[:, :, 0].contiguous(),
-            cos=still,
-            sin=torch.zeros_like(still),
-            position=arrival.position[:, 0].contiguous(),
-            rows=rows,
-            signal=signal,
-        )
-        return self.step(layer, step, self._rule)
-
     def _prefill(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
         """A chunk of prompts through the kernels."""
         ring = self._rings[layer, rows]
         window, d = ring.shape[-1] - 1, query.shape[-1]
         real = (arrival.position >= 0).int()
         seen = arrival.position[:, 0].int()
-        before = prompt.carried(self._lengths[layer, rows], ring, seen, self._rule.source)
+        before = prompt.state_before(self._lengths[layer, rows], ring, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, real, self._rule)
-        stretch = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
-        table, spare = self._grow(layer, rows, stretch.lengths)
+        chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
+        table, spare = self._grow(layer, rows, chunk.lengths)
         slab, first = self.pool.lowest
         tokens, pages = Tokens(query, arrival.key, arrival.value), Pages(slab, table - first)
-        output, after = prefill.extend_prompt(
-            tokens, stretch, before, pages, window=window, scale=d**-0.5
-        )
-        self._settled(layer, rows, stretch.lengths, spare=spare)
+        try:
+            output, after = prefill.extend_prompt(
+                tokens, chunk, before, pages, window=window, scale=d**-0.5
+            )
+        except BaseException:  # `free` finds the pages of a KV list by its length
+            self._lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)
+            raise
+        self._settled(layer, rows, chunk.lengths, spare=spare)
         if self._rule.source != NEVER:
             self._rings[layer, rows] = prompt.ring_after(after, window + 1)
-        return Attended(output, prompt.reads(stretch, before, window))
+        return Attended(output, prompt.reads(chunk, before, window))
 
     def prepare(self, sequences: int) -> None:
-        """Have room for one more token of so many sequences in every layer and KV head."""
+        """Reserve a slot for one more token of `sequences` sequences in every layer and KV head."""
         layers, _, heads, places = self._tables.shape
-        room = places * self.pool.page_slots
-        if self._longest == room:
+        capacity = places * self.pool.page_slots
+        if self._longest == capacity:
             self._longest = int(self._lengths.max())
         self._longest += 1
-        if self._longest > room:
+        if self._longest > capacity:
             self._resize(self._longest + self._longest // 4)
         self.pool.reserve(layers * sequences * heads)
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Changes when a captured step would look for the cache in the wrong place."""
+        """Addresses that a captured step reads; when they change, it must be captured again."""
         tensors = (self._tables, self._exponents, self.pool.free.numbers)
         return (self._tables.shape[-1], *(x.data_ptr() for x in tensors))
 
@@ -252,9 +257,9 @@ class PagedKVCache:
         return torch.arange(self._tables.shape[-1], device=self.pool.device)
 
     def _stored(self, layer: int, rows: Tensor, arrival: Arrival) -> Slots:
-        """What is stored, in the dtype of the arrival. Tokens that left the window get position 0.
+        """Stored tokens, in the dtype of the arrival. Tokens that left the window get position 0.
 
-        They stay for ever, so no one asks for their position again.
+        They are never evicted, so their position is not needed any more.
         """
         lengths = self._lengths[layer, rows]
         places = int(self._pages(lengths).max())
@@ -275,7 +280,7 @@ class PagedKVCache:
         return Slots(layer, position, state.to(torch.float32), pair[0], pair[1])
 
     def _settle(self, rows: Tensor, slots: Slots, newest: Tensor) -> None:
-        """Store what survives the newest position, int64 [b, 1], in its order, and nothing else."""
+        """Store the tokens that are kept at the newest position, int64 [b, 1], in their order."""
         layer, size = slots.layer, self.pool.page_slots
         keep = (slots.position >= 0) & ~self.policy.expired(slots, newest)[:, :, 0]
         lengths = keep.sum(-1)
@@ -295,18 +300,18 @@ class PagedKVCache:
         pair = torch.stack([slots.key, slots.value], 2)  # [b, h, 2, s, d]
         pair = pair.gather(3, order[:, :, None, :, None].expand(*pair.shape[:3], -1, pair.shape[4]))
         pair = F.pad(pair, (0, 0, 0, places * size - pair.shape[3]))
-        dead = torch.arange(places * size, device=keep.device) >= lengths[..., None]
-        pair = pair.masked_fill(dead[:, :, None, :, None], 0)
+        unused = torch.arange(places * size, device=keep.device) >= lengths[..., None]
+        pair = pair.masked_fill(unused[:, :, None, :, None], 0)
         # [b, h, places, 2, size, d]
         content = pair.view(*pair.shape[:3], places, size, -1).movedim(3, 2)
         used = (self._place() < need[..., None])[..., :places]
         self.pool.write(table[..., :places][used], self._packed(layer, rows, content)[used])
 
     def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> tuple[Tensor, bool]:
-        """Have pages for `lengths` [b, h]; nothing moves. The host waits for what that takes.
+        """Allocate pages for `lengths` [b, h]; nothing moves. The host waits for the number needed.
 
         Returns:
-            Page table of the rows, [b, h, p], and whether pages at its end will be left over.
+            Page table of the rows, [b, h, p], and whether pages at the end of a list become unused.
         """
         change = self._pages(lengths) - self._pages(self._lengths[layer, rows])
         missing = change.clamp(min=0)
@@ -337,7 +342,7 @@ class PagedKVCache:
         """Pages [b, h, p, 2, size, d] as they are stored."""
         if not self._quantised:
             return content.to(self.pool.pages.dtype)
-        # the rule of kernels.paged: at most 256, with one power of two to spare
+        # the rule of kernels.decode.paged: at most 256, with one power of two to spare
         exponents = (torch.frexp(content.float().abs().amax((4, 5)))[1] - 7).clamp(-99, 101)
         self._exponents[layer, rows, :, : content.shape[2]] = exponents.to(torch.int8)
         return (content.float() * (-exponents.float()).exp2()[..., None, None]).to(FP8)

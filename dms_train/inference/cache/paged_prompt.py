@@ -1,10 +1,10 @@
-"""What a chunk of a prompt means for the lanes of a paged cache: tensors in, tensors out.
+"""Converts between the ring of a paged cache and the state of `kernels.prefill`.
 
-Between the ring of a cache, which says by token number where the last tokens lie and which of them
-are marked, and `kernels.prefill`, which takes them in the order of their positions.
+The ring says by token number in which slots the last tokens lie and which of them are marked for
+eviction; `kernels.prefill` takes them in the order of their positions.
 
 Shape letters: b sequences, h KV heads, n tokens of a chunk, w window, k recent tokens that a chunk
-brings along.
+includes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.kernels.paged import ALWAYS, NEVER, Decisions
-from dms_train.kernels.prefill import Carried, recent_tokens
-from dms_train.kernels.prefill_lists import Stretch
+from dms_train.kernels.decode.paged import ALWAYS, NEVER, Decisions
+from dms_train.kernels.prefill.lists import PrefillChunk
+from dms_train.kernels.prefill.sparse import PrefillState, recent_tokens
 
 
-def carried(lengths: Tensor, ring: Tensor, seen: Tensor, source: int) -> Carried:
-    """The lanes of some rows as a chunk finds them.
+def state_before(lengths: Tensor, ring: Tensor, seen: Tensor, source: int) -> PrefillState:
+    """State of the KV lists of some rows before a chunk.
 
     Args:
         lengths: int32 [b, h].
-        ring: int32 [b, h, w + 1], as in `kernels.paged`.
+        ring: int32 [b, h, w + 1], as in `kernels.decode.paged`.
         seen: int32 [b], tokens before the chunk.
         source: Where decisions come from.
     """
@@ -33,18 +33,18 @@ def carried(lengths: Tensor, ring: Tensor, seen: Tensor, source: int) -> Carried
     token = seen[:, None] - back
     held = ((token >= 0) & (back <= size))[:, None]
     if source == NEVER:  # there is no ring; nothing ever moves
-        return Carried(lengths, seen, torch.zeros_like(held).expand(*lengths.shape, k))
+        return PrefillState(lengths, seen, torch.zeros_like(held).expand(*lengths.shape, k))
     entry = ring.gather(2, (token % size).long()[:, None].expand(*lengths.shape, k))
     slots = torch.where(held, entry // 2, -1)
-    return Carried(lengths, seen, held & (entry % 2 > 0), slots)
+    return PrefillState(lengths, seen, held & (entry % 2 > 0), slots)
 
 
-def evictions(before: Carried, signal: Tensor | None, real: Tensor, rule: Decisions) -> Tensor:
-    """Who of the recent and of the arriving tokens is evicted, as far as decided: [b, h, k + n].
+def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: Decisions) -> Tensor:
+    """Which recent and arriving tokens are evicted, as far as decided: [b, h, k + n].
 
     Args:
-        before: What the chunk finds.
-        signal: bool [b, h, n] by deciding token; None if the policy decides alone.
+        before: State before the chunk.
+        signal: bool [b, h, n] by deciding token; None if the policy does not use it.
         real: int32 [b, n], 1 for a token that exists.
         rule: How decisions are made.
     """
@@ -60,8 +60,8 @@ def evictions(before: Carried, signal: Tensor | None, real: Tensor, rule: Decisi
     return torch.cat([whole[..., : k - rule.shift], decided, whole[..., k - rule.shift + n :]], 2)
 
 
-def ring_after(after: Carried, size: int) -> Tensor:
-    """The ring that a chunk leaves behind, int32 [b, h, size]; lists end with the last tokens."""
+def ring_after(after: PrefillState, size: int) -> Tensor:
+    """The ring after a chunk, int32 [b, h, size]; lists end with the last tokens."""
     k = after.evicted.shape[-1]
     newest = (after.seen - 1)[:, None]
     index = torch.arange(size, dtype=torch.int32, device=newest.device)
@@ -71,15 +71,15 @@ def ring_after(after: Carried, size: int) -> Tensor:
     return torch.where(back <= after.seen[:, None, None], entry, 0).int()
 
 
-def reads(stretch: Stretch, before: Carried, window: int) -> Tensor:
+def reads(chunk: PrefillChunk, before: PrefillState, window: int) -> Tensor:
     """Slots that the queries of a chunk attend, summed over them: int64 [b, h]."""
     k = before.evicted.shape[-1]
-    token = torch.arange(stretch.evicted.shape[-1], device=stretch.edges.device)
-    stop = stretch.stop[:, None]
+    token = torch.arange(chunk.evicted.shape[-1], device=chunk.edges.device)
+    stop = chunk.stop[:, None]
     first = token.clamp(min=k)  # of the queries that may read a token
     last = stop.expand(-1, len(token))[:, None]
-    reach = torch.where(stretch.evicted, torch.minimum(last, token + window + 1), last)
-    there = (token >= stretch.start[:, None]) & (token < stop)
+    reach = torch.where(chunk.evicted, torch.minimum(last, token + window + 1), last)
+    there = (token >= chunk.start[:, None]) & (token < stop)
     near = ((reach - first).clamp(min=0) * there[:, None]).sum(-1)
     older = before.lengths - before.seen.clamp(max=window + 1)[:, None]
     return near + older * (stop - k)
@@ -105,13 +105,13 @@ def stored_window(ring: Tensor, held: Tensor, newest: Tensor) -> tuple[Tensor, T
 def survivors_ring(
     ring: Tensor, position: Tensor, keep: Tensor, marks: Tensor, newest: Tensor
 ) -> Tensor:
-    """The ring, int32 [b, h, w + 1], once those who stay lie behind each other in their order.
+    """The ring, int32 [b, h, w + 1], once the kept tokens lie behind each other in their order.
 
     Args:
         ring: Before.
         position: int64 [b, h, s].
-        keep: bool [b, h, s], who stays.
-        marks: bool [b, h, s], who dies when it leaves the window.
+        keep: bool [b, h, s], tokens that are kept.
+        marks: bool [b, h, s], tokens that are evicted when they leave the window.
         newest: int64 [b, 1], position of the last token.
     """
     size = ring.shape[-1]

@@ -1,4 +1,4 @@
-"""The memory behind compact caches: pages of slots in slabs, shared by layers and sequences."""
+"""Memory of compact caches: pages of slots in slabs, shared by layers and sequences."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PagePool:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot with everything that belongs to it."""
+        """Bytes of one slot, all fields together."""
         sizes = (torch.Size(tail).numel() * t.itemsize for tail, t in self._fields.values())
         return sum(sizes)
 
@@ -78,14 +78,19 @@ class PagePool:
     def allocate(self, count: int) -> Tensor:
         """Take pages. Returns their numbers, int64 [count]."""
         pages, opened = self.allocator.allocate(count)
-        for slab in opened:
-            self._slabs[slab] = {
-                name: torch.zeros(self._slab_slots, *tail, dtype=dtype, device=self.device)
-                for name, (tail, dtype) in self._fields.items()
-            }
+        try:
+            for slab in opened:
+                self._slabs[slab] = {
+                    name: torch.zeros(self._slab_slots, *tail, dtype=dtype, device=self.device)
+                    for name, (tail, dtype) in self._fields.items()
+                }
+        except BaseException:
+            for slab in self.allocator.release(pages):
+                self._slabs.pop(slab, None)
+            raise
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         taken = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        # slots behind the last token are multiplied by 0, which an earlier owner's NaN survives
+        # slots behind the last token are multiplied by 0, and 0 times a stale NaN is NaN
         for slab, offset in self.by_slab(taken).parts:
             self._paged(slab, "value")[offset] = 0
         return taken
@@ -132,13 +137,6 @@ class PagePool:
         """One field of a slab, [pages, page_slots, *field]."""
         flat = self._slabs[slab][field]
         return flat.view(self.allocator.slab_pages, self.page_slots, *flat.shape[1:])
-
-    def slabs(self, field: str) -> tuple[Tensor | None, ...]:
-        """One field of every slab as [pages, page_slots, ...], by slab number."""
-        count = max(self._slabs, default=-1) + 1
-        found = [self._slabs[n][field] if n in self._slabs else None for n in range(count)]
-        size = self.page_slots
-        return tuple(None if t is None else t.view(-1, size, *t.shape[1:]) for t in found)
 
 
 def _by_slab(numbers: Tensor, per_slab: int) -> BySlab:

@@ -1,4 +1,4 @@
-"""Layers that Llama, Qwen2 and Qwen3 are made of, with the weight names of Hugging Face.
+"""Layers that the model families are made of, with the weight names of Hugging Face.
 
 Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d head size,
 c hidden size.
@@ -7,6 +7,7 @@ c hidden size.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,16 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
-from dms_train.inference.cache.base import Attended, KVCache
-from dms_train.inference.cache.paged import PagedKVCache
-from dms_train.inference.policies.base import Arrival
-from dms_train.kernels.paged import SIGNAL, Step
-from dms_train.method.decisions import (
-    borrowed_lane,
-    eviction_logits,
-    hard_decisions,
-    scale_lane,
-)
+from dms_train.inference.cache.interface import AttentionStep, KVCache
+from dms_train.method.decisions import eviction_logits, hard_decisions
 from dms_train.method.spec import DMSSpec
 
 
@@ -60,12 +53,6 @@ def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tupl
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _rotate(x: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Apply RoPE to x [b, n, g, r, d]."""
-    first, second = x.chunk(2, -1)
-    return x * inputs.cos + torch.cat([-second, first], -1) * inputs.sin
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last dimension, at least in float32."""
 
@@ -97,13 +84,14 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention that tells the cache which tokens may go.
+    """Grouped-query attention that hands its eviction decisions to the cache.
 
     Args:
         a: The model.
-        spec: What it was trained for; None for a dense model, which says nothing.
+        spec: What it was trained for; None for a dense model, which makes no decisions.
         layer: Layer number.
-        adapter: Whether decisions come from a projection of their own instead of a query lane.
+        adapter: Whether decisions come from a projection of their own instead of an eviction
+            channel.
     """
 
     def __init__(self, a: Architecture, spec: DMSSpec | None, layer: int, adapter: bool) -> None:
@@ -128,22 +116,11 @@ class Attention(nn.Module):
         """[b, n, g * r * d] to [b, n, g, r, d]."""
         return states.view(*states.shape[:2], self.groups, -1, self.size)
 
-    def _decide(self, query: Tensor, residual: Tensor) -> Tensor | None:
-        """Hard decisions, bool [b, g, n], from query [b, n, g, r, d] before RoPE or [b, n, c]."""
-        if self.spec is None:
-            return None
-        if self.adapter:
-            lane = self.dms_proj_alpha(self.dms_proj_alpha_norm(residual))
-        else:
-            lane = borrowed_lane(query, self.spec.channel)
-        return hard_decisions(eviction_logits(lane, self.spec)).transpose(1, 2)
-
-    def _rotated_query(self, query: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Query [b, n, g, r, d] with RoPE and without its borrowed lane."""
-        if self.spec is None or self.adapter:
-            return _rotate(query, inputs)
-        query = _rotate(scale_lane(query, self.spec.channel, 0.0), inputs)
-        return scale_lane(query, self.spec.channel, 0.0) if self.spec.clear_after_rope else query
+    def _adapter_decisions(self, residual: Tensor) -> Tensor:
+        """Hard decisions of the adapter, bool [b, g, n], from the residual stream [b, n, c]."""
+        assert self.spec is not None
+        activation = self.dms_proj_alpha(self.dms_proj_alpha_norm(residual))
+        return hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
 
     def forward(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs
@@ -158,38 +135,16 @@ class Attention(nn.Module):
         Returns:
             Update [b, n, c] and slots read, int64 [b, g].
         """
-        query = self.q_norm(self._heads(self.q_proj(x)))
-        key = self.k_norm(self._heads(self.k_proj(x)))
-        value = self._heads(self.v_proj(x))
-        if isinstance(inputs.cache, PagedKVCache) and x.shape[1] == 1:
-            done = self._step(query, key, value, residual, inputs)
-        else:
-            signal = self._decide(query, residual)
-            query = self._rotated_query(query, inputs).flatten(2, 3).transpose(1, 2)
-            key = _rotate(key, inputs).squeeze(3).transpose(1, 2)
-            arrival = Arrival(inputs.position, key, value.squeeze(3).transpose(1, 2), signal)
-            done = inputs.cache.attend(self.layer, inputs.rows, query, arrival)
-        return self.o_proj(done.output.transpose(1, 2).flatten(2)), done.reads
-
-    def _step(
-        self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, inputs: AttentionInputs
-    ) -> Attended:
-        """One token [b, 1, g, r, d] per sequence: RoPE and decision are left to the cache."""
-        assert isinstance(inputs.cache, PagedKVCache)
-        rule = inputs.cache.rule(None if self.adapter else self.spec, self.size)
-        signal = None
-        if rule.source == SIGNAL:
-            decisions = self._decide(query, residual)
-            assert decisions is not None
-            signal = decisions[:, :, 0].contiguous()
-        step = Step(
-            query=query.flatten(1, 3),
-            key=key.flatten(1, 3),
-            value=value.flatten(1, 3),
-            cos=inputs.cos.flatten(1),
-            sin=inputs.sin.flatten(1),
-            position=inputs.position[:, 0],
+        step = AttentionStep(
+            query=self.q_norm(self._heads(self.q_proj(x))),
+            key=self.k_norm(self._heads(self.k_proj(x))),
+            value=self._heads(self.v_proj(x)),
+            cos=inputs.cos,
+            sin=inputs.sin,
+            position=inputs.position,
             rows=inputs.rows,
-            signal=signal,
+            spec=None if self.adapter else self.spec,
+            adapter=partial(self._adapter_decisions, residual) if self.adapter else None,
         )
-        return inputs.cache.step(self.layer, step, rule)
+        done = inputs.cache.step(self.layer, step)
+        return self.o_proj(done.output.transpose(1, 2).flatten(2)), done.reads

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Qwen2 and Qwen3, dense or trained with DMS."""
+"""One decoder for every model family, dense or trained with DMS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
-from dms_train.inference.cache.base import KVCache
+from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.models.blocks import (
     MLP,
     Attention,

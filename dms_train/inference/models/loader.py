@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, read_architecture, read_config
+from dms_train.hf.directory import WeightReader, read_architecture
 from dms_train.hf.formats import read_spec
+from dms_train.hf.json_files import read_config
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
 from dms_train.method.spec import DMSSpec
@@ -38,7 +39,7 @@ class LoadedModel:
 
 
 def load_model(directory: Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
-    """Load a Llama, Qwen2 or Qwen3 directory, dense or in any export format.
+    """Load a directory of a known family, dense or in any export format.
 
     Args:
         directory: Holds config.json and safetensors.
@@ -78,7 +79,7 @@ def _dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def _check_adapter(directory: Path, reader: WeightReader, adapter: bool) -> None:
-    """Refuse adapter weights that nothing announces: the lane would be read instead."""
+    """Refuse adapter weights that config.json does not declare."""
     present = any(_ADAPTER in name for name in reader.names())
     if present and not adapter:
         raise InferenceError(

@@ -1,19 +1,19 @@
-"""Who dies and when, what merges into what, what is read: the face of every cache policy.
+"""The interface of cache policies: which tokens are evicted and when, merged, and read.
 
-A cache shows a policy its slots and asks; it never knows which method it serves. Everything is
-vectorised over sequences, KV heads and slots.
+A cache passes its slots to the policy and does not depend on the method. Everything is vectorised
+over sequences, KV heads and slots.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, q queries,
 s slots, w `state_width`, d head size.
 
 One forward pass of a layer calls, in this order:
 
-1. `admit`: stored and arriving tokens get their state; the arriving ones are told by position.
-2. Unscored policies and a single token: `expired` and `merge`, then the survivors and the newcomer
-   are stored; `select` may narrow what is read; attention.
+1. `admit`: stored and arriving tokens get their state; arriving ones are identified by position.
+2. Unscored policies and a single token: `expired` and `merge`, then the kept tokens and the
+   arriving one are stored; `select` may restrict what is read; attention.
    Otherwise: attention over stored and arriving tokens, masked with `expired` at every query
    (scored policies see all of them), then `observe` if scored, `expired` at the newest token and
-   `merge`, then what is left is stored.
+   `merge`, then the kept tokens are stored.
 
 How known methods map onto the hooks:
 
@@ -26,15 +26,15 @@ How known methods map onto the hooks:
   all heads, `expired` is the smallest once the budget is exceeded. With `max_chunk = 1` prompts
   stream through the budget as in decoding.
 - SnapKV, PyramidKV: scored; `observe` keeps the observation window's pooled scores, `expired` cuts
-  to the budget (of `slots.layer`) once, after the last prompt chunk; afterwards nothing dies.
+  to the budget (of `slots.layer`) once, after the last prompt chunk; nothing is evicted later.
 - R-KV: scored with `needs_content`; `observe` keeps recent weights, `expired` acts every 128th
   position and compares keys.
-- CaM, D2O: as H2O with `needs_content`; `merge` folds the dying into the kept ones.
+- CaM, D2O: as H2O with `needs_content`; `merge` folds evicted tokens into kept ones.
 - DMC: unscored, `needs_content`, `max_chunk = 1`; the signal carries decision and importance, the
-  state the accumulated weight; `merge` folds the newcomer into the last slot (rotating that key on
-  by the distance, RoPE being linear), and `expired` is then the newcomer.
-- Quest: nothing dies; `needs_content`; `select` bounds each page's scores from its keys and reads
-  the best pages of each query head. Nothing ever moves, so pages hold consecutive tokens.
+  state the accumulated weight; `merge` folds the arriving token into the last slot (that key is
+  rotated further by the distance, as RoPE is linear), and `expired` is then the arriving token.
+- Quest: nothing is evicted; `needs_content`; `select` bounds each page's scores from its keys and
+  reads the best pages of each query head. Tokens never move, so pages hold consecutive tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """What a policy sees of one layer.
+    """The tokens of one layer, as a policy sees them.
 
     Attributes:
         layer: Layer number.
@@ -70,8 +70,8 @@ class Arrival(NamedTuple):
         position: int64 [b, n], rising by 1 from column to column; -1 for padding anywhere.
         key: [b, h, n, d] with RoPE applied.
         value: [b, h, n, d].
-        signal: [b, h, n, ...], what the model says about each token for its policy; for DMS the
-            hard decisions. None if the model says nothing.
+        signal: [b, h, n, ...], what the model outputs about each token for its policy; for DMS the
+            hard decisions. None if there is nothing.
     """
 
     position: Tensor
@@ -81,11 +81,11 @@ class Arrival(NamedTuple):
 
 
 class CachePolicy(Protocol):
-    """A compression method. Inherit from it to get the hooks that do nothing.
+    """A compression method. Inherit from it to get default hooks that do nothing.
 
     Attributes:
         state_width: float32 numbers kept with each slot.
-        scored: Whether tokens die by the attention they receive: then they die after it.
+        scored: Whether tokens are evicted by the attention they receive, that is, after it.
         needs_content: Whether the hooks read keys and values.
         max_chunk: Most tokens of a sequence per forward pass, or None.
     """
@@ -100,9 +100,9 @@ class CachePolicy(Protocol):
         return slots.state
 
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Who is dead for queries at the positions `at`, int64 [b, q]: bool [b, h, q, s].
+        """Tokens evicted for queries at the positions `at`, int64 [b, q]: bool [b, h, q, s].
 
-        Empty slots may come out either way.
+        Values of empty slots are unspecified.
         """
         b, h, s = slots.position.shape
         return torch.zeros(b, h, at.shape[1], s, dtype=torch.bool, device=at.device)
@@ -111,8 +111,8 @@ class CachePolicy(Protocol):
         """The state after attention [b, h * r, q, s]: [b, h, s, w]. For scored policies only."""
         return slots.state
 
-    def merge(self, slots: Slots, dying: Tensor) -> tuple[Slots, Tensor] | None:
-        """What the others become before slots die (bool [b, h, s]).
+    def merge(self, slots: Slots, evicted: Tensor) -> tuple[Slots, Tensor] | None:
+        """Fold tokens that are about to be evicted (bool [b, h, s]) into the others.
 
         Returns:
             The slots afterwards and which of them changed, bool [b, h, s]; None for no change.

@@ -1,4 +1,4 @@
-"""Dynamic Memory Sparsification: marked tokens die when they leave the window.
+"""Dynamic Memory Sparsification: marked tokens are evicted when they leave the window.
 
 The rule is that of `method.visibility`, applied to slots instead of a full-length mask.
 """
@@ -12,7 +12,7 @@ from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
 
 
 class DMSPolicy(CachePolicy):
-    """Token j dies for queries i with i - j > window if decision j + shift says so.
+    """Token j is evicted for queries i with i - j > window if decision j + shift is to evict.
 
     Args:
         window: Distance up to which a token is always read.
@@ -28,13 +28,14 @@ class DMSPolicy(CachePolicy):
     def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
         """Mark the tokens whose decision arrives. signal: bool [b, h, n].
 
-        Padding between two newcomers decides as a masked token would; padding around them does not.
+        Padding between two arriving tokens decides as a masked token would; other padding does
+        not.
         """
         assert arrival.signal is not None
         real = arrival.position >= 0
         start = real.int().argmax(1, keepdim=True)  # [b, 1]
         base = arrival.position.gather(1, start) - start  # position of the first column
-        column = slots.position + self.shift - base[:, :, None]  # of the governing newcomer
+        column = slots.position + self.shift - base[:, :, None]  # of the governing token
         last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
         inside = (column >= start[:, :, None]) & (column <= last[:, :, None])
         governed = inside & (slots.position >= 0) & real.any(1)[:, None, None]

@@ -1,4 +1,4 @@
-"""Nothing dies: what a model without a compressed cache does."""
+"""Nothing is evicted, as in a model without a compressed cache."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from dms_train.inference.policies.base import CachePolicy
 
 
 class KeepAllPolicy(CachePolicy):
-    """Every token stays."""
+    """Keeps every token."""

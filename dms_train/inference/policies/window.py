@@ -1,4 +1,4 @@
-"""Everything dies when it leaves the window: the control that any learned policy has to beat."""
+"""Every token is evicted when it leaves the window: the baseline for learned policies."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ablations
-from dms_train.inference.engine import LLM
+from benchmarks.ablations import __main__ as ablations
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.unit.inference import conftest as inference
 

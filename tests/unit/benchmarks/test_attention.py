@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import attention, attention_accuracy, attention_peers, train_cases
-from benchmarks.attention_problem import Shape, make_problem
-from dms_train.kernels import blockwise
+from benchmarks.attention import __main__ as attention
+from benchmarks.attention import accuracy as attention_accuracy
+from benchmarks.attention import peers as attention_peers
+from benchmarks.attention import train_cases
+from benchmarks.attention.shapes import Shape, make_inputs
+from dms_train.kernels.train_attention import blockwise
 
 CPU = torch.device("cpu")
 
@@ -127,11 +130,11 @@ def test_peers_compute_the_same_function(monkeypatch: pytest.MonkeyPatch, name: 
 
     monkeypatch.setattr(attention_peers, "_compiled_flex", lambda: torch_flex.flex_attention)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    problem = make_problem(Shape(2, 4, 2, 150, 16), 16, CPU, torch.float32)
+    inputs = make_inputs(Shape(2, 4, 2, 150, 16), 16, CPU, torch.float32)
     leaves = ("query", "key", "value", "logits")
-    problem = problem._replace(**{leaf: getattr(problem, leaf).detach() for leaf in leaves})
-    found = attention_peers.WITH_DMS[name](problem).forward().transpose(1, 2)
-    theirs = train_cases.ours(problem, "reference").forward()
+    inputs = inputs._replace(**{leaf: getattr(inputs, leaf).detach() for leaf in leaves})
+    found = attention_peers.WITH_DMS[name](inputs).forward().transpose(1, 2)
+    theirs = train_cases.ours(inputs, "reference").forward()
     torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -154,7 +157,7 @@ def test_cases_cover_what_they_should() -> None:
     assert {case.dtype for case in cases} == {torch.bfloat16, torch.float16}
     assert any(s.s == 1 for s in shapes)
     assert any(case.window >= case.shape.s for case in cases)
-    alpha = torch.sigmoid(attention_accuracy.case_problem(cases[1], CPU).logits)
+    alpha = torch.sigmoid(attention_accuracy.case_inputs(cases[1], CPU).logits)
     for certain in (alpha == 0, alpha == 1, (alpha > 0) & (alpha < 1)):
         assert certain.float().mean() > 0.05
 
@@ -184,8 +187,8 @@ def test_a_wrong_backend_is_not_within(monkeypatch: pytest.MonkeyPatch, wrong: A
 def test_the_yardstick_computes_the_same_function() -> None:
     for seed in range(6):
         case = attention_accuracy.draw_case(seed, 60)._replace(dtype=torch.float32)
-        problem = attention_accuracy.case_problem(case, CPU)
-        truth = attention_accuracy.exact(problem)
-        for a, b in zip(attention_accuracy.yardstick(problem), truth, strict=True):
+        inputs = attention_accuracy.case_inputs(case, CPU)
+        truth = attention_accuracy.exact(inputs)
+        for a, b in zip(attention_accuracy.yardstick(inputs), truth, strict=True):
             assert a.shape == b.shape
             assert (a.double() - b).norm() <= 1e-4 * max(b.norm(), 1e-2 * truth[0].norm())

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 import statistics
 from pathlib import Path
 
 import pytest
 
-from data_prep.exam_tokenizer import write_exam_tokenizer
-from dms_train.inference.engine import LLM
+from benchmarks.cache_memory.__main__ import main
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.support import launch
 from tests.unit.inference import conftest as inference
 
 folder = inference.folder
-SCRIPT = launch.ROOT / "benchmarks" / "cache_memory.py"
 PROMPTS, LENGTH, TOKENS = 3, 12, 40
 TEXTS = ("short", "Solve 4*c + 15 = 6*c", "Divide: c = -30 / -2", "Divide: c = -31", "So far it is")
 
 
 @pytest.fixture
-def room(folder, tmp_path) -> Path:
+def workspace(folder, tmp_path) -> Path:
     """`export`, `teacher` and `prompts.jsonl`."""
     for name, spec in (("export", inference.small_spec("dms")), ("teacher", None)):
         shutil.copytree(folder("llama", spec), tmp_path / name)
@@ -33,26 +32,26 @@ def room(folder, tmp_path) -> Path:
     return tmp_path
 
 
-def command(room: Path, **changes: object) -> list[str]:
+def command(workspace: Path, **changes: object) -> list[str]:
     options = {
-        "teacher": room / "teacher",
-        "prompt-file": room / "prompts.jsonl",
+        "teacher": workspace / "teacher",
+        "prompt-file": workspace / "prompts.jsonl",
         "prompts": PROMPTS,
         "prompt-tokens": LENGTH,
         "tokens": TOKENS,
         "page-slots": 4,
-        "output": room / "out",
+        "output": workspace / "out",
         **changes,
     }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    return [str(room / "export"), *words]
+    return [str(workspace / "export"), *words]
 
 
-def test_report_is_the_engines_accounting(room):
-    shown = launch.checked(launch.python(str(SCRIPT), *command(room)))
-    record = json.loads((room / "out" / "cache_memory.json").read_text())
-    assert (room / "out" / "cache_memory.png").read_bytes().startswith(b"\x89PNG")
-    llm = LLM(room / "export", page_slots=4, max_num_seqs=PROMPTS)
+def test_report_is_the_engines_accounting(workspace):
+    shown = launch.checked(launch.python("-m", "benchmarks.cache_memory", *command(workspace)))
+    record = json.loads((workspace / "out" / "cache_memory.json").read_text())
+    assert (workspace / "out" / "cache_memory.png").read_bytes().startswith(b"\x89PNG")
+    llm = LLM(workspace / "export", page_slots=4, max_num_seqs=PROMPTS)
     prompts = [llm.tokenizer.encode(TEXTS[i])[:LENGTH] for i in (1, 2, 4)]
     series = record["dms"]["series"]
     assert series["tokens"] == [*range(LENGTH, LENGTH + TOKENS)]
@@ -85,13 +84,13 @@ def test_report_is_the_engines_accounting(room):
     [
         ({"prompts": 4}, "3 texts begin with 12 tokens"),
         ({"tokens": 2000}, "the model takes 1024"),
-        ({"teacher": "{room}/export"}, "dense teacher"),
+        ({"teacher": "{workspace}/export"}, "dense teacher"),
     ],
 )
-def test_refusals_are_one_line(room, capsys, changes, named):
-    changes = {name: str(value).format(room=room) for name, value in changes.items()}
-    assert runpy.run_path(str(SCRIPT))["main"](command(room, **changes)) == 2
+def test_refusals_are_one_line(workspace, capsys, changes, named):
+    changes = {name: str(value).format(workspace=workspace) for name, value in changes.items()}
+    assert main(command(workspace, **changes)) == 2
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1
-    assert not (room / "out").exists()
+    assert not (workspace / "out").exists()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from benchmarks import exam
-from data_prep.tokenize import main as dms_data
+from benchmarks.exam import __main__ as exam
 from dms_train.cli.config_source import ASSETS_DIR
+from dms_train.data_prep.prepare import main as dms_data
 
 
 def test_the_embedded_teacher_solves_unseen_problems(tmp_path, capsys) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import performance_page, train_cases
+from benchmarks.attention import page as performance_page
+from benchmarks.attention import train_cases
 from scripts import draw_tiling
 
 RESULTS = performance_page.ROOT / "benchmarks" / "results"
@@ -37,7 +38,7 @@ def record(*, valid: bool | None = True) -> dict[str, Any]:
     return {
         "device": "Some GPU",
         "versions": {"torch": "2.11.0"},
-        "command": "python benchmarks/attention.py",
+        "command": "python -m benchmarks.attention",
         "ceilings": {"copy_bytes_per_s": 4e12, "gemm_flops_per_s": 7e14, "gemm_edge": 8192},
         "train": [{**case, "rows": rows, "ratios": train_cases.ratios(rows)}],
         "recorded": [],

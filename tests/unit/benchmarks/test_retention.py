@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from benchmarks import retention
-from data_prep.exam_tokenizer import write_exam_tokenizer
-from dms_train.inference.engine import LLM
+from benchmarks.retention import __main__ as retention
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.unit.inference import conftest as inference
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import train_step, train_step_page, train_step_profile
-from benchmarks.train_step_shapes import Case, Layout, parse_layout
+from benchmarks.train_step import __main__ as train_step
+from benchmarks.train_step import kernel_times
+from benchmarks.train_step import page as train_step_page
+from benchmarks.train_step.shapes import Case, Layout, parse_layout
 
 
 def case(**changes: object) -> Case:
@@ -44,7 +46,7 @@ def test_an_unknown_word_of_a_layout_is_named() -> None:
 
 def test_busy_time_counts_overlapping_kernels_once() -> None:
     spans = [(0.0, 4.0, "a"), (1.0, 2.0, "b"), (5000.0, 5003.0, "c")]
-    busy, waits = train_step_profile._covered(spans)
+    busy, waits = kernel_times._covered(spans)
     assert busy == 7.0
     assert waits == [{"ms": 4.996, "after": "a", "before": "c"}]
 
@@ -64,7 +66,7 @@ def test_busy_time_counts_overlapping_kernels_once() -> None:
     ],
 )
 def test_kernels_are_sorted_by_name(kernel: str, kind: str) -> None:
-    assert train_step_profile.kind_of(kernel) == kind
+    assert kernel_times.kind_of(kernel) == kind
 
 
 def test_ratios_compare_the_same_setting_only() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import train_step_page, train_step_projection
-from benchmarks.train_step_projection import CASES, Measured
-from benchmarks.train_step_shapes import Case, parse_layout
+from benchmarks.train_step import page as train_step_page
+from benchmarks.train_step import projection as train_step_projection
+from benchmarks.train_step.projection import CASES, Measured
+from benchmarks.train_step.shapes import Case, parse_layout
 
 RESULTS = train_step_page.PAGE.parents[1] / "benchmarks" / "results"
 

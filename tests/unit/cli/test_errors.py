@@ -6,8 +6,10 @@ import errno
 
 import pytest
 
-from dms_train.cli import errors, launcher, session
-from dms_train.cli.errors import PeerLost, lost_peer, run_main
+from dms_train.app import launcher, session
+from dms_train.app.failures import PeerLost, lost_peer
+from dms_train.cli import errors
+from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.data.errors import DataError
 from dms_train.observe.state_files import StateFiles

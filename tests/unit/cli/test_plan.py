@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from dms_train.app.model import read_architecture
+from dms_train.app.plan import describe
 from dms_train.cli import plan
-from dms_train.cli.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.hf.architecture import to_hf_config
 from dms_train.hf.options import ModelOptions
@@ -23,7 +24,7 @@ def run_plan(monkeypatch, *arguments: str) -> int:
 
 def test_layout_memory_and_five_steps_of_each_stage():
     config = configs.config(parallel__tensor_model_parallel_size=2, stage__retrofit__target_cr=2)
-    text = plan.describe(config, configs.architecture(), 8)
+    text = describe(config, configs.architecture(), 8)
     assert "layout  8 processes = TP 2 x PP 1 x DP 4, fp32" in text
     assert "512 tokens a step), 2 microbatch(es) of 1" in text
     assert "window 16" in text
@@ -40,7 +41,7 @@ def test_layout_memory_and_five_steps_of_each_stage():
 
 def test_memory_of_every_pipeline_stage_adds_up():
     config = configs.config(parallel__pipeline_model_parallel_size=2, data__seq_length=64)
-    text = plan.describe(config, configs.architecture(), 8)
+    text = describe(config, configs.architecture(), 8)
     assert "2 layers a stage" in text
     table = text.partition("memory  ")[2].splitlines()[1:4]
     names, *stages = (line.split() for line in table)
@@ -97,7 +98,7 @@ def test_what_does_not_divide_is_answered_with_what_does(monkeypatch, capsys, tm
 
 def test_stages_shorter_than_five_steps():
     config = configs.config(stage__run=["zero_neuron"], stage__zero_neuron__steps=2)
-    rows = plan.describe(config, configs.architecture(), 1).splitlines()[-2:]
+    rows = describe(config, configs.architecture(), 1).splitlines()[-2:]
     assert [row.split()[0] for row in rows] == ["1", "2"]
 
 

@@ -14,7 +14,7 @@ from dms_train.cli.config_source import CONF_DIR, compose
 from dms_train.config.build import ConfigError, build, to_mapping, valid_paths
 from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
-from dms_train.method.spec import PRESETS
+from dms_train.method.spec import PRESETS, DMSSpec
 from tests.support import configs
 
 GIVEN = ["model.path=x", "data.paths=[y]"]
@@ -91,9 +91,11 @@ def test_yaml_repeats_the_defaults_of_the_code(block, cls):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_method_files_name_a_preset_and_override_nothing(preset):
-    assert compose([*GIVEN, f"method={preset}"]).method.spec() == PRESETS[preset]
-    assert compose([*GIVEN, f"method={preset}", "method.window=16"]).method.spec().window == 16
+def test_a_method_file_holds_every_value_of_its_preset(preset):
+    composed = compose([*GIVEN, f"method={preset}"]).method
+    assert DMSSpec.from_options(composed) == PRESETS[preset]
+    changed = compose([*GIVEN, f"method={preset}", "method.window=16"]).method
+    assert DMSSpec.from_options(changed) == PRESETS[preset].override(window=16)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,6 @@ def test_method_files_name_a_preset_and_override_nothing(preset):
 def test_every_group_option_composes(choice):
     extra = {
         "stage=base": ["stage.run=[export]"],
-        "method=base": ["method.preset=dms"],
         "model=scratch": [],
         "cluster=gpu_container": ["cluster.container_image=x.sqsh"],
     }
@@ -122,6 +123,8 @@ def test_every_group_option_composes(choice):
         ("experimen=x", "experimen: unknown key; did you mean experiment?"),
         ("method=dmss", "method=dmss: no such option; did you mean method=dms?"),
         ("experiment=tiny_retrofitt", "did you mean experiment=tiny_retrofit?"),
+        ("method.preset=dms_nvidia", "choose one of method=dms, method=dms_fastdms, method=dms_nv"),
+        ("method.window=null", "method.window=None: expected a whole number"),
         ("optim=7", "optim=7: no such option; options: adamw"),
         ("+experiment=tiny_retrofit", "write experiment=... without the +"),
         ("optim.lr=abc", "optim.lr='abc': expected a number"),

@@ -14,7 +14,7 @@ from dms_train.config.memory import estimate
 from dms_train.config.schema import RunConfig
 from tests.support import configs
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "experiments.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "experiments.md"
 NAMES = configs.model_experiments()
 RUNS = [(name, *layout) for name in NAMES for layout in configs.layouts(name)]
 # An 80 GB GPU, with a quarter of it left for activations and buffers.
@@ -52,7 +52,7 @@ def test_recipe_of_the_paper(name):
     large = "32b" in name
     assert config.data.global_batch_size == (256 if large else 1024)
     assert config.data.seq_length == (4096 if name in ("llama32_1b", "llama2_7b") else 8192)
-    assert config.method.spec().window == (16 if name in ("llama32_1b", "llama2_7b") else 256)
+    assert config.method.window == (16 if name in ("llama32_1b", "llama2_7b") else 256)
     optim = config.optim
     assert (optim.adam_beta1, optim.adam_beta2, optim.adam_eps) == (0.9, 0.95, 1e-5)
     assert (optim.weight_decay, optim.clip_grad, optim.lr_warmup_steps) == (0.1, 1.0, 0)
@@ -76,7 +76,7 @@ def row(name: str) -> str:
     cells = [
         f"`{name}`",
         f"{config.stage.retrofit.target_cr:g}",
-        f"{config.method.spec().window}",
+        f"{config.method.window}",
         f"{config.data.seq_length:,}",
         f"{config.data.global_batch_size:,}",
         f"{config.optim.lr:.1e}",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
-from dms_train.config.build import ConfigError
-from dms_train.config.frozen import CONFIG_FILE, read_frozen
+from dms_train.config.build import ConfigError, to_mapping
+from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
+from tests.support import configs
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,22 @@ def test_a_folder_without_a_readable_configuration_is_one_line(tmp_path, text, w
         read_frozen(file)
     assert len(str(refused.value).splitlines()) == 1
     assert str(file) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"optim__lr": 1e-3}, "(optim.lr: 0.0001 -> 0.001)"),
+        ({"stage__hold__lr": 1e-3}, "(stage.hold.lr: 0.0001 -> 0.001)"),
+        ({"method__window": 8}, "(method.window: 16 -> 8)"),
+    ],
+)
+def test_a_changed_value_is_named_with_what_the_run_was_started_with(
+    tmp_path, changes, named
+) -> None:
+    file = tmp_path / CONFIG_FILE
+    file.write_text(yaml.safe_dump(to_mapping(configs.config())))
+    require_same(configs.config(), file)
+    with pytest.raises(ConfigError) as refused:
+        require_same(configs.config(**changes), file)
+    assert named in str(refused.value)

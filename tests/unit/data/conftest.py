@@ -1,4 +1,4 @@
-"""Small real token files for the tests of the data room."""
+"""Small real token files for the tests of the data workspace."""
 
 from __future__ import annotations
 

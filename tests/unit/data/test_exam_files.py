@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.exam_sheets import document
-from data_prep.linear_1d import linear_1d_problems
-from data_prep.tokenize import main
 from dms_train.data.manifest import read_manifest
+from dms_train.data_prep.exam_sheets import document
+from dms_train.data_prep.linear_1d import linear_1d_problems
+from dms_train.data_prep.prepare import main
 from dms_train.evaluation.problems import read_problems
 
 QUESTION = re.compile(r"1: Solve (.+) = (.+) for (\w)\.\nSolution 1\.")

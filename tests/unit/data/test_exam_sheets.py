@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data_prep.exam_sheets import (
+from dms_train.data_prep.exam_sheets import (
     ALPHABET,
     VARIABLES,
-    Problem,
+    ExamProblem,
     Split,
     held_out_problems,
     problem,
     sheet,
 )
-from data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 
 QUESTION = re.compile(
     r"(\d+): Solve (-?\d+)\*(\w) ([+-]) (\d+) = (-?\d+)\*\3 ([+-]) (\d+) for \3\."
@@ -40,18 +40,18 @@ def signed(sign: str, digits: str) -> int:
     return int(sign + digits)
 
 
-def parse_questions(text: str) -> list[Problem]:
+def parse_questions(text: str) -> list[ExamProblem]:
     problems = []
     for i, line in enumerate(text.splitlines(), 1):
         match = QUESTION.fullmatch(line)
         assert match, line
         number, a, v, b_sign, b, c, d_sign, d = match.groups()
         assert int(number) == i
-        problems.append(Problem(int(a), signed(b_sign, b), int(c), signed(d_sign, d), v))
+        problems.append(ExamProblem(int(a), signed(b_sign, b), int(c), signed(d_sign, d), v))
     return problems
 
 
-def check_solution(p: Problem, match: re.Match[str]) -> None:
+def check_solution(p: ExamProblem, match: re.Match[str]) -> None:
     _, a, v, c_sign, c, d, b_sign, b, factor, constant, constant2, factor2, answer = match.groups()
     assert (int(a), v, signed(c_sign, c)) == (p.a, p.variable, -p.c)
     assert (int(d), signed(b_sign, b)) == (p.d, -p.b)
@@ -99,13 +99,13 @@ def test_held_out_equations_never_occur_in_training(seed: int) -> None:
 
 def test_one_equation_in_ten_is_held_out_under_every_name() -> None:
     equations = [(a, b, c, 5) for a in range(1, 13) for b in range(-40, 41) for c in range(-12, 0)]
-    flags = [{Problem(*e, v).held_out for v in VARIABLES[:3]} for e in equations]
+    flags = [{ExamProblem(*e, v).held_out for v in VARIABLES[:3]} for e in equations]
     assert all(len(flag) == 1 for flag in flags)
     assert sum(True in flag for flag in flags) / len(flags) == pytest.approx(0.1, abs=0.01)
 
 
 def test_the_hash_stays_as_it_is() -> None:
-    held_out = [b for b in range(-40, 41) if Problem(4, b, 6, b + 30, "c").held_out]
+    held_out = [b for b in range(-40, 41) if ExamProblem(4, b, 6, b + 30, "c").held_out]
     assert held_out == [-38, -16, 4, 22, 35]
 
 

@@ -11,9 +11,9 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import AutoTokenizer
 
-from data_prep.exam_tokenizer import write_exam_tokenizer
-from data_prep.tokenize import main
 from dms_train.data.manifest import file_sha256, read_manifest
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.data_prep.prepare import main
 
 KEEPS = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] | trim }}\n{% endfor %}"
 DROPS = "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}\n{% endfor %}"

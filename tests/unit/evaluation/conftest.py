@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data.batches import Sample
-from dms_train.evaluation.measure import Place
-from dms_train.hf.export import write_export
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.evaluation.measure import EvaluationTarget
+from dms_train.export.writer import write_export
 from dms_train.hf.selftest import SelfTest
 from dms_train.method.spec import DMSSpec
 from tests.unit.hf import conftest as hf
@@ -57,7 +57,7 @@ def tokenizer(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory, tokenizer, load) -> Place:
+def target(tmp_path_factory, tokenizer, load) -> EvaluationTarget:
     """An export, recorded by its masked model, and another model as teacher."""
     root = tmp_path_factory.mktemp("models")
     write_model(root / "teacher", None, 1, tokenizer)
@@ -69,7 +69,9 @@ def place(tmp_path_factory, tokenizer, load) -> Place:
     decisions = model.dms_decision_logits(ids[None])[:, 0]
     recorded = SelfTest(input_ids=ids, decision_logits=decisions, logits=logits, dtype="float32")
     write_model(root / "export", SPEC, 0, tokenizer, recorded)
-    return Place(export=root / "export", teacher=root / "teacher", window=WINDOW, device="cpu")
+    return EvaluationTarget(
+        export=root / "export", teacher=root / "teacher", window=WINDOW, device="cpu"
+    )
 
 
 @pytest.fixture(scope="session")

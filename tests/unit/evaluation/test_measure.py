@@ -19,26 +19,27 @@ from dms_train.hf.selftest import SelfTest
 from dms_train.method import accounting
 from dms_train.method.visibility import visible
 from tests.unit.evaluation.conftest import COUNT, LENGTH, SPEC, write_model
+from tests.unit.inference.conftest import WINDOW
 
 PROMPTS = ("1: Solve 4*c + 15 = 6*c - 15 for c.\nSolution 1.", "So", "The final answer is 1")
 
 
 @torch.no_grad()
-def masked(load, place, sample):
+def masked(load, target, sample):
     """Logits of export and teacher by transformers, and the export's decisions [L, H, T]."""
-    student = load(place.export)
+    student = load(target.export)
     ids = sample.tokens[None]
-    teacher = AutoModelForCausalLM.from_pretrained(place.teacher, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(target.teacher, dtype=torch.float32)
     decisions = student.dms_decision_logits(ids)[:, 0] > 0
     return student(ids, use_cache=False).logits[0], teacher(ids).logits[0], decisions
 
 
-def test_agreement_and_cost(place, samples, load):
-    found = agreement(place, samples, COUNT)
+def test_agreement_and_cost(target, samples, load):
+    found = agreement(target, samples, COUNT)
     sums = dict.fromkeys(("kl", "top1", "teacher", "student", "tokens"), 0.0)
     live, reads, ends = [], [], []
     for sample in samples:
-        student, teacher, decisions = masked(load, place, sample)
+        student, teacher, decisions = masked(load, target, sample)
         counts = sample.loss_mask
         kl = F.kl_div(
             student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True
@@ -71,16 +72,45 @@ def test_agreement_and_cost(place, samples, load):
     assert found.dms.cache_bytes < found.dense.cache_bytes
 
 
-def test_a_model_agrees_with_itself(place, samples):
-    found = agreement(replace(place, export=place.teacher), samples, COUNT)
+def test_the_control_sees_its_window_and_nothing_else(target, samples):
+    """Against transformers with a mask that is written out."""
+    found = agreement(target, samples, COUNT, window_only=True)
+    assert found.kl == agreement(target, samples, COUNT).kl
+    teacher = AutoModelForCausalLM.from_pretrained(target.teacher, dtype=torch.float32)
+    back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    seen = ((back >= 0) & (back <= WINDOW))[None, None]
+    kl, loss, tokens = 0.0, 0.0, 0.0
+    for sample in samples:
+        with torch.no_grad():
+            dense = teacher(sample.tokens[None]).logits[0].double()
+            control = teacher(sample.tokens[None], attention_mask=seen).logits[0].double()
+        expected = dense.log_softmax(-1)
+        differing = (expected.exp() * (expected - control.log_softmax(-1))).sum(-1)
+        kl += (differing * sample.loss_mask).sum().item()
+        nll = F.cross_entropy(control, sample.labels, reduction="none")
+        loss += (nll * sample.loss_mask).sum().item()
+        tokens += sample.loss_mask.sum().item()
+    assert found.window_only.kl.value == pytest.approx(kl / tokens, rel=1e-4)
+    assert found.window_only.kl.value > 0.01
+    assert found.window_only.loss.value == pytest.approx(loss / tokens, rel=1e-5)
+    cost = found.window_only.cost
+    assert cost.kv_reads == seen.sum().item()
+    assert cost.cr_factor == pytest.approx(LENGTH / (WINDOW + 1))
+    assert found.evicted_share(cost, WINDOW) == pytest.approx(1.0)
+    assert found.evicted_share(found.dense, WINDOW) == 0.0
+    assert 0 < found.evicted_share(found.dms, WINDOW) < 1
+
+
+def test_a_model_agrees_with_itself(target, samples):
+    found = agreement(replace(target, export=target.teacher), samples, COUNT)
     assert abs(found.kl.value) < 1e-9
     assert found.top1.value == 1.0
     assert found.teacher_loss == found.student_loss
 
 
-def test_replay(place, tokenizer, tmp_path):
-    assert replay(place.export, "cpu").kl < 1e-8
-    recorded = SelfTest.load(place.export)
+def test_replay(target, tokenizer, tmp_path):
+    assert replay(target.export, "cpu").kl < 1e-8
+    recorded = SelfTest.load(target.export)
     logits = recorded.logits.clone()
     logits[:, 3] += 2
     write_model(tmp_path / "other", SPEC, 0, tokenizer, replace(recorded, logits=logits))
@@ -90,10 +120,10 @@ def test_replay(place, tokenizer, tmp_path):
     assert not replace(found, kl=float("nan")).passed
 
 
-def test_replay_sees_what_only_the_cache_does(place, tokenizer, tmp_path):
+def test_replay_sees_what_only_the_cache_does(target, tokenizer, tmp_path):
     """The weights are right and the window is not: a mask of the right window would not notice."""
     spec = SPEC.override(window=2)
-    recorded = SelfTest.load(place.export)
+    recorded = SelfTest.load(target.export)
     write_model(tmp_path / "other", spec, 0, tokenizer, recorded)
     assert not replay(tmp_path / "other", "cpu").passed
 
@@ -107,13 +137,13 @@ def greedy(model, prompt: list[int], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_examine(place, load):
+def test_examine(target, load):
     """What transformers continues with is what the exam asks for: one model solves everything."""
     from transformers import AutoTokenizer
 
-    tokens = AutoTokenizer.from_pretrained(place.teacher)
-    teacher = AutoModelForCausalLM.from_pretrained(place.teacher, dtype=torch.float32)
-    models = {"teacher": teacher, "dms": load(place.export)}
+    tokens = AutoTokenizer.from_pretrained(target.teacher)
+    teacher = AutoModelForCausalLM.from_pretrained(target.teacher, dtype=torch.float32)
+    models = {"teacher": teacher, "dms": load(target.export)}
     for right, model in models.items():
         sheets = []
         for prompt in PROMPTS:
@@ -122,7 +152,7 @@ def test_examine(place, load):
             sheets.append(Sheet(prompt=prompt, answers=(text, "never")))
         whole = re.compile(r"(?s)^(.+)$")
         exam = Exam(sheets=sheets, pattern=whole, max_tokens=30, max_num_seqs=2)
-        found = examine(place, exam, window_only=True, note=lambda line: None)
+        found = examine(target, exam, window_only=True, note=lambda line: None)
         assert list(found) == ["teacher", "dms", "window_only"]
         assert found[right].accuracy.value == 0.5
         others = [result.accuracy.value for name, result in found.items() if name != right]
@@ -133,11 +163,11 @@ def test_examine(place, load):
         assert found["teacher"].cost.peak_tokens == longest
 
 
-def test_a_failed_replay_is_refused_after_measuring(place, samples, tokenizer, tmp_path):
-    recorded = SelfTest.load(place.export)
+def test_a_failed_replay_is_refused_after_measuring(target, samples, tokenizer, tmp_path):
+    recorded = SelfTest.load(target.export)
     spoilt = replace(recorded, logits=recorded.logits.flip(0))
     write_model(tmp_path / "other", SPEC, 0, tokenizer, spoilt)
-    here = replace(place, export=tmp_path / "other")
+    here = replace(target, export=tmp_path / "other")
     found = validate(here, samples, ValidateOptions(samples=1), lambda line: None, 0.0)
     with pytest.raises(EvaluationError, match=r"self-test failed: KL .* at most 0\.02"):
         require_replay(found)

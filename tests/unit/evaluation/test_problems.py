@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from data_prep.exam_sheets import problem
+from dms_train.data_prep.exam_sheets import problem
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import ANSWER_PATTERN
 from dms_train.evaluation.problems import Sheet, check_prompts, read_problems, solved

@@ -26,9 +26,9 @@ def problems(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def findings(place, samples, problems):
+def findings(target, samples, problems):
     options = ValidateOptions(samples=2, problems=str(problems), max_tokens=20)
-    return validate(place, samples, options, lambda line: None, 0.0)
+    return validate(target, samples, options, lambda line: None, 0.0)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def rows(tmp_path):
     return file
 
 
-def test_metrics(findings, place, samples, tmp_path):
+def test_metrics(findings, target, samples, tmp_path):
     assert report.write(findings, tmp_path, None) == []
     written = json.loads((tmp_path / report.METRICS).read_text())
     assert written == findings.numbers()
@@ -51,7 +51,7 @@ def test_metrics(findings, place, samples, tmp_path):
     # generation has the plain names, text its own
     assert written["cr_factor"] == findings.solved["dms"].cost.cr_factor
     assert written["text.cr_factor"] == findings.agreement.dms.cr_factor
-    alone = validate(place, samples, ValidateOptions(samples=2), lambda line: None, 0.0).numbers()
+    alone = validate(target, samples, ValidateOptions(samples=2), lambda line: None, 0.0).numbers()
     assert set(alone) >= TEXT
     assert alone["cr_factor"] == written["text.cr_factor"]
     assert not any(name.startswith(("text.", "teacher.", "problems")) for name in alone)

@@ -38,18 +38,18 @@ ROWS = [
     {
         "step": STEPS,
         "tokens": 4096 * STEPS,
-        "valid/kl": 0.0456,
-        "valid/cr": 2.7,
-        "valid/kept": KEPT,
+        "eval/kl": 0.0456,
+        "eval/cr": 2.7,
+        "eval/kept": KEPT,
     },
     {"step": STEPS, "tokens": 4096 * STEPS, "train/checkpoint_seconds": 1.75, "note": "</script>"},
     {
         "step": STEPS,
         "tokens": 4096 * STEPS,
-        "validate/cr_factor": 2.718,
-        "validate/dms.accuracy": 0.96,
-        "validate/dms.accuracy.low": 0.94,
-        "validate/dms.accuracy.high": 0.98,
+        "export_eval/cr_factor": 2.718,
+        "export_eval/dms.accuracy": 0.96,
+        "export_eval/dms.accuracy.low": 0.94,
+        "export_eval/dms.accuracy.high": 0.98,
     },
 ]
 

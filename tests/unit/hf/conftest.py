@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dms_train.export.writer import write_export
 from dms_train.hf.architecture import Architecture, RopeScaling
-from dms_train.hf.export import write_export
 from dms_train.hf.formats import default_format
 from dms_train.hf.tensors import expected_shapes
 from dms_train.method.spec import PRESETS, DMSSpec

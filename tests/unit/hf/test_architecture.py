@@ -6,17 +6,17 @@ import dataclasses
 
 import pytest
 
+from dms_train.families import FAMILIES
 from dms_train.hf.architecture import RopeScaling, from_hf_config, to_hf_config
-from dms_train.hf.directory import read_config
-
-FAMILIES = ("llama", "qwen2", "qwen3")
+from dms_train.hf.errors import HFError
+from dms_train.hf.json_files import read_config
 
 
 def native(family, **values):
     """Transformers' own config object."""
     import transformers
 
-    return getattr(transformers, f"{family.capitalize()}Config")(**values)
+    return getattr(transformers, f"{FAMILIES[family].classes}Config")(**values)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,6 +104,39 @@ def test_published_configs():
     assert read.layernorm_epsilon == 1e-6
 
 
+def test_published_mistral():
+    """The keys of Mistral-7B-v0.3, and of the window that v0.1 has, as published."""
+    mistral = {
+        "architectures": ["MistralForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32768,
+    }
+    read = from_hf_config(mistral)
+    assert (read.kv_channels, read.rotary_base, read.tie_word_embeddings) == (128, 1e6, False)
+    assert from_hf_config(to_hf_config(read)) == read  # says that it has no window
+    assert from_hf_config({**mistral, "head_dim": 160}).kv_channels == 160
+    assert from_hf_config({**mistral, "sliding_window": 32768}) == read  # never leaves the window
+    windowed = {**mistral, "sliding_window": 4096}
+    with pytest.raises(HFError, match="sliding_window=4096"):
+        from_hf_config(windowed)
+    del windowed["sliding_window"]  # transformers' default is 4096
+    with pytest.raises(HFError, match="sliding_window=4096"):
+        from_hf_config(windowed)
+
+
 def test_stories(stories):
     read = from_hf_config(read_config(stories))
     assert (read.family, read.num_query_groups, read.kv_channels) == ("llama", 4, 8)
@@ -112,7 +145,7 @@ def test_stories(stories):
 @pytest.mark.parametrize(
     ("family", "change", "named"),
     [
-        ("llama", {"model_type": "mistral"}, "model_type"),
+        ("llama", {"model_type": "gpt2"}, "model_type"),
         ("llama", {"model_type": None}, "model_type"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
@@ -127,6 +160,9 @@ def test_stories(stories):
         ("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         ("qwen3", {"rope_scaling": {"type": "llama3", "factor": 4.0}}, "llama3"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("mistral", {"sliding_window": 255}, "sliding_window=255 .*max_position_embeddings=256"),
+        ("mistral", {"sliding_window": "all"}, "sliding_window='all'"),
+        ("mistral", {"rope_scaling": {"type": "llama3", "factor": 4.0}}, "llama3"),
         (
             "qwen3",
             {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},

@@ -8,14 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dms_train.hf.directory import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    WeightReader,
-    WeightWriter,
-    read_config,
-    resolve,
-)
+from dms_train.hf.directory import INDEX_FILE, SINGLE_FILE, WeightReader, WeightWriter, resolve
+from dms_train.hf.json_files import read_config
 
 TENSORS = {f"layer.{i}": torch.full((4, 4), float(i)) for i in range(5)}
 

@@ -7,17 +7,18 @@ import json
 import pytest
 import torch
 
+from dms_train.export.writer import MARKER_FILE
+from dms_train.families import FAMILIES
 from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader, read_config, read_json
-from dms_train.hf.export import MARKER_FILE
-from dms_train.hf.formats import METADATA_FILE, ExportRefused
+from dms_train.hf.directory import WeightReader
+from dms_train.hf.formats import ExportRefused
+from dms_train.hf.formats.flat import METADATA_FILE
+from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.selftest import REFERENCE, SelfTest
 from dms_train.hf.tensors import expected_shapes
 
 CASES = [
-    ("llama", "dms"),
-    ("qwen2", "dms"),
-    ("qwen3", "dms"),
+    *((family, "dms") for family in FAMILIES),
     ("qwen3", "dms_nvidia"),
     ("llama", "dms_fastdms"),
     ("qwen3", "dms_fastdms"),
@@ -43,20 +44,20 @@ def test_loads_and_computes(
     )
     found = model.dms_decision_logits(ids(a)[None])[:, 0].double()
     torch.testing.assert_close(found, decisions, atol=1e-3, rtol=1e-4)
-    assert type(model).__name__ == f"{family.capitalize()}ForCausalLMDMS"
+    assert type(model).__name__ == f"{FAMILIES[family].classes}ForCausalLMDMS"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_dense_export_loads_in_plain_transformers(export, load, architecture, family):
     directory = export(family, None)
     model = load(directory, trust_remote_code=False)
-    assert type(model).__name__ == f"{family.capitalize()}ForCausalLM"
+    assert type(model).__name__ == f"{FAMILIES[family].classes}ForCausalLM"
     assert from_hf_config(model.config.to_dict()) == architecture(family)
     assert set(WeightReader(directory).names()) == set(expected_shapes(architecture(family)))
     assert not list(directory.glob("*.py"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_expected_shapes_are_those_of_transformers(export, load, architecture, family):
     model = load(export(family, None), trust_remote_code=False)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -96,11 +97,11 @@ def test_files(export, spec, stories):
         "compact_dms.py",
         "configuration_qwen3_dms.py",
         "eviction_dms.py",
-        "layout_dms.py",
         "modeling_qwen3_dms.py",
         "policy_dms.py",
         "pool_dms.py",
         "slots_dms.py",
+        "README.md",
         "dms_metadata.json",
         "export.json",
         "generation_config.json",

@@ -8,20 +8,33 @@ import json
 import pytest
 import torch
 
-from dms_train.hf.directory import read_config, read_json
-from dms_train.hf.fastdms import LOG_FILE, METADATA_FILE
 from dms_train.hf.formats import (
+    FORMATS,
+    ExportedModel,
     ExportRefused,
     check_export,
-    config_keys,
     default_format,
     read_format,
     read_spec,
     read_target_cr,
 )
+from dms_train.hf.formats.fastdms import LOG_FILE
+from dms_train.hf.formats.flat import METADATA_FILE
+from dms_train.hf.json_files import read_config, read_json
 from dms_train.method.spec import PRESETS
 
 BF16 = torch.bfloat16
+
+
+def exported(spec, architecture, *, dtype="bfloat16", target_cr=8.0, block_size=256, **more):
+    return ExportedModel(
+        spec=spec,
+        architecture=architecture,
+        dtype=dtype,
+        target_cr=target_cr,
+        block_size=block_size,
+        **more,
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,16 +66,16 @@ def test_default_format(preset, expected):
 def test_refusals(architecture, target, family, change, named):
     base = PRESETS["dms_fastdms" if target == "fastdms" else "dms_nvidia"]
     with pytest.raises(ExportRefused, match=named) as error:
-        check_export(target, base.override(**change), architecture(family), BF16, 8.0, 256)
+        check_export(target, exported(base.override(**change), architecture(family)))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("target", ["nvidia", "fastdms"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_interop_is_bfloat16(architecture, target, dtype):
     spec = PRESETS[f"dms_{target}"]
     with pytest.raises(ExportRefused, match="bfloat16"):
-        check_export(target, spec, architecture("qwen3"), dtype, 8.0, 256)
+        check_export(target, exported(spec, architecture("qwen3"), dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -75,42 +88,43 @@ def test_interop_is_bfloat16(architecture, target, dtype):
 def test_kernel_limits(architecture, change, named):
     a = dataclasses.replace(architecture("qwen3"), **change)
     with pytest.raises(ExportRefused, match=named):
-        check_export("fastdms", PRESETS["dms_fastdms"], a, BF16, 8.0, 256)
+        check_export("fastdms", exported(PRESETS["dms_fastdms"], a))
 
 
 def test_scaled_rope_on_qwen3(architecture):
     scaling = architecture("llama").rope_scaling
     a = dataclasses.replace(architecture("qwen3"), rope_scaling=scaling)
     with pytest.raises(ExportRefused, match="rope_scaling"):
-        check_export("fastdms", PRESETS["dms_fastdms"], a, BF16, 8.0, 256)
+        check_export("fastdms", exported(PRESETS["dms_fastdms"], a))
 
 
 @pytest.mark.parametrize("cr", [0.5, float("nan")])
 def test_impossible_compression(architecture, cr):
     with pytest.raises(ExportRefused, match="at least 1"):
-        check_export("dms", PRESETS["dms"], architecture("llama"), BF16, cr, 256)
+        check_export("dms", exported(PRESETS["dms"], architecture("llama"), target_cr=cr))
 
 
 def test_own_format_takes_everything(architecture):
     spec = PRESETS["dms"].override(eviction="immediate", window=7)
-    assert check_export("dms", spec, architecture("qwen2"), torch.float32, 2.5, 256) == []
+    model = exported(spec, architecture("qwen2"), dtype="float32", target_cr=2.5)
+    assert check_export("dms", model) == []
 
 
 def test_advice(architecture):
     spec = PRESETS["dms_nvidia"]
-    advice = check_export("nvidia", spec, architecture("qwen3"), BF16, 3.5, 100)
+    model = exported(spec, architecture("qwen3"), target_cr=3.5, block_size=100)
+    advice = check_export("nvidia", model)
     assert any("3.5 is written as 3" in line for line in advice)
     assert any("multiple of 256" in line for line in advice)
-    assert check_export("nvidia", spec, architecture("qwen3"), BF16, 8.0, 256) == []
-    advice = check_export("fastdms", PRESETS["dms_fastdms"], architecture("llama"), BF16, 8.0, 256)
+    assert check_export("nvidia", exported(spec, architecture("qwen3"))) == []
+    advice = check_export("fastdms", exported(PRESETS["dms_fastdms"], architecture("llama")))
     assert any("densely" in line for line in advice)
     assert any("below 32" in line for line in advice)
 
 
-def test_nvidia_keys():
-    keys = config_keys(
-        "nvidia", PRESETS["dms_nvidia"], "qwen3", cr_factor=7.6, target_cr=8.0, block_size=256
-    )
+def test_nvidia_keys(architecture):
+    model = exported(PRESETS["dms_nvidia"], architecture("qwen3"), cr_factor=7.6)
+    keys = FORMATS["nvidia"].config_keys(model)
     assert keys == {
         "architectures": ["Qwen3ForCausalLMDMS"],
         "model_type": "qwen3",
@@ -132,8 +146,9 @@ def test_nvidia_keys():
     }
 
 
-def test_own_keys_are_nested():
-    keys = config_keys("dms", PRESETS["dms"], "llama", cr_factor=3.4, target_cr=4.0, block_size=256)
+def test_own_keys_are_nested(architecture):
+    model = exported(PRESETS["dms"], architecture("llama"), cr_factor=3.4, target_cr=4.0)
+    keys = FORMATS["dms"].config_keys(model)
     assert keys["model_type"] == "dms_llama"
     assert keys["dms"] == {"spec": PRESETS["dms"].to_dict(), "cr_factor": 3.4, "target_cr": 4.0}
     assert not [key for key in keys if key.startswith("dms_")]

@@ -7,25 +7,38 @@ import importlib
 import pytest
 import torch
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+from dms_train.families import FAMILIES
+
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
-CLASS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def classes(family):
+    """The configuration and the model class that an export of this family defines."""
+    import transformers
+
+    code = importlib.import_module("dms_train.export.code.modeling_dms")
+    settings = importlib.import_module("dms_train.export.code.configuration_dms")
+    prefix = FAMILIES[family].classes
+    config = settings.config_with_dms(getattr(transformers, f"{prefix}Config"))
+    native = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    attention = code.attention_with_dms(getattr(native, f"{prefix}Attention"))
+    return config, code.model_with_dms(getattr(native, f"{prefix}ForCausalLM"), config, attention)
 
 
 def build(family, weights, architecture, spec, *, flat=False):
     """A model from our config keys and weights, without a directory."""
     from dms_train.hf.architecture import to_hf_config
-    from dms_train.hf.formats import config_keys
+    from dms_train.hf.formats import FORMATS, ExportedModel
 
-    code = importlib.import_module("dms_train.hf.code.modeling_dms")
-    keys = config_keys(
-        "nvidia" if flat else "dms", spec, family, cr_factor=None, target_cr=4.0, block_size=2
+    model = ExportedModel(
+        architecture=architecture, spec=spec, dtype="float32", target_cr=4.0, block_size=2
     )
+    keys = FORMATS["nvidia" if flat else "dms"].config_keys(model)
     values = {**to_hf_config(architecture), **keys}
     values.pop("auto_map")
     values.pop("model_type")
-    config = getattr(code, f"{CLASS[family]}ConfigDMS")(**values, attn_implementation="eager")
-    model = getattr(code, f"{CLASS[family]}ForCausalLMDMS")(config)
+    config_class, model_class = classes(family)
+    model = model_class(config_class(**values, attn_implementation="eager"))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected
@@ -177,13 +190,13 @@ def test_live_slots_equal_the_accounting(tiny, spec, preset):
     assert torch.equal(model.dms_live_slots(cache), live_slots(decisions, s)[..., -1])
 
 
-def test_gradients_reach_all_but_the_lane(tiny, spec):
+def test_gradients_reach_all_but_the_eviction_channel(tiny, spec):
     model, _, a, ids = tiny("llama", spec("dms_nvidia"))
     model(ids[None], labels=ids[None]).loss.backward()
     gradient = model.model.layers[0].self_attn.q_proj.weight.grad
-    lane = (a.num_attention_heads // a.num_query_groups) * a.kv_channels
+    eviction_channel = (a.num_attention_heads // a.num_query_groups) * a.kv_channels
     rows = gradient.abs().sum(1)
-    assert (rows[a.kv_channels - 1 :: lane] == 0).all()
+    assert (rows[a.kv_channels - 1 :: eviction_channel] == 0).all()
     assert (rows > 0).sum() == len(rows) - a.num_query_groups
 
 
@@ -196,18 +209,18 @@ def test_static_cache_is_refused(tiny, spec):
 def test_a_dense_config_is_refused(architecture):
     from dms_train.hf.architecture import to_hf_config
 
-    code = importlib.import_module("dms_train.hf.code.modeling_dms")
     values = to_hf_config(architecture("llama"))
     values.pop("model_type")
+    config, model = classes("llama")
     with pytest.raises(ValueError, match="not a DMS model"):
-        code.LlamaForCausalLMDMS(code.LlamaConfigDMS(**values))
+        model(config(**values))
 
 
 @pytest.mark.parametrize("key", [{"dms_separate_alpha": True}, {"dms_alpha_per": "layer"}])
 def test_other_variants_are_refused(key):
-    code = importlib.import_module("dms_train.hf.code.configuration_dms")
+    code = importlib.import_module("dms_train.export.code.configuration_dms")
     with pytest.raises(ValueError, match=next(iter(key))):
-        code.dms_numbers(code.Qwen3ConfigDMS(dms_window_size=512, **key))
+        code.dms_numbers(classes("qwen3")[0](dms_window_size=512, **key))
 
 
 def test_eviction_can_be_disabled(architecture, random_weights, spec):
@@ -216,7 +229,9 @@ def test_eviction_can_be_disabled(architecture, random_weights, spec):
     a = architecture("qwen3")
     weights = random_weights(a)
     ids = torch.arange(30)[None]
-    for layer in range(a.num_layers):  # an untouched lane weighs nothing in the dense model
+    for layer in range(
+        a.num_layers
+    ):  # an untouched eviction channel weighs nothing in the dense model
         rows = slice(a.kv_channels - 1, None, 2 * a.kv_channels)
         weights[f"model.layers.{layer}.self_attn.q_proj.weight"][rows] = 0
     model = build("qwen3", weights, a, spec("dms_fastdms"), flat=True)

@@ -1,4 +1,4 @@
-"""The real 260k-parameter Llama, with its lane put to use."""
+"""The real 260k-parameter Llama, with its eviction channel put to use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
+from dms_train.export.writer import write_export
 from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader, read_config
-from dms_train.hf.export import write_export
+from dms_train.hf.directory import WeightReader
+from dms_train.hf.json_files import read_config
 from dms_train.method.decisions import hard_decisions
 
 

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from checkpoints_tools import inspect, verify
+from dms_train.checkpoints_tools import inspect_folder as inspect
+from dms_train.checkpoints_tools import verify
 from dms_train.hf.selftest import SelfTest
 
 
@@ -15,7 +16,7 @@ from dms_train.hf.selftest import SelfTest
 def tested_export(export, architecture, random_weights, reference_forward):
     """(family, spec, move=False, dtype="float32") -> export with a self-test.
 
-    `move` misplaces one lane row.
+    `move` misplaces one eviction channel row.
     """
 
     def _export(family, s, *, move=False, dtype="float32"):
@@ -31,9 +32,11 @@ def tested_export(export, architecture, random_weights, reference_forward):
         )
         if move:
             rows = weights["model.layers.1.self_attn.q_proj.weight"]
-            lane = s.channel % a.kv_channels  # group 0; exchanged with its second query head
-            other = lane + a.kv_channels
-            rows[[lane, other]] = rows[[other, lane]]
+            eviction_channel = (
+                s.channel % a.kv_channels
+            )  # group 0; exchanged with its second query head
+            other = eviction_channel + a.kv_channels
+            rows[[eviction_channel, other]] = rows[[other, eviction_channel]]
         return export(
             family,
             s,

@@ -1,4 +1,4 @@
-"""Tiny exports whose lanes evict about half of all tokens, and the masked model to compare with."""
+"""Tiny exports that evict about half of all tokens, and the masked model to compare with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dms_train.hf.export import write_export
+from dms_train.export.writer import write_export
 from dms_train.hf.formats import read_spec
 from dms_train.method.spec import PRESETS, DMSSpec
 from tests.unit.hf import conftest as hf
@@ -29,7 +29,7 @@ def tiny_architecture(family: str, tied: bool = False):
 
 
 def varied_weights(a, seed: int):
-    """Random weights with which greedy continuations do not repeat one token for ever."""
+    """Random weights with which greedy continuations do not repeat one token."""
     weights = hf._weights(a, seed + 2)  # with these all families evict about half
     weights["model.embed_tokens.weight"] *= 0.25
     if not a.tie_word_embeddings:

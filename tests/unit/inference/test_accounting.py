@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.engine import LLM
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method import accounting
 from dms_train.method.visibility import visible

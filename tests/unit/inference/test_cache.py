@@ -10,6 +10,7 @@ import torch
 
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
+from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import Arrival, CachePolicy
@@ -53,6 +54,22 @@ def text(length, rows=2, seed=0, share=0.5):
     return query, key, value, torch.rand(rows, HEADS, length, generator=draw) < share
 
 
+def unturned(rows, query, arrival):
+    """Tokens whose RoPE is the identity, with the decisions of the arrival."""
+    key, value = (x.transpose(1, 2).contiguous().unsqueeze(3) for x in (arrival.key, arrival.value))
+    cos = query.new_ones(*arrival.position.shape, 1, 1, SIZE)
+    return AttentionStep(
+        query=query.transpose(1, 2).contiguous().unflatten(2, (HEADS, GROUP)),
+        key=key,
+        value=value,
+        cos=cos,
+        sin=torch.zeros_like(cos),
+        position=arrival.position.contiguous(),
+        rows=rows,
+        adapter=lambda: arrival.signal,
+    )
+
+
 def feed(cache, data, chunks):
     """Attend chunk by chunk. Outputs, reads and live tokens after each chunk."""
     query, key, value, decisions = data
@@ -62,7 +79,7 @@ def feed(cache, data, chunks):
         part = slice(start, start + n)
         position = torch.arange(start, start + n).expand(len(rows), n)
         arrival = Arrival(position, key[:, :, part], value[:, :, part], decisions[:, :, part])
-        done = cache.attend(0, rows, query[:, :, part], arrival)
+        done = cache.step(0, unturned(rows, query[:, :, part], arrival))
         outputs.append(done.output)
         reads.append(done.reads)
         live.append(cache.live(rows)[0])
@@ -109,28 +126,50 @@ def test_keep_all_and_window(build, chunks):
     assert (live[-1] == WINDOW + 1).all()
 
 
-def test_newcomers_take_the_slots_of_the_dead():
-    """Decoding with everything evicted touches the same pages for ever."""
+@pytest.mark.parametrize("build", [compact, dense])
+@pytest.mark.parametrize("clear_after_rope", [False, True])
+def test_tokens_before_rope_are_decided_cleared_and_rotated(build, clear_after_rope):
+    """Against RoPE as a product of complex numbers and attention under the visibility rule."""
+    spec = PRESETS["dms"].override(window=WINDOW, clear_after_rope=clear_after_rope, alpha_offset=0)
+    query, key, value, _ = text(30)
+    first = query[:, ::GROUP, :, spec.channel]
+    decisions = spec.alpha_scale * first > 0
+    angle = torch.arange(30)[:, None] * torch.tensor([0.7, 0.2], dtype=torch.float64)
+
+    def turned(x):
+        pairs = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * angle)
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    cleared = query.clone()
+    cleared[:, ::GROUP, :, spec.channel] = 0
+    cleared = turned(cleared)
+    if clear_after_rope:
+        cleared[:, ::GROUP, :, spec.channel] = 0
+    expected = masked((cleared, turned(key), value, decisions), visible(decisions, spec))
+    cache, outputs = build(DMSPolicy(WINDOW, spec.governing_shift)), []
+    table = torch.cat([angle, angle], -1)[:, None, None]
+    for part in (slice(0, 11), slice(11, 12), slice(12, 30)):
+        position = torch.arange(30)[part].expand(2, -1)
+        arrival = Arrival(position, key[:, :, part], value[:, :, part], None)
+        step = unturned(torch.arange(2), query[:, :, part], arrival)
+        step = step._replace(
+            cos=table[part].cos().expand(2, -1, -1, -1, -1),
+            sin=table[part].sin().expand(2, -1, -1, -1, -1),
+            spec=spec,
+            adapter=None,
+        )
+        outputs.append(cache.step(0, step).output)
+    assert 0.2 < decisions.double().mean() < 0.8
+    torch.testing.assert_close(torch.cat(outputs, 2), expected)
+
+
+def test_arriving_tokens_take_the_slots_of_evicted_ones():
+    """Decoding with everything evicted touches the same pages throughout."""
     cache = compact(WindowPolicy(WINDOW))
     feed(cache, text(60), (1,) * 60)
     assert cache.pool.allocator.used == 2 * HEADS * 3  # 9 tokens in pages of 4
-    assert set(cache.layout(0, torch.arange(2)).page_table.flatten().tolist()) == set(range(18))
-
-
-def test_layout_describes_the_cache():
-    spec = PRESETS["dms"].override(window=WINDOW)
-    data = text(60)
-    cache = compact(DMSPolicy(WINDOW, 1))
-    feed(cache, data, (13,) + (1,) * 47)
-    layout = cache.layout(0, torch.arange(2))
-    last = visible(data[3], spec)[:, :, -1]
-    for row in range(2):
-        for head in range(HEADS):
-            found = []
-            for slot in range(int(layout.lengths[row, head])):
-                page = int(layout.page_table[row, head, slot // 4])
-                found.append(layout.key_slabs[page // 4][page % 4, slot % 4].tolist())
-            assert sorted(found) == sorted(data[1][row, head][last[row, head]].tolist())
+    assert cache.pool.allocator.slabs == list(range(5))  # 18 pages, 4 to a slab
+    assert cache.peak_bytes == cache.allocated_bytes
 
 
 def test_bfloat16_storage():
@@ -147,7 +186,7 @@ SPEC = PRESETS["dms"].override(window=WINDOW)
 
 
 def consistent(cache, expected):
-    """Every live token is stored once, in pages that nobody else owns."""
+    """Every live token is stored once, in pages of one list only."""
     owned = []
     for layer, table in enumerate(cache._tables):
         owned += table[table >= 0].tolist()
@@ -155,11 +194,11 @@ def consistent(cache, expected):
         assert torch.equal((table >= 0).sum(-1), held)
     assert len(owned) == len(set(owned)) == cache.pool.allocator.used
     for (layer, row), positions in expected.items():
-        lanes = cache._lanes(layer, torch.tensor([row]))
-        stored = cache._stored(layer, cache._numbers(*lanes), content=True)
-        for head, alive in enumerate(positions):
+        kv_lists = cache._kv_lists(layer, torch.tensor([row]))
+        stored = cache._stored(layer, cache._numbers(*kv_lists), content=True)
+        for head, expected_positions in enumerate(positions):
             live = stored.position[0, head] >= 0
-            assert sorted(stored.position[0, head][live].tolist()) == alive
+            assert sorted(stored.position[0, head][live].tolist()) == expected_positions
             mark = stored.position[0, head][live].double() + 1000 * row + 100_000 * layer
             assert torch.equal(stored.key[0, head][live][:, 0], mark)
 
@@ -237,7 +276,7 @@ class Tova(CachePolicy):
 
 
 def test_scored_policies_fit():
-    """A token that dies is the same for all heads of a layer."""
+    """An evicted token is the same for all heads of a layer."""
     data = text(30)
     cache = compact(Tova(6))
     output, _, live = feed(cache, data, (1,) * 30)
@@ -263,7 +302,7 @@ class PairMean(CachePolicy):
     def expired(self, slots, at):
         return (slots.position % 2 == 1)[:, :, None]
 
-    def merge(self, slots, dying):
+    def merge(self, slots, evicted):
         newest = slots.position.amax(2, keepdim=True)
         target = (slots.position == newest - 1) & (newest % 2 == 1)
         new = [x[:, :, -1:] for x in (slots.key, slots.value)]

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_prep.exam_tokenizer import write_exam_tokenizer
-from dms_train.inference.engine import LLM
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.sampler import sample
 from tests.unit.inference.conftest import random_ids, small_spec
@@ -106,9 +106,9 @@ def test_stream_shows_every_pass(folder):
 def test_a_stream_that_is_dropped_frees_its_rows(llm):
     stream = llm.stream([random_ids(5), random_ids(7)], GREEDY)
     next(stream)
-    assert len(llm._free_rows) == llm.options.max_num_seqs - 2
+    assert len(llm.engine._free_rows) == llm.options.max_num_seqs - 2
     stream.close()
-    assert len(llm._free_rows) == llm.options.max_num_seqs
+    assert len(llm.engine._free_rows) == llm.options.max_num_seqs
     with pytest.raises(InferenceError, match="empty"):
         llm.stream([[]])
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dms_train.hf.architecture import to_hf_config
-from dms_train.inference.engine import LLM
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method.visibility import visible
 from tests.unit.hf import conftest as hf

@@ -9,14 +9,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference.cache.page_slabs import PageSlabs
 from dms_train.inference.cache.paged import PagedKVCache
-from dms_train.inference.engine import LLM
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
-from dms_train.kernels import decode
-from dms_train.kernels.paged import FP8
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.decode.paged import FP8
 from dms_train.method.accounting import live_slots
 from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
@@ -128,7 +128,7 @@ def test_the_engine_continues_with_the_same_tokens(folder, family, policy, prese
         assert torch.equal(a.kv.cr_factors, b.kv.cr_factors)
 
 
-def test_a_conversation_goes_on(folder):
+def test_a_conversation_continues_with_the_same_tokens(folder):
     directory = folder("qwen3", small_spec("dms"))
     params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
     said = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.engine import LLM
+from dms_train.families import FAMILIES
+from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.sampler import sample
 from tests.unit.inference.conftest import WINDOW, random_ids, small_spec
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 40)
 NEW = 40
@@ -43,7 +43,7 @@ def test_mixed_batch(folder, assert_greedy, family, preset, chunk):
     outputs = llm.generate(prompts, [greedy(NEW - 5 * i) for i in range(len(prompts))])
     check(assert_greedy, directory, prompts, outputs)
     assert llm.kv.cr_factor > 1.1
-    assert llm.kv.live_bytes == llm._runner.cache.pool.allocated_bytes == 0
+    assert llm.kv.live_bytes == llm.engine._runner.cache.pool.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("preset", PRESETS)

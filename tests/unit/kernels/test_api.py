@@ -8,9 +8,10 @@ import inspect
 import pytest
 import torch
 
-from dms_train.kernels import api, reference
+from dms_train.kernels import api
 from dms_train.kernels.errors import KernelError
 from dms_train.kernels.options import KERNELS
+from dms_train.kernels.train_attention import reference
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NAMES = [name for name in KERNELS if name != "auto"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dms_train.kernels import blockwise, reference
+from dms_train.kernels.train_attention import blockwise, reference
 
 LENGTHS = (1, 5, 63, 64, 65, 200)
 HEADS = ((1, 1), (4, 2), (6, 2), (8, 1))

@@ -11,18 +11,18 @@ import dataclasses
 import pytest
 import torch
 
-from dms_train.kernels import paged_reference as reference
-from dms_train.kernels.paged import (
+from dms_train.kernels.decode import reference
+from dms_train.kernels.decode.paged import (
     ALWAYS,
     FP8,
-    LANE_FULL,
+    LIST_FULL,
     NEVER,
     OUT_OF_PAGES,
     SIGNAL,
     Decisions,
 )
-from tests.support import paged_problems as problems
-from tests.support.paged_problems import Shape
+from tests.support import paged_cases as problems
+from tests.support.paged_cases import Shape
 
 pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,15 +30,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def append():
-    from dms_train.kernels import triton_append
+    from dms_train.kernels.decode import triton_append
 
     return triton_append.append
 
 
 @pytest.fixture
 def attend():
-    """Attention with a few programs, so that lanes are cut in the middle."""
-    from dms_train.kernels import triton_decode
+    """Attention with a few programs, so that KV lists are cut in the middle."""
+    from dms_train.kernels.decode import triton_attention as triton_decode
 
     def _attend(query, cache, rows, scale, per_sm=1):
         tuning = triton_decode.Tuning(tile=16, per_sm=per_sm)
@@ -62,14 +62,14 @@ def test_append_equals_the_loops(append, name, window):
 @pytest.mark.parametrize("group", [1, 3])
 def test_append_of_odd_sizes(append, d, group):
     shape = Shape(d=d, group=group, heads=3, device=DEVICE)
-    problems.check_append(append, shape, problems.rules(5)["lane"], 12)
+    problems.check_append(append, shape, problems.rules(5)["kv_list"], 12)
 
 
 @pytest.mark.parametrize("per_sm", [1, 3, 20])
 @pytest.mark.parametrize("cache", [torch.float32, FP8])
 @pytest.mark.parametrize(("d", "group"), [(16, 2), (24, 3), (32, 1)])
 def test_attention_equals_float64(attend, per_sm, cache, d, group):
-    """Lanes from empty to full, one place of the batch unused, programs without work."""
+    """KV lists from empty to full, one place of the batch unused, programs without work."""
     dtype = torch.float16 if cache == FP8 else torch.float32
     shape = Shape(d=d, group=group, dtype=dtype, cache_dtype=cache, device=DEVICE, seed=per_sm)
     lengths = torch.tensor([[0, 5], [1, 64], [33, 16]], dtype=torch.int32, device=DEVICE)
@@ -97,7 +97,7 @@ def test_extreme_scores_stay_finite(attend):
     torch.testing.assert_close(output.cpu().double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("pages", "places", "fault"), [(7, 16, OUT_OF_PAGES), (99, 1, LANE_FULL)])
+@pytest.mark.parametrize(("pages", "places", "fault"), [(7, 16, OUT_OF_PAGES), (99, 1, LIST_FULL)])
 def test_a_token_without_a_page_is_reported(append, pages, places, fault):
     """And changes nothing but its query."""
     shape = Shape(places=places, device=DEVICE)
@@ -112,7 +112,7 @@ def test_a_token_without_a_page_is_reported(append, pages, places, fault):
 
 
 def test_decode_never_leaks_pages(append):
-    """A window of 5 in pages of 4 needs two pages for ever."""
+    """A window of 5 in pages of 4 needs two pages at most."""
     shape = Shape(device=DEVICE)
     cache = problems.empty_cache(shape)
     before = int(cache.free.left)

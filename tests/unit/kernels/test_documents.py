@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dms_train.kernels import blockwise, reference
-from dms_train.kernels.documents import document_of, document_slices
 from dms_train.kernels.errors import KernelError
+from dms_train.kernels.train_attention import blockwise, reference
+from dms_train.kernels.train_attention.documents import document_of, document_slices
 
 BACKENDS = {"blockwise": blockwise.dms_attention, "reference": reference.dms_attention}
 PACKS = ([0, 40], [0, 1, 40], [0, 7, 7, 30, 39, 40], [0, 0, 20, 40, 40], [0, 13, 26, 40])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from dms_train.kernels import flex, reference
-from dms_train.kernels.documents import document_of
 from dms_train.kernels.errors import KernelError
+from dms_train.kernels.train_attention import flex, reference
+from dms_train.kernels.train_attention.documents import document_of
 
 
 @pytest.fixture(autouse=True)

@@ -7,17 +7,17 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from dms_train.kernels import prefill
 from dms_train.kernels.errors import KernelError
-from dms_train.kernels.prefill_lists import Tokens
-from tests.support.prefill_problems import (
+from dms_train.kernels.prefill import sparse as prefill
+from dms_train.kernels.prefill.lists import Tokens
+from tests.support.prefill_cases import (
     InChunks,
     Prompt,
     assert_near,
     check_chunks,
     check_ragged,
+    expected_output,
     in_one_go,
-    judge,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -34,6 +34,7 @@ CASES = [
     Prompt(odds=1.0, window=3, s=200),
     Prompt(h=4, s=300, window=37, odds=0.95, page_slots=128),
     Prompt(d=64, s=100, window=5),
+    Prompt(d=8, s=100, window=5),
 ]
 
 
@@ -71,9 +72,9 @@ def test_an_evicted_value_cannot_leak_not_even_a_huge_one() -> None:
     outs = []
     for x in (0.0, 1e30):
         value[:, :, 10] = x
-        stretch = prefill.count(evicted, none)
+        chunk = prefill.count(evicted, none)
         pages = prefill.fresh_pages(key, p.s, 16)
-        outs.append(prefill.extend(Tokens(query, key, value), stretch, pages, **p.how))
+        outs.append(prefill.extend(Tokens(query, key, value), chunk, pages, **p.how))
     assert torch.equal(outs[0][:, :, 15:], outs[1][:, :, 15:])
     assert not torch.equal(outs[0][:, :, 10:15], outs[1][:, :, 10:15])
 
@@ -81,19 +82,12 @@ def test_an_evicted_value_cannot_leak_not_even_a_huge_one() -> None:
 def test_scores_far_from_zero_do_not_overflow() -> None:
     p = Prompt(s=90, window=7)
     query, key, value, evicted = p.tensors()
-    stretch = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
+    chunk = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
     pages = prefill.fresh_pages(key, p.s, 16)
-    out = prefill.extend(Tokens(1e3 * query, key, value), stretch, pages, **p.how)
-    exact = judge(1e3 * query, key, value, evicted, p)
+    out = prefill.extend(Tokens(1e3 * query, key, value), chunk, pages, **p.how)
+    exact = expected_output(1e3 * query, key, value, evicted, p)
     # rounding of scores near 1e3 dominates
     assert (out - exact).norm() < 1e-5 * exact.norm()
-
-
-def test_on_a_cpu_a_prompt_takes_another_way_to_the_same_output() -> None:
-    p = Prompt(b=2, s=120)
-    query, key, value, evicted = p.tensors()
-    out = prefill.attend(query, key, value, evicted, **p.how)
-    assert_near(out, judge(query, key, value, evicted, p))
 
 
 @pytest.mark.parametrize(
@@ -106,8 +100,8 @@ def test_on_a_cpu_a_prompt_takes_another_way_to_the_same_output() -> None:
 def test_tensors_that_do_not_fit_are_refused(change: dict, said: str) -> None:
     p = Prompt()
     query, key, value, evicted = p.tensors()
-    stretch = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
+    chunk = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
     given = {"query": query, "key": key, "value": value} | change
     pages = prefill.fresh_pages(key, p.s)
     with pytest.raises(KernelError, match=said):
-        prefill.extend(Tokens(**given), stretch, pages, **p.how)
+        prefill.extend(Tokens(**given), chunk, pages, **p.how)

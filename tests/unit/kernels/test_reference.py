@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.kernels import api
-from dms_train.kernels.reference import dms_attention
+from dms_train.kernels.train_attention.reference import dms_attention
 from dms_train.method.spec import PRESETS, DMSSpec
 from dms_train.method.visibility import align_to_keys, visible
 

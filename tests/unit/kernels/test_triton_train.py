@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.train_problems import Shape, distances, exact, leaves, outcome
+from tests.support.train_cases import Shape, distances, exact, leaves, outcome
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
 
-from dms_train.kernels import launch_plan, triton_train
 from dms_train.kernels.errors import KernelError
-from dms_train.kernels.launch_plan import TilePlan, Tiles
+from dms_train.kernels.options import ROW_TILE
+from dms_train.kernels.train_attention import launch_plan
+from dms_train.kernels.train_attention import triton_attention as triton_train
+from dms_train.kernels.train_attention.launch_plan import TilePlan, TrainTiles
 
 # (queries, keys) of a tile, forward and backward
 TILES = [((16, 16), (16, 16)), ((32, 16), (16, 32)), ((32, 32), (32, 16))]
@@ -37,7 +39,7 @@ SHAPES = [
 
 @pytest.fixture
 def tiles(request) -> Iterator[None]:
-    forward, backward = (Tiles(*sizes, warps=4, stages=1) for sizes in request.param)
+    forward, backward = (TrainTiles(*sizes, warps=4, stages=1) for sizes in request.param)
     plan = TilePlan(
         forward,
         backward,
@@ -97,7 +99,7 @@ def test_rows_of_any_alignment_are_taken() -> None:
 def test_forward_tiles_cover_the_rows_that_backward_tiles_read(table) -> None:
     for forward, backward in getattr(launch_plan, table).values():
         assert forward.block_m % backward.block_m == 0
-        assert launch_plan.ROW_TILE % forward.block_m == 0
+        assert ROW_TILE % forward.block_m == 0
 
 
 def test_a_head_too_large_is_one_line() -> None:

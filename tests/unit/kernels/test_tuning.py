@@ -14,8 +14,8 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from dms_train.kernels import launch_plan, tuning
-from dms_train.kernels.launch_plan import Tiles, default_plan
+from dms_train.kernels.train_attention import launch_plan, tuning
+from dms_train.kernels.train_attention.launch_plan import TrainTiles, default_plan
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_the_fastest_candidate_is_stored_and_used(tuned_file) -> None:
     best = tuning.tune(torch.float32, 16, CPU, load, seconds=0.0, note=trials.append)
     assert [trial.plan for trial in trials] == [default_plan(torch.float32, 16, CPU)]
     assert best == trials[0]
-    other = best.plan._replace(forward=Tiles(32, 16, 4, 1))
+    other = best.plan._replace(forward=TrainTiles(32, 16, 4, 1))
     tuning.store(tuned_file, launch_plan.family(torch.float32, 16, CPU), other)
     launch_plan.forget()
     assert launch_plan.plan_tiles(torch.float32, 12, CPU).forward == other.forward
@@ -56,7 +56,7 @@ def test_candidates_differ_and_keep_to_what_the_kernels_take(head_size) -> None:
     assert {p.forward.block_m for p in by_hand} == {plan.forward.block_m}
 
 
-@pytest.mark.parametrize("forward", [Tiles(48, 16, 4, 1), Tiles(16, 16, 4, 1)])
+@pytest.mark.parametrize("forward", [TrainTiles(48, 16, 4, 1), TrainTiles(16, 16, 4, 1)])
 def test_stored_tiles_that_do_not_fit_are_not_used(tuned_file, forward) -> None:
     plan = default_plan(torch.float32, 16, CPU)
     family = launch_plan.family(torch.float32, 16, CPU)

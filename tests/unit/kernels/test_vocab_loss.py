@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from dms_train.kernels import vocab_loss
-from dms_train.kernels.vocab_loss import Divergence
-from tests.support import vocab_problems as support
+from dms_train.kernels.losses import vocabulary as vocab_loss
+from dms_train.kernels.losses.vocabulary import Divergence
+from tests.support import vocab_cases as support
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
 
 
 @pytest.fixture(
     params=[
-        "vocab_loss",
+        "vocabulary",
         pytest.param(
-            "triton_vocab_loss",
+            "triton_vocabulary",
             marks=pytest.mark.skipif(
                 not INTERPRETED, reason="needs triton and no GPU; with one see tests/gpu"
             ),
@@ -28,7 +28,7 @@ INTERPRETED = importlib.util.find_spec("triton") is not None and not torch.cuda.
     ]
 )
 def kernels(request: pytest.FixtureRequest) -> Any:
-    return importlib.import_module(f"dms_train.kernels.{request.param}")
+    return importlib.import_module(f"dms_train.kernels.losses.{request.param}")
 
 
 @pytest.mark.parametrize("task", support.DIVERGENCES, ids=str)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
+from dms_train.launch import preflight
 
 ROOT = Path(__file__).resolve().parents[3]
 EIGHT = 'for i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done'

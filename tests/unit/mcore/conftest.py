@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dms_train.mcore import groups, runtime
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.spec import PRESETS
@@ -24,7 +24,7 @@ def view() -> Iterator[ParallelView]:
 
 @pytest.fixture(scope="module")
 def build(view: ParallelView) -> Callable[..., McoreEngine]:
-    """(family, preset, dtype, **spec changes) -> engine with random weights and small lanes."""
+    """(family, preset, dtype, **spec changes) -> engine with small eviction channels."""
 
     def _build(
         family: str,
@@ -36,14 +36,14 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
     ) -> McoreEngine:
         spec = PRESETS[preset].override(**{"window": 4, **changes})
         architecture = tiny.architecture(family, num_layers=2)
-        options = EngineOptions(
+        options = TrainEngineOptions(
             parallel=ParallelOptions(params_dtype=dtype),
             optim=OptimOptions(lr=1e-3),
             seed=7,
             trains=trains,
             kernels=kernels,
         )
-        weights = tiny.SmallLanes(architecture, 1, spec.channel)
+        weights = tiny.SmallEvictionChannels(architecture, 1, spec.channel)
         return McoreEngine(architecture, spec, view, options, weights)
 
     return _build

@@ -1,4 +1,4 @@
-"""The borrowed lane in the real attention module, against explicit formulas."""
+"""The eviction channel in the real attention module, against explicit formulas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dms_train.kernels import reference
-from dms_train.kernels.reference import dms_attention
+from dms_train.families import FAMILIES
+from dms_train.kernels.train_attention import reference
+from dms_train.kernels.train_attention.reference import dms_attention
 from dms_train.mcore.engine import McoreEngine
 from dms_train.method.noise import logistic_noise, sample_keys
 from dms_train.method.plan import StepPlan
@@ -59,7 +60,7 @@ def rotated(engine: McoreEngine, q: Tensor, factor: float) -> Tensor:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_ramp_starts_at_plain_rope_and_ends_with_the_lane_cleared(
+def test_the_ramp_starts_at_plain_rope_and_ends_with_the_eviction_channel_cleared(
     build: Build, preset: str
 ) -> None:
     engine, q = build("llama", preset, trains=False), query()
@@ -73,7 +74,7 @@ def test_the_ramp_starts_at_plain_rope_and_ends_with_the_lane_cleared(
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_factor_acts_once_on_every_path_through_the_lane(
+def test_the_factor_acts_once_on_every_path_through_the_eviction_channel(
     build: Build, preset: str, factor: float
 ) -> None:
     engine, q = build("llama", preset, trains=False), query()
@@ -96,7 +97,7 @@ def test_clearing_after_rope_as_well_is_not_the_same_as_before_alone(build: Buil
 def explicit_context(
     engine: McoreEngine, hidden: Tensor, keys: Tensor, plan: StepPlan, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """Output of the core attention and side sums, from the projections on."""
+    """Output of the core attention and eviction statistics, from the projections on."""
     attention, spec = attention_of(engine, layer), engine.spec
     q, k, v = (x.detach() for x in attention.get_query_key_value_tensors(hidden))
     grouped = q.view(S, B, 4, 2, -1)
@@ -129,7 +130,7 @@ def explicit_context(
 
 @pytest.mark.parametrize("eviction", ["soft", "hard"])
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_attends_as_its_decisions_say(
     build: Build, family: str, preset: str, eviction: str
 ) -> None:
@@ -146,7 +147,7 @@ def test_a_layer_attends_as_its_decisions_say(
     context, alpha_sum = explicit_context(engine, hidden, keys, plan, layer)
     expected = context @ attention.linear_proj.weight.detach().double().t()
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(attention.side[:, 0], alpha_sum, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(attention.eviction_stats[:, 0], alpha_sum, rtol=1e-4, atol=1e-4)
     assert alpha_sum.min() > 0
     assert alpha_sum.max() < 4 * S
 
@@ -154,23 +155,23 @@ def test_a_layer_attends_as_its_decisions_say(
 def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build) -> None:
     engine = build("llama", "dms", trains=False)
     engine._method.plan = StepPlan()
-    log_keep, side = attention_of(engine)._decide(torch.zeros(S, B, 4))
+    log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
     assert log_keep is None
-    assert side.tolist() == [[0.0, 4 * S, 4 * (S + 1) / 2]] * B
+    assert eviction_stats.tolist() == [[0.0, 4 * S, 4 * (S + 1) / 2]] * B
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) -> None:
     engine = build("llama", preset, trains=False)
     engine._method.plan = StepPlan(neuron_scale=0.0, eviction="all")
-    log_keep, side = attention_of(engine)._decide(torch.zeros(S, B, 4))
+    log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
     assert log_keep is not None
     shift, window = engine.spec.decision_shift, engine.spec.window
     assert (log_keep[..., : S - shift] == -torch.inf).all()
     assert (log_keep[..., S - shift :] == 0).all()
     reads = sum(min(i, window + 1) for i in range(1, S + 1))
     expected = torch.tensor([S * 4.0, 4 * (window + 1), 4 * reads / S])
-    torch.testing.assert_close(side, expected.expand(B, 3))
+    torch.testing.assert_close(eviction_stats, expected.expand(B, 3))
 
 
 def test_noise_belongs_to_the_global_sample_and_step(build: Build) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from dms_train.mcore import checkpoint, checkpoint_state, checksums
+from dms_train.mcore.checkpoints import checksums
+from dms_train.mcore.checkpoints import reading as checkpoint
+from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.errors import CheckpointError, DamagedError
 from dms_train.mcore.groups import ParallelView
 
@@ -208,22 +210,21 @@ def test_a_file_that_cannot_be_read_counts_as_damaged(
         assert f"{name} cannot be read (Input/output error)" in passed[0]
 
 
-def test_a_checkpoint_of_a_version_without_checksums_is_taken_with_a_warning(
-    sealed: Path, view: ParallelView, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("early", [True, False])
+def test_a_checkpoint_of_another_format_is_refused_and_not_passed_over(
+    sealed: Path, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
-    sizes = {name: len(content) for name, content in PLAIN.items()}
-    early = json.dumps({"step": 10, "files": sizes})
-    (sealed / checkpoint_state.STATE_FILE).write_text(early)
-    assert checkpoint.newest(sealed.parent) == (sealed, [])
-    with caplog.at_level("WARNING", "dms_train"):
-        checkpoint.verify(sealed, view)
-    assert "written without checksums by an earlier version" in caplog.text
-    checkpoint_state.annotate(sealed, {"exported": "cr2"})
-    checkpoint.verify(sealed, view)
-    assert checkpoint_state.read_state(sealed)["exported"] == "cr2"
-    (sealed / "a.distcp").write_bytes(b"1")
-    with pytest.raises(DamagedError, match=r"a\.distcp has 1 bytes instead of 5120"):
-        checkpoint.verify(sealed, view)
+    write(sealed.with_name("step_00000009"), PLAIN)
+    if early:  # the first versions recorded neither a format nor checksums
+        sizes = {name: len(content) for name, content in PLAIN.items()}
+        (sealed / checkpoint_state.STATE_FILE).write_text(json.dumps({"step": 10, "files": sizes}))
+    else:
+        monkeypatch.setattr(checkpoint_state, "FORMAT", checkpoint_state.FORMAT + 1)
+    now, was = checkpoint_state.FORMAT, 1 if early else checkpoint_state.FORMAT - 1
+    with pytest.raises(CheckpointError, match=f"format is {was}.* reads {now}") as caught:
+        checkpoint.newest(sealed.parent)
+    assert not isinstance(caught.value, DamagedError)
+    assert str(sealed) in str(caught.value)
 
 
 def test_ranks_share_the_files(sealed: Path) -> None:

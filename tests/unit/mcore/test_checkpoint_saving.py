@@ -17,11 +17,15 @@ import psutil
 import pytest
 import torch
 
-from dms_train.mcore import checkpoint, checkpoint_saving, compat, optimizer_shards
+from dms_train.mcore import compat
+from dms_train.mcore.checkpoints import optimizer_shards
+from dms_train.mcore.checkpoints import reading as checkpoint
+from dms_train.mcore.checkpoints import saving as checkpoint_saving
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import DamagedError, SaveError
 from dms_train.method.plan import LearningRate, StepPlan
 from tests.support import tiny
+from tests.support.descriptors import connections
 from tests.support.disks import CannotArrange, small_disk
 
 RATE = LearningRate(max_lr=1e-2, min_lr=1e-2, steps=9, warmup_steps=0, style="constant")
@@ -63,12 +67,6 @@ def test_it_holds_the_weights_of_its_beginning(engine: McoreEngine, tmp_path: Pa
     assert equal(weights(engine), after)  # so the optimizer's state is of that moment too
 
 
-def sockets(pid: int | str) -> set[str]:
-    """The sockets of a process."""
-    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
-    return {link for link in links if link.startswith("socket:")}
-
-
 def test_the_writing_process_holds_no_connection_and_ignores_ctrl_c(
     engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,19 +77,21 @@ def test_the_writing_process_holds_no_connection_and_ignores_ctrl_c(
         while not go.exists():
             time.sleep(0.01)
 
-    with socket.socketpair()[0] as held, monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", slow)
-        engine.save(path, {"step": 1}, wait=False)
-        (child,) = multiprocessing.active_children()
-        while not (writing.is_file() and writing.read_text()):
-            time.sleep(0.01)
-        own = os.readlink(f"/proc/self/fd/{held.fileno()}")
-        assert own in sockets("self")
-        assert child.pid is not None
-        for pid in (child.pid, int(writing.read_text())):
-            assert own not in sockets(pid)
-            os.kill(pid, signal.SIGINT)
-    go.touch()
+    try:
+        with socket.socketpair()[0] as held, monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", slow)
+            engine.save(path, {"step": 1}, wait=False)
+            (child,) = multiprocessing.active_children()
+            while not (writing.is_file() and writing.read_text()):
+                time.sleep(0.01)
+            own = os.readlink(f"/proc/self/fd/{held.fileno()}")
+            assert own in connections(os.getpid())
+            assert child.pid is not None
+            for pid in (child.pid, int(writing.read_text())):
+                assert own not in connections(pid)
+                os.kill(pid, signal.SIGINT)
+    finally:
+        go.touch()
     assert engine.finish_save(wait=True) == path
 
 
@@ -141,21 +141,27 @@ def test_a_writing_process_that_is_killed_costs_this_checkpoint_only(
 def test_it_appears_whole_and_at_once(
     engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, fsync = tmp_path / "go", os.fsync
+    writing, go, fsync = tmp_path / "writing", tmp_path / "go", os.fsync
 
     def slow(file: int) -> None:
         """What the writing process calls at its end."""
+        writing.touch()
         while not go.exists():
             time.sleep(0.01)
         fsync(file)
 
     path = tmp_path / "step_00000001"
-    with monkeypatch.context() as patched, socket.socket():
-        patched.setattr(os, "fsync", slow)
-        engine.save(path, {"step": 1}, wait=False)
     try:
+        with monkeypatch.context() as patched, socket.socket():
+            patched.setattr(os, "fsync", slow)
+            engine.save(path, {"step": 1}, wait=False)
+        (child,) = multiprocessing.active_children()
+        while not writing.exists():
+            time.sleep(0.01)
+        # a process that writes, and what forked it, have let go before
+        writers = [child.pid, *(p.pid for p in psutil.Process(child.pid).children(recursive=True))]
+        assert [connections(pid) for pid in writers] == [[] for _ in writers]
         assert engine.finish_save(wait=False) is None
-        assert connections_of_writers() == []
         (partial,) = tmp_path.glob("step_*")
         assert partial.suffix == ".partial"
         assert checkpoint.newest(tmp_path) == (None, [])
@@ -183,26 +189,6 @@ def test_the_copy_for_the_writing_process_is_not_pinned(
     engine.save(tmp_path / "step_00000001", {"step": 1})
     assert pinned
     assert not any(pinned)
-
-
-def connections_of_writers() -> list[str]:
-    """What the processes that write hold of this one's connections, once they had time to let go.
-
-    They let go first of all, and write until they are told to end.
-    """
-    deadline = time.monotonic() + 60
-    while True:
-        writers = psutil.Process().children(recursive=True)
-        assert writers
-        held = [
-            f"{writer.pid}: {os.readlink(link)}"
-            for writer in writers
-            for link in Path(f"/proc/{writer.pid}/fd").glob("*")
-        ]
-        held = [text for text in held if "socket:" in text or "eventpoll" in text]
-        if not held or time.monotonic() > deadline:
-            return held
-        time.sleep(0.05)
 
 
 def test_saving_a_step_again_replaces_it(engine: McoreEngine, tmp_path: Path) -> None:
@@ -278,7 +264,7 @@ def test_a_full_disk_costs_this_checkpoint_only(
     step(engine, 2)
     engine.load(first, with_optimizer=True)
     assert equal(weights(engine), kept)
-    engine.save(tmp_path / "step_00000003", {"step": 3})  # the next one has room
+    engine.save(tmp_path / "step_00000003", {"step": 3})  # the next one has workspace
     assert checkpoint.newest(tmp_path)[0] == tmp_path / "step_00000003"
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dms_train.export.writer import write_export
 from dms_train.hf import durable
 from dms_train.hf.directory import WeightWriter
-from dms_train.hf.export import write_export
 from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore.engine import McoreEngine
 

@@ -15,11 +15,11 @@ if torch.cuda.is_available():
 from megatron.core import utils as megatron_utils
 
 from dms_train.kernels import api
-from dms_train.mcore import fusions
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore import compat
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -31,9 +31,9 @@ def outcome(view: ParallelView, family: str, preset: str, recompute: str | None,
     architecture = tiny.architecture(family, num_layers=2)
     spec = PRESETS[preset].override(window=4, alpha_offset=0.5)
     parallel = ParallelOptions(recompute_granularity=recompute)
-    options = EngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
-    lanes = tiny.SmallLanes(architecture, 1, spec.channel, factor=0.002)
-    engine = McoreEngine(architecture, spec, view, options, lanes)
+    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
+    eviction_channels = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002)
+    engine = McoreEngine(architecture, spec, view, options, eviction_channels)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
     totals = engine.forward_backward(
         StepPlan(step=3, target_cr=8.0, **plan), tiny.microbatches(0, 2, groups=2)
@@ -69,8 +69,8 @@ def test_the_norm_of_many_gradients_is_megatrons() -> None:
     gradients = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 100, 7)]
     flag = torch.zeros(1, dtype=torch.int)
     expected, _ = megatron_utils.local_multi_tensor_l2_norm(1, flag, [gradients], False)
-    found, _ = fusions._l2_norm(1, flag, [gradients], False)
+    found, _ = compat._l2_norm(1, flag, [gradients], False)
     torch.testing.assert_close(found, expected)
     kept = [g.clone() for g in gradients]
-    fusions._scale(1, flag, [gradients, gradients], 0.25)
+    compat._scale(1, flag, [gradients, gradients], 0.25)
     assert all(torch.equal(g, k * 0.25) for g, k in zip(gradients, kept, strict=True))

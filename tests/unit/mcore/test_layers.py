@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dms_train.mcore import layers, weights
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers import backend as layers
+from dms_train.mcore.model import weights
 from tests.support import layers_worker
 
 NAMES = json.loads((Path(__file__).parents[2] / "golden" / "layer_names.json").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.mcore.optimizer_shards import blocks
+from dms_train.mcore.checkpoints.optimizer_shards import blocks
 
 
 @pytest.mark.parametrize("shape", [(12,), (3, 4), (1, 12), (12, 1), (4, 3)])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from dms_train.mcore import fusions
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore import compat
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -23,7 +23,7 @@ def gradients(view: ParallelView, family: str, loss: Any, *, fused: bool) -> dic
     """Of two microbatches; only the output layer follows `fused`."""
     architecture = tiny.architecture(family, num_layers=1)
     spec = PRESETS["dms"].override(window=4)
-    options = EngineOptions(parallel=ParallelOptions(), optim=OptimOptions(lr=1e-3), seed=7)
+    options = TrainEngineOptions(parallel=ParallelOptions(), optim=OptimOptions(lr=1e-3), seed=7)
     engine = McoreEngine(architecture, spec, view, options, RandomWeights(architecture, 1, 0.2))
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
     engine._config.gradient_accumulation_fusion = fused
@@ -41,7 +41,7 @@ def test_gradients_added_in_place_are_those_of_autograd(
 
     def add(inputs: torch.Tensor, d_out: torch.Tensor, sums: torch.Tensor) -> None:
         calls.append(sums.shape)
-        fusions._add_weight_gradient(inputs, d_out, sums)
+        compat._add_weight_gradient(inputs, d_out, sums)
 
     product = SimpleNamespace(wgrad_gemm_accum_fp32=add)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", product, raising=False)

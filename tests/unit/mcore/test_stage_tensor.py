@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dms_train.mcore.stage_tensor import SIDE_VALUES, StageState, pack, stage_seq_length, unpack
+from dms_train.mcore.schedule.stage_tensor import (
+    EVICTION_STATS,
+    StageState,
+    pack,
+    stage_seq_length,
+    unpack,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -16,9 +22,9 @@ def hidden(rows: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(rows, 4, 12, generator=generator).to(dtype)
 
 
-def side() -> Tensor:
+def eviction_stats() -> Tensor:
     """Values that need all 24 bits of a float32, with several magnitudes and signs."""
-    values = torch.randn(4, SIDE_VALUES, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(4, EVICTION_STATS, generator=torch.Generator().manual_seed(1))
     values[0] = torch.tensor([0.0, 16777215.0, 1 / 3])
     return values * torch.tensor([[1.0], [1e6], [-1e-6], [123.456]])
 
@@ -27,14 +33,14 @@ def side() -> Tensor:
 @pytest.mark.parametrize("has_teacher", [True, False])
 def test_everything_arrives_exactly(dtype: torch.dtype, has_teacher: bool) -> None:
     teacher = hidden(5, dtype, 2) if has_teacher else None
-    sent = StageState(hidden(5, dtype), teacher, side())
+    sent = StageState(hidden(5, dtype), teacher, eviction_stats())
     tensor = pack(sent)
     assert tensor.dtype == dtype
     assert tensor.shape == (stage_seq_length(5, has_teacher=has_teacher, sequence_shards=1), 4, 12)
     got = unpack(tensor, has_teacher=has_teacher)
     assert torch.equal(got.student, sent.student)
-    assert got.side.dtype == torch.float32
-    assert torch.equal(got.side, sent.side)
+    assert got.eviction_stats.dtype == torch.float32
+    assert torch.equal(got.eviction_stats, sent.eviction_stats)
     if has_teacher:
         assert got.teacher is not None
         assert torch.equal(got.teacher, teacher)
@@ -42,12 +48,12 @@ def test_everything_arrives_exactly(dtype: torch.dtype, has_teacher: bool) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_side_sums_arrive_exactly(dtype: torch.dtype) -> None:
-    student, sums = hidden(5, dtype).requires_grad_(), side().requires_grad_()
+    student, sums = hidden(5, dtype).requires_grad_(), eviction_stats().requires_grad_()
     sent = pack(StageState(student, hidden(5, dtype, 2), sums))
     received = sent.detach().requires_grad_()  # the next stage's copy
     got = unpack(received, has_teacher=True)
-    weights = side().flip(0) / 7
-    ((got.side * weights).sum() + got.student.float().sum() * 3).backward()
+    weights = eviction_stats().flip(0) / 7
+    ((got.eviction_stats * weights).sum() + got.student.float().sum() * 3).backward()
     sent.backward(received.grad)
     assert torch.equal(sums.grad, weights)
     assert (student.grad == 3).all()
@@ -58,7 +64,7 @@ def test_no_gradient_reaches_the_teacher() -> None:
     got = unpack(received, has_teacher=True)
     assert got.teacher is not None
     assert not got.teacher.requires_grad
-    (got.student.sum() + got.side.sum()).backward()
+    (got.student.sum() + got.eviction_stats.sum()).backward()
     assert received.grad is not None
     assert (received.grad[3:6] == 0).all()
 

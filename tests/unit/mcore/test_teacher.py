@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dms_train.mcore import compat
-from dms_train.mcore.engine import EngineOptions, McoreEngine
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.weights import RandomWeights
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import tiny
@@ -22,11 +22,11 @@ def engine(view: ParallelView, **parallel: Any) -> McoreEngine:
     """With a teacher of other weights than the student's."""
     architecture = tiny.architecture("qwen2", num_layers=2)
     spec = PRESETS["dms"].override(window=4)
-    options = EngineOptions(
+    options = TrainEngineOptions(
         parallel=ParallelOptions(**parallel), optim=OptimOptions(lr=1e-3), seed=7
     )
-    lanes = tiny.SmallLanes(architecture, 1, spec.channel)
-    built = McoreEngine(architecture, spec, view, options, lanes)
+    eviction_channels = tiny.SmallEvictionChannels(architecture, 1, spec.channel)
+    built = McoreEngine(architecture, spec, view, options, eviction_channels)
     built.attach_teacher(RandomWeights(architecture, 2, 0.2))
     return built
 

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.kernels.vocab_loss import Divergence
-from dms_train.mcore import vocab_losses
+from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.vocab_losses import (
+from dms_train.mcore.layers import vocabulary_losses as vocab_losses
+from dms_train.mcore.layers.vocabulary_losses import (
     Projection,
     distillation_kl,
     next_token_loss,
     valid_columns,
 )
-from tests.support.vocab_problems import DIRECTIONS, DIVERGENCES
+from tests.support.vocab_cases import DIRECTIONS, DIVERGENCES
 
 VOCAB, WIDTH, HIDDEN = 61, 64, 8
 Loss = Callable[[Projection], Tensor]

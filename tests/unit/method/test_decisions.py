@@ -15,43 +15,47 @@ def query(r: int = 3, d: int = 4) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("channel", [0, -1])
-def test_lane_is_one_channel_of_the_first_query_head_of_each_group(channel: int) -> None:
+def test_eviction_channel_is_one_channel_of_the_first_query_head_of_each_group(
+    channel: int,
+) -> None:
     q = query()
-    lane = decisions.borrowed_lane(q, channel)
-    assert lane.shape == (5, 2, 2)
-    assert torch.equal(lane, q[:, :, :, 0, channel % 4])
+    eviction_channel = decisions.eviction_channel(q, channel)
+    assert eviction_channel.shape == (5, 2, 2)
+    assert torch.equal(eviction_channel, q[:, :, :, 0, channel % 4])
 
 
 @pytest.mark.parametrize("channel", [0, -1])
 @pytest.mark.parametrize("factor", [0.0, 0.5])
-def test_scaling_touches_the_lane_alone_and_exactly(channel: int, factor: float) -> None:
+def test_scaling_touches_the_eviction_channel_alone_and_exactly(
+    channel: int, factor: float
+) -> None:
     q = query()
     before = q.clone()
-    scaled = decisions.scale_lane(q, channel, factor)
+    scaled = decisions.scale_eviction_channel(q, channel, factor)
     assert torch.equal(q, before)
     expected = before.clone()
     expected[..., 0, channel] *= factor
     assert torch.equal(scaled, expected)
 
 
-def test_scaling_sends_the_factor_into_the_gradient_of_the_lane() -> None:
+def test_scaling_sends_the_factor_into_the_gradient_of_the_eviction_channel() -> None:
     q = query().requires_grad_()
-    decisions.scale_lane(q, 0, 0.25).sum().backward()
+    decisions.scale_eviction_channel(q, 0, 0.25).sum().backward()
     assert q.grad is not None
     assert (q.grad[..., 0, 0] == 0.25).all()
     assert (q.grad[..., 1:, :] == 1).all()
 
 
-def test_logits_are_scale_times_lane_less_offset_in_float32() -> None:
+def test_logits_are_scale_times_eviction_channel_less_offset_in_float32() -> None:
     spec = PRESETS["dms"].override(alpha_scale=100.0, alpha_offset=5.0)
-    lane = torch.tensor([0.0, 0.05, 0.0625, -1.0], dtype=torch.bfloat16)
-    logits = decisions.eviction_logits(lane, spec)
+    eviction_channel = torch.tensor([0.0, 0.05, 0.0625, -1.0], dtype=torch.bfloat16)
+    logits = decisions.eviction_logits(eviction_channel, spec)
     assert logits.dtype == torch.float32
-    assert torch.equal(logits, 100.0 * lane.float() - 5.0)
-    assert decisions.eviction_logits(lane.double(), spec).dtype == torch.float64
+    assert torch.equal(logits, 100.0 * eviction_channel.float() - 5.0)
+    assert decisions.eviction_logits(eviction_channel.double(), spec).dtype == torch.float64
 
 
-def test_a_lane_of_zero_gives_minus_the_offset_exactly() -> None:
+def test_a_eviction_channel_of_zero_gives_minus_the_offset_exactly() -> None:
     for spec in PRESETS.values():
         assert decisions.eviction_logits(torch.zeros(3), spec).tolist() == [-5.0] * 3
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dms_train.method.options import MethodOptions
-from dms_train.method.spec import CHOICES, PRESETS, DMSSpec
+from dms_train import limits
+from dms_train.method.spec import PRESETS, DMSSpec, MethodOptions
 
 COMMON = {
     "alpha_scale": 100.0,
@@ -62,7 +62,10 @@ def test_a_spec_cannot_be_changed_in_place() -> None:
 
 
 REFUSED = [
-    *((name, "other") for name in CHOICES),
+    ("alpha_in_loss", "other"),
+    ("aux_form", "other"),
+    ("eviction", "other"),
+    ("kl_direction", "other"),
     ("channel", 1),
     ("channel", -2),
     ("decision_shift", 2),
@@ -83,16 +86,7 @@ def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
         PRESETS["dms"].override(**{name: value})
 
 
-ALWAYS_WRITTEN = [f.name for f in dataclasses.fields(DMSSpec) if f.name != "kl_temperature"]
-
-
-def test_a_spec_of_an_earlier_version_has_no_temperature() -> None:
-    values = PRESETS["dms"].to_dict()
-    del values["kl_temperature"]
-    assert DMSSpec.from_dict(values) == PRESETS["dms"]
-
-
-@pytest.mark.parametrize("name", ALWAYS_WRITTEN)
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(DMSSpec)])
 def test_a_missing_key_is_named(name: str) -> None:
     values = PRESETS["dms"].to_dict()
     del values[name]
@@ -122,12 +116,11 @@ def test_governing_shift_adds_the_window_only_when_immediate(
     assert spec.governing_shift == shift + extra
 
 
-def test_options_resolve_to_the_preset_with_their_overrides() -> None:
-    assert MethodOptions(preset="dms_fastdms").spec() == PRESETS["dms_fastdms"]
-    spec = MethodOptions(preset="dms", window=16, clear_after_rope=True).spec()
-    assert spec == PRESETS["dms"].override(window=16, clear_after_rope=True)
-
-
-def test_an_unknown_preset_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="choose one of dms, dms_nvidia, dms_fastdms"):
-        MethodOptions(preset="dmx").spec()
+def test_every_problem_of_a_method_is_named_at_once() -> None:
+    values = {**PRESETS["dms"].to_dict(), "window": 0, "channel": 3, "tau": 0.0}
+    lines = list(limits.problems(MethodOptions(**values), "method"))
+    keys = {line.partition("=")[0] for line in lines}
+    assert keys == {"method.window", "method.channel", "method.tau"}
+    with pytest.raises(ValueError, match="window") as caught:
+        DMSSpec(**values)
+    assert str(caught.value).splitlines() == lines

@@ -1,4 +1,4 @@
-"""Silent ranks are named, and only they."""
+"""Silent and stalled ranks are named, and no other ranks."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ from pathlib import Path
 import pytest
 
 from dms_train.observe import processes
-from dms_train.observe.heartbeats import Heartbeats, Report, Silent
-from dms_train.observe.main_thread import MainThread, Stand
+from dms_train.observe.heartbeats import Heartbeats, Phase, Report, Silent
 from dms_train.observe.processes import mark
 
-
-class Told(MainThread):
-    """What a rank hears of its main thread; those of this process share one."""
-
-    def __init__(self) -> None:
-        self.stand = Stand("works", 0.0, "step.py:1 in f")
-
-    def look(self, reached: object, at_most: float) -> Stand:
-        return self.stand
+PATIENCE = 60.0
+LOOKS = 3  # in a row, before a late rank counts as silent
 
 
 class Ranks:
-    """Heartbeats of several ranks in one process, and what they found."""
+    """Heartbeats of several ranks in one process, which look when they are told to.
 
-    def __init__(self, folder: Path, ranks: int, patience: float) -> None:
+    Time passes by setting the times of files.
+    """
+
+    def __init__(self, folder: Path, ranks: int) -> None:
         self.found: list[tuple[int, str | None]] = []
-        self.told = threading.Event()
-        self.main = [Told() for _ in range(ranks)]
         self.all = [
-            Heartbeats(folder, rank, ranks, patience, self._remember(rank), self.main[rank])
-            for rank in range(ranks)
+            Heartbeats(folder, rank, ranks, PATIENCE, self._remember(rank)) for rank in range(ranks)
         ]
+        folder.mkdir()
 
     def _remember(self, rank: int):  # type: ignore[no-untyped-def]
-        def hang(found: str | None) -> None:
-            self.found.append((rank, found))
-            self.told.set()
+        return lambda found: self.found.append((rank, found))
 
-        return hang
+    def beat(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.all[rank]._beat()
 
-    def fall_silent(self, rank: int) -> None:
+    def fall_silent(self, rank: int, seconds: float = 2 * PATIENCE) -> None:
         """As a stopped process: the file stays."""
-        self.all[rank]._ends.set()
+        file = self.all[rank]._file(rank)
+        os.utime(file, (time.time() - seconds,) * 2)
+
+    def without_progress(self, rank: int, phase: Phase, seconds: float = 1.5 * PATIENCE) -> None:
+        """Its heartbeat after so many seconds in a phase."""
+        heartbeats = self.all[rank]
+        heartbeats._phase = phase
+        heartbeats._last = (time.monotonic(), heartbeats._progress, seconds)
+        heartbeats._beat()
 
     def close(self) -> None:
         for heartbeats in self.all:
@@ -61,108 +62,160 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path):  # type: ignore[no-untyped-def]
-    made = Ranks(tmp_path / "ranks", 4, patience=0.6)
+    made = Ranks(tmp_path / "ranks", 4)
     yield made
     made.close()
 
 
 def test_the_rank_before_names_the_silent_ones(ranks: Ranks) -> None:
     for heartbeats in ranks.all:
-        heartbeats.start()
         heartbeats.reached(7)
-    for heartbeats in ranks.all:
-        heartbeats._beat()
+    ranks.beat(0, 1, 2, 3)
     ranks.fall_silent(1)
     ranks.fall_silent(2)
-    assert ranks.told.wait(20)
-    by, found = ranks.found[0]
+    assert [ranks.all[3].look() for _ in range(LOOKS + 1)] == [False] * (LOOKS + 1)
+    assert [ranks.all[0].look() for _ in range(LOOKS)] == [False, False, True]
+    ((by, found),) = ranks.found
     assert by == 0
     one = r"\(\S+, after step 7, silent for \d+ s\)"
-    assert re.fullmatch(f"rank 1 {one}, rank 2 {one} did not answer", found)
+    assert re.fullmatch(f"rank 1 {one}, rank 2 {one} did not answer", str(found))
 
 
-def test_one_rank_says_it_and_all_end(ranks: Ranks) -> None:
-    for heartbeats in ranks.all:
-        heartbeats.start()
+def test_one_rank_reports_and_all_end(ranks: Ranks) -> None:
+    ranks.beat(0, 1, 2, 3)
     ranks.fall_silent(1)
-    while len(ranks.found) < 3:  # bounded by the test's time limit
-        time.sleep(0.05)
-    assert {rank for rank, _ in ranks.found} == {0, 2, 3}
-    spoken = [found for _, found in ranks.found if found is not None]
-    assert spoken
-    assert all(found.startswith("rank 1 ") for found in spoken)
-    assert ranks.found[-1][1] is None
+    ranks.fall_silent(3)
+    assert [ranks.all[2].look() for _ in range(LOOKS - 1)] == [False] * (LOOKS - 1)
+    while not ranks.all[0].look():
+        assert ranks.found == []
+    assert ranks.all[2].look()  # at which it would say the same
+    assert ranks.all[3].look()
+    (first, found), *others = ranks.found
+    assert first == 0
+    assert str(found).startswith("rank 1 ")
+    assert others == [(2, None), (3, None)]
 
 
 def test_what_an_earlier_run_said_ends_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    (folder / "said").touch()
-    os.utime(folder / "said", (1, 1))
+    said = tmp_path / "ranks" / "said"
+    said.touch()
+    os.utime(said, (1, 1))
     for heartbeats in ranks.all:
         heartbeats.start()
-    time.sleep(0.5)  # several looks
-    assert ranks.found == []
+    assert [heartbeats.look() for heartbeats in ranks.all] == [False] * 4
 
 
 def test_ranks_that_beat_or_left_are_not_named(ranks: Ranks) -> None:
-    for heartbeats in ranks.all:
-        heartbeats.start()
+    ranks.beat(0, 1, 2, 3)
     ranks.all[3].stop()
-    assert not ranks.told.wait(2)
+    for _ in range(LOOKS + 1):
+        ranks.fall_silent(0, PATIENCE - 10)  # a little late
+        assert [heartbeats.look() for heartbeats in ranks.all[:3]] == [False] * 3
+    assert ranks.found == []
 
 
 def test_files_of_an_earlier_run_do_not_count(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
     old = tmp_path / "ranks" / "1"
     old.write_text("host, after step 3")
-    os.utime(old, (time.time() - 9000, time.time() - 9000))
+    os.utime(old, (time.time() - 9000,) * 2)
     ranks.all[0].start()
-    assert ranks.all[0].silent() == []  # it may be about to start
-    assert ranks.told.wait(20)
-    assert ranks.found[0][1].startswith("rank 1 (no step known, silent for ")
-    assert "rank 2" not in ranks.found[0][1]
+    assert [ranks.all[0].look() for _ in range(LOOKS + 1)] == [False] * (LOOKS + 1)
+    ranks.all[0]._began -= 2 * PATIENCE  # since then it could have started
+    while not ranks.all[0].look():
+        assert ranks.found == []
+    ((_, found),) = ranks.found
+    assert str(found).startswith("rank 1 (no step known, silent for ")
+    assert "rank 2" not in str(found)
+
+
+def test_a_thread_looks_until_the_run_ends(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    monkeypatch.setattr("dms_train.observe.heartbeats._EVERY_SECONDS", 0.01)
+    ranks.all[0].hang = lambda _: told.set()
+    ranks.beat(1)
+    ranks.all[0].start()
+    ranks.all[0]._began -= 2 * PATIENCE
+    ranks.fall_silent(1)
+    told.wait()
 
 
 def test_what_an_earlier_run_left_is_not_believed(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
     old = tmp_path / "ranks" / "1"
-    old.write_text(json.dumps(asdict(Report("host", 3, "stands", "tokens.py:1 in f", 99.0))))
+    old.write_text(json.dumps(asdict(Report("host", 3, "data", "tokens.py:1 in f", 99.0))))
     os.utime(old, (time.time() - 9000, time.time() - 9000))
     ranks.all[0].start()
     assert ranks.all[0].stuck() is None
 
 
-def test_every_standing_rank_is_named_and_where(ranks: Ranks) -> None:
-    for number, main in enumerate(ranks.main):
-        main.stand = Stand(
-            "stands" if number in (0, 2) else "waits", 9.0, f"tokens.py:{number} in f"
-        )
+def test_every_rank_that_stalls_reading_data_is_named_with_its_stack(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     for heartbeats in ranks.all:
         heartbeats.reached(7)
-        heartbeats.folder.mkdir(exist_ok=True)
-        heartbeats._beat()
+    for rank in range(4):
+        ranks.without_progress(rank, "data" if rank in (0, 2) else "step")
     found = [heartbeats.stuck() for heartbeats in ranks.all]
-    assert found[0] is found[2] is None  # the ranks before them speak, and all ranks do not wait
+    assert found[0] is found[2] is None  # the ranks before them report
     assert found[1] == found[3]
-    one = r"\(\S+, after step 7\) lives but has not gone on for 9 s, at tokens.py"
-    assert re.fullmatch(f"rank 0 {one}:0 in f; rank 2 {one}:2 in f", str(found[1]))
+    one = r"\(\S+, after step 7\) has stalled for 9\d s reading data, at \S+:\d+ in [^;]*"
+    assert re.fullmatch(
+        f"rank 0 {one}; rank 2 {one}; stacks in \\S+/ranks/\\*.stack", str(found[1])
+    )
+    stack = (tmp_path / "ranks" / "2.stack").read_text()
+    assert "in without_progress" in stack
+    assert "test_heartbeats.py" in stack
 
 
-def test_who_waits_is_named_only_when_all_do(ranks: Ranks) -> None:
-    places = ["a.py:1 in f", "a.py:1 in f", "b.py:2 in g", "a.py:1 in f"]
-    for number, main in enumerate(ranks.main):
-        main.stand = Stand("waits", 9.0, places[number])
-    ranks.main[2].stand = Stand("works", 0.0, places[2])
-    for _ in range(2):
-        for heartbeats in ranks.all:
-            heartbeats.folder.mkdir(exist_ok=True)
-            heartbeats._beat()
-        if ranks.main[2].stand.kind == "works":
-            assert [heartbeats.stuck() for heartbeats in ranks.all] == [None] * 4
-            ranks.main[2].stand = Stand("waits", 9.0, places[2])
-    found = ranks.all[0].stuck()
-    assert str(found).endswith(": ranks 0-1, 3 at a.py:1 in f; rank 2 at b.py:2 in g")
+def test_waiting_ranks_are_named_only_when_all_wait(ranks: Ranks) -> None:
+    for heartbeats in ranks.all:
+        heartbeats.reached(7)
+    for rank in range(4):
+        ranks.without_progress(rank, "other" if rank == 2 else "step")
+    assert [heartbeats.stuck() for heartbeats in ranks.all] == [None] * 4
+    ranks.without_progress(2, "step")
+    assert [heartbeats.stuck() for heartbeats in ranks.all[1:]] == [None] * 3
+    assert re.search(
+        r"after step 7 all ranks wait .* 60 s: ranks 0-3 at ", str(ranks.all[0].stuck())
+    )
+
+
+@pytest.mark.parametrize("phase", ["data", "step"])
+def test_progress_resets_the_time_of_a_phase(ranks: Ranks, phase: Phase) -> None:
+    for heartbeats in ranks.all:
+        heartbeats.reached(7)
+    for rank in range(4):
+        ranks.without_progress(rank, phase)
+    for heartbeats in ranks.all:
+        heartbeats.progressed()
+        heartbeats._beat()
+    assert [heartbeats.stuck() for heartbeats in ranks.all] == [None] * 4
+
+
+def test_the_first_step_of_a_process_has_no_limit(ranks: Ranks) -> None:
+    for rank in range(4):
+        ranks.without_progress(rank, "step")
+    assert ranks.all[0].stuck() is None
+
+
+def test_a_pause_of_the_process_counts_for_little(ranks: Ranks) -> None:
+    heartbeats = ranks.all[1]
+    with heartbeats.phase("data"):
+        heartbeats._beat()
+        at, progress, seconds = heartbeats._last
+        heartbeats._last = (at - 1000 * PATIENCE, progress, seconds)
+        heartbeats._beat()
+    assert heartbeats._own is not None
+    assert 0 < heartbeats._own.seconds < PATIENCE
+
+
+def test_a_phase_ends_with_its_block(ranks: Ranks) -> None:
+    heartbeats = ranks.all[0]
+    with heartbeats.phase("data"):
+        heartbeats._beat()
+        assert heartbeats._own is not None
+        assert heartbeats._own.phase == "data"
+    heartbeats._beat()
+    assert heartbeats._own.phase == "other"
 
 
 @pytest.fixture
@@ -171,7 +224,7 @@ def other(tmp_path: Path):  # type: ignore[no-untyped-def]
     process = subprocess.Popen(["sleep", "600"])
     heartbeats = Heartbeats(tmp_path, 0, 4, patience=600.0, hang=lambda _: None)
     heartbeats._beat()
-    report = Report(socket.gethostname(), 7, "waits", "a.py:1 in f", 0.0, mark(process.pid))
+    report = Report(socket.gethostname(), 7, "step", "a.py:1 in f", 0.0, mark(process.pid))
     (tmp_path / "2").write_text(json.dumps(asdict(report)))
     yield process, heartbeats
     process.kill()
@@ -182,7 +235,7 @@ def test_a_process_that_is_gone_is_named_at_the_second_look(other) -> None:  # t
     process, heartbeats = other
     assert [heartbeats.ended() for _ in range(3)] == [None] * 3
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # as long as nobody asks
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # not reaped yet
     assert heartbeats.ended() is None
     assert re.fullmatch(r"rank 2 \(\S+, after step 7\)", str(heartbeats.ended()))
     process.wait()
@@ -208,7 +261,7 @@ def test_the_end_of_a_process_ends_the_run_long_before_its_silence(other, monkey
     assert re.fullmatch(r"rank 2 \(\S+, after step 7\) has ended", found[0])
 
 
-def test_who_left_in_order_and_who_is_elsewhere_is_not_named(other, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_ranks_that_left_in_order_or_run_elsewhere_are_not_named(other, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     process, heartbeats = other
     process.kill()
     process.wait()
@@ -223,7 +276,7 @@ def test_who_left_in_order_and_who_is_elsewhere_is_not_named(other, tmp_path: Pa
     assert heartbeats.ended() is None
 
 
-def test_who_cannot_be_seen_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_process_does_not_count_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     own = processes.mark()
     assert own == processes.mark(os.getpid())
 

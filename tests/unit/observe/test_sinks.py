@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,13 +100,16 @@ def test_without_wandb_one_warning_and_silence(tmp_path, monkeypatch):
 
 
 class BrokenRun:
-    """A run whose server went away."""
+    """A run whose server went away; it finishes when it is told to."""
+
+    def __init__(self):
+        self.answers = threading.Event()
 
     def log(self, *args, **kwargs):
         raise OSError("gone\nfor good")
 
     def finish(self):
-        time.sleep(10)
+        self.answers.wait()
 
 
 def broken_sink(run: object, warnings: list[str]) -> WandbSink:
@@ -128,9 +130,9 @@ def test_failures_never_reach_training():
 def test_closing_waits_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr(sinks, "_FINISH_SECONDS", 0.05)
     warnings: list[str] = []
-    begin = time.monotonic()
-    broken_sink(BrokenRun(), warnings).close()
-    assert time.monotonic() - begin < 5
+    run = BrokenRun()
+    broken_sink(run, warnings).close()  # the test's time limit is the bound
+    run.answers.set()
     assert "did not finish in time" in warnings[0]
 
 
@@ -186,7 +188,7 @@ def test_offline_run_read_back(wandb, tmp_path):
     assert [(r["step"], r["train/loss"]) for r in run.rows] == [(s, 1 / s) for s in range(1, 5)]
     assert run.config["optim"] == {"lr": 1e-4}
     assert run.summary["final/cr"] == 2.0
-    axes = {"train/*": "step", "validate/*": "step", "valid/*": "tokens"}
+    axes = {"train/*": "step", "export_eval/*": "step", "eval/*": "tokens"}
     assert run.step_metrics == {"step": "", "tokens": "", **axes}
     assert all(KEY.encode() not in f.read_bytes() for f in run_dir.rglob("*") if f.is_file())
 
@@ -196,21 +198,21 @@ KEPT = ((1.0, 0.25), (0.5, 0.75), (0.125, 0.3))
 
 def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
     sink = WandbSink(ObserveOptions(), tmp_path, {}, run_id="a", warn=pytest.fail)
-    sink.log(1, {"tokens": 64, "valid/kl": 0.5, "valid/kept": KEPT})
-    judged = {"validate/cr_factor": 2.5, "validate/dms.accuracy": 0.96}
-    sink.log(2, {"tokens": 128, **judged})
+    sink.log(1, {"tokens": 64, "eval/kl": 0.5, "eval/kept": KEPT})
+    evaluated = {"export_eval/cr_factor": 2.5, "export_eval/dms.accuracy": 0.96}
+    sink.log(2, {"tokens": 128, **evaluated})
     sink.close()
     (path,) = wandb_file.find(tmp_path)
     first, second = wandb_file.read(path).rows
-    assert (first["step"], first["tokens"], first["valid/kl"]) == (1, 64, 0.5)
-    assert sum(first["valid/kept_histogram.values"]) == 6
-    bins = first["valid/kept_histogram.bins"]
+    assert (first["step"], first["tokens"], first["eval/kl"]) == (1, 64, 0.5)
+    assert sum(first["eval/kept_histogram.values"]) == 6
+    bins = first["eval/kept_histogram.bins"]
     assert (bins[0], bins[-1]) == (0.125, 1.0)
-    picture = Image.open(path.parent / "files" / first["valid/kept.path"]).convert("L")
+    picture = Image.open(path.parent / "files" / first["eval/kept.path"]).convert("L")
     levels = numpy.asarray(picture)[6::12, 6::12] / 255
     numpy.testing.assert_allclose(levels, KEPT, atol=1 / 255)
-    assert second["validate/cr_factor"] == 2.5
-    table = json.loads((path.parent / "files" / second["validate/table.path"]).read_text())
+    assert second["export_eval/cr_factor"] == 2.5
+    table = json.loads((path.parent / "files" / second["export_eval/table.path"]).read_text())
     assert table["columns"] == ["metric", "value"]
     assert table["data"] == [["cr_factor", 2.5], ["dms.accuracy", 0.96]]
 
@@ -219,8 +221,8 @@ def test_names_are_those_of_metrics_jsonl(wandb, tmp_path):
     opened = open_sinks(ObserveOptions(), tmp_path, {}, resume_step=0, warn=pytest.fail)
     logged = [
         {"tokens": 64, "train/kl": 0.5, "train/cr": 1.5, "train/mfu": 0.25},
-        {"tokens": 128, "valid/kl": 0.25, "valid/kept": KEPT},
-        {"tokens": 192, "validate/cr_factor": 2.5},
+        {"tokens": 128, "eval/kl": 0.25, "eval/kept": KEPT},
+        {"tokens": 192, "export_eval/cr_factor": 2.5},
     ]
     for step, values in enumerate(logged, 1):
         for sink in opened:
@@ -229,9 +231,9 @@ def test_names_are_those_of_metrics_jsonl(wandb, tmp_path):
         sink.close()
     (path,) = wandb_file.find(tmp_path)
     for mine, theirs in zip(rows(tmp_path), wandb_file.read(path).rows, strict=True):
-        numbers = {k: v for k, v in mine.items() if k != "valid/kept"}
+        numbers = {k: v for k, v in mine.items() if k != "eval/kept"}
         assert {k: theirs[k] for k in numbers} == numbers
-        assert ("valid/kept" in mine) == ("valid/kept.path" in theirs)
+        assert ("eval/kept" in mine) == ("eval/kept.path" in theirs)
 
 
 def test_addresses_lose_their_password():
@@ -307,12 +309,10 @@ def test_a_server_that_refuses_leaves_an_offline_run(wandb, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_server_that_never_answers_costs_seconds(wandb, tmp_path, monkeypatch):
-    begin = time.monotonic()
+def test_a_server_that_never_answers_holds_nobody_up(wandb, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         (warning,) = record(tmp_path, 0, range(1, 3), wandb="online")
-    assert time.monotonic() - begin < 60
     assert warning.endswith("recording offline")
     assert KEY not in warning
     assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
@@ -359,9 +359,9 @@ def test_rows_wait_for_room_on_a_full_disk(tmp_path):
                 sink.log(step, {"text": "x" * 2000})
             sink.summary({"text": "x" * 2000})
             assert len(warnings) == 1
-            assert "No space left on device; its rows wait for room" in warnings[0]
-            room = ["mount", "-o", "remount,size=256k", str(disk)]
-            subprocess.run(room, check=True)
+            assert "No space left on device; its rows wait for free space" in warnings[0]
+            workspace = ["mount", "-o", "remount,size=256k", str(disk)]
+            subprocess.run(workspace, check=True)
             sink.log(30, {"text": "last"})
             assert [row["step"] for row in rows(disk)] == list(range(1, 31))
             sink.close()

@@ -18,7 +18,7 @@ from dms_train.observe.tensorboard_sink import FOLDER, TensorBoardSink
 KEPT = ((1.0, 0.25), (0.5, 0.75), (0.125, 0.3))
 ROWS = [
     (1, {"tokens": 64, "train/loss": 0.5, "train/cr": 1.25}),
-    (2, {"tokens": 128, "train/loss": 0.25, "valid/kept": KEPT, "train/mfu": None}),
+    (2, {"tokens": 128, "train/loss": 0.25, "eval/kept": KEPT, "train/mfu": None}),
 ]
 
 
@@ -41,7 +41,7 @@ def record(run_dir, rows, resume_step=0):
         for sink in opened:
             sink.log(step, values)
     for sink in opened:
-        sink.summary({"valid/kl": 1.0})
+        sink.summary({"eval/kl": 1.0})
         sink.close()
 
 
@@ -58,16 +58,16 @@ def test_scalars_are_those_of_metrics_jsonl(accumulator, tmp_path):
     for name, points in expected.items():
         found = [[event.step, event.value] for event in events.Scalars(name)]
         numpy.testing.assert_allclose(found, points)
-    assert events.Tags()["images"] == ["valid/kept"]
+    assert events.Tags()["images"] == ["eval/kept"]
 
 
 def test_a_table_by_head_is_a_picture_and_a_histogram(accumulator, tmp_path):
     record(tmp_path, ROWS)
     events = accumulator(tmp_path)
-    (picture,) = events.Images("valid/kept")
+    (picture,) = events.Images("eval/kept")
     levels = numpy.asarray(Image.open(io.BytesIO(picture.encoded_image_string)).convert("L"))
     numpy.testing.assert_allclose(levels[6::12, 6::12] / 255, KEPT, atol=1 / 255)
-    (histogram,) = events.Histograms("valid/kept_histogram")
+    (histogram,) = events.Histograms("eval/kept_histogram")
     value = histogram.histogram_value
     assert (value.num, value.min, value.max) == (6, 0.125, 1.0)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dms_train.mcore import optim
+from dms_train.mcore.schedule import optimizer as optim
 from dms_train.method.plan import LearningRate
 
 PEAK = 3e-4

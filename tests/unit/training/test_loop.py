@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -47,10 +48,10 @@ ALL = ("pretrain", "zero_neuron", "retrofit", "hold", "export")
 # pretrain 2, zero_neuron 3, retrofit (4 - 1) * 2 = 6, hold 3
 OPTIONS = StageOptions(
     run=ALL,
-    pretrain=PretrainOptions(steps=2),
+    pretrain=PretrainOptions(steps=2, lr=1e-4),
     zero_neuron=ZeroNeuronOptions(steps=3, lr=5e-5),
-    retrofit=RetrofitOptions(target_cr=4.0, steps_per_cr=2),
-    hold=HoldOptions(steps=3),
+    retrofit=RetrofitOptions(target_cr=4.0, steps_per_cr=2, lr=1e-4),
+    hold=HoldOptions(steps=3, lr=1e-4),
     export=ExportOptions(),
 )
 STEPS = 14
@@ -81,7 +82,7 @@ class World:
         self.events.append(("evaluate", plan, batches))
         return RESULT
 
-    def hand_over_lane(self) -> None:
+    def reset_eviction_channel(self) -> None:
         self.events.append(("hand_over",))
 
     def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
@@ -113,6 +114,9 @@ class World:
         self._may_die("validate")
         self.events.append(("validate",))
         return {"cr_factor": 2.5}
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def beat(self, step: int) -> None:
         self.events.append(("beat", step))
@@ -150,7 +154,7 @@ class World:
 def parts(world: World, folder: Path, **options: Any) -> LoopParts:
     every = options.pop("every_integer_cr", True)
     evaluates = options.pop("evaluates", True)
-    leads = options.pop("leads", True)
+    is_main_rank = options.pop("is_main_rank", True)
     defaults = {"dir": str(folder), "save_interval": 0, "keep_checkpoints": 2}
     reporter = Reporter(
         sinks=[world],
@@ -174,11 +178,13 @@ def parts(world: World, folder: Path, **options: Any) -> LoopParts:
             reporter=reporter,
             options=run_options,
             folder=folder / "checkpoints",
-            leads=leads,
+            is_main_rank=is_main_rank,
             provenance={"architecture": {"family": "llama"}},
         ),
         skips=SkipRecord(
-            folder=folder / "skipped", most=run_options.max_skipped_steps, leads=leads
+            folder=folder / "skipped",
+            max_consecutive=run_options.max_skipped_steps,
+            is_main_rank=is_main_rank,
         ),
         options=run_options,
         global_batch_size=BATCH,
@@ -198,7 +204,7 @@ def run(
 ) -> World:
     world = World(dies_at, stops_at)
     world.skips = skips or set()
-    built = build_stages(stages, 1e-4, 0)
+    built = build_stages(stages, 0)
     try:
         loop.run(built, state or TrainState(), parts(world, folder, **options))
     except Interrupted:
@@ -240,14 +246,16 @@ def test_every_step_takes_the_samples_after_those_of_the_step_before(tmp_path: P
     assert batches == [[step * BATCH] for step in range(STEPS)]
 
 
-def test_the_lane_is_handed_over_once_between_zeroing_and_retrofit(tmp_path: Path) -> None:
+def test_the_eviction_channel_is_handed_over_once_between_zeroing_and_retrofit(
+    tmp_path: Path,
+) -> None:
     world = run(tmp_path)
     assert len(world.of("hand_over")) == 1
     at = world.events.index(("hand_over",))
     trained_before = [e for e in world.events[:at] if e[0] == "train"]
     assert len(trained_before) == 5
     evaluated = [e for e in world.events[:at] if e[0] == "evaluate"][-1]
-    assert evaluated[1].stage_step == 2  # the stage is judged with its own weights
+    assert evaluated[1].stage_step == 2  # the stage is evaluated with its own weights
     assert ("save", "step_00000005", True) in world.events[at:]
 
 
@@ -263,21 +271,23 @@ def test_zeroing_alone_hands_over_and_exports_the_result(tmp_path: Path) -> None
     assert world.of("export") == [("final", 3, 1.0)]
 
 
-def test_a_hand_over_can_keep_the_lanes_weights(tmp_path: Path) -> None:
-    kept = replace(OPTIONS.zero_neuron, resets_lane=False)
+def test_a_hand_over_can_keep_the_eviction_channels_weights(tmp_path: Path) -> None:
+    kept = replace(OPTIONS.zero_neuron, resets_eviction_channel=False)
     world = run(tmp_path, only("zero_neuron", "retrofit", "export", zero_neuron=kept))
     assert world.of("hand_over") == []
     assert world.plans[-1].eviction == "soft"  # decisions are read all the same
 
 
-def test_a_student_whose_lane_was_borrowed_is_not_handed_over_again(tmp_path: Path) -> None:
-    state = TrainState(lane_borrowed=True, target_cr=4.0)
+def test_a_student_whose_eviction_channel_was_borrowed_is_not_handed_over_again(
+    tmp_path: Path,
+) -> None:
+    state = TrainState(eviction_enabled=True, target_cr=4.0)
     world = run(tmp_path, only("hold", "export"), state)
     assert world.of("hand_over") == []
 
 
 def test_an_export_from_before_the_hand_over_is_not_final_after_it(tmp_path: Path) -> None:
-    nothing_to_anneal = RetrofitOptions(target_cr=2.0, start_cr=2.0, steps_per_cr=5)
+    nothing_to_anneal = RetrofitOptions(target_cr=2.0, start_cr=2.0, steps_per_cr=5, lr=1e-4)
     world = run(tmp_path, only("export", "retrofit", "export", retrofit=nothing_to_anneal))
     assert [name for name, *_ in world.of("export")] == ["final", "final"]
     assert world.of("alias") == []
@@ -285,15 +295,15 @@ def test_an_export_from_before_the_hand_over_is_not_final_after_it(tmp_path: Pat
 
 def test_hold_keeps_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     world = World()
-    state = TrainState(lane_borrowed=True, target_cr=6.0)
-    loop.run(build_stages(only("hold"), 1e-4, 0, 6.0), state, parts(world, tmp_path))
+    state = TrainState(eviction_enabled=True, target_cr=6.0)
+    loop.run(build_stages(only("hold"), 0, 6.0), state, parts(world, tmp_path))
     assert [plan.target_cr for plan in world.plans] == [6.0] * 3
 
 
 def test_a_retrofit_continues_from_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     world = World()
-    state = TrainState(lane_borrowed=True, loaded_cr=2.0, target_cr=2.0)
-    loop.run(build_stages(only("retrofit"), 1e-4, 0, 2.0), state, parts(world, tmp_path))
+    state = TrainState(eviction_enabled=True, loaded_cr=2.0, target_cr=2.0)
+    loop.run(build_stages(only("retrofit"), 0, 2.0), state, parts(world, tmp_path))
     assert [plan.target_cr for plan in world.plans] == [2.5, 3.0, 3.5, 4.0]
 
 
@@ -317,13 +327,13 @@ def test_final_is_an_alias_when_the_last_ratio_is_the_last_thing_trained(tmp_pat
 
 
 def test_a_fractional_target_is_exported_as_final(tmp_path: Path) -> None:
-    retrofit = RetrofitOptions(target_cr=2.5, steps_per_cr=3)
+    retrofit = RetrofitOptions(target_cr=2.5, steps_per_cr=3, lr=1e-4)
     world = run(tmp_path, only("retrofit", "export", retrofit=retrofit))
     assert world.of("export") == [("cr2", 3, 2.0), ("final", 5, 2.5)]
 
 
 def test_a_coarse_schedule_that_skips_integers_exports_what_it_reached(tmp_path: Path) -> None:
-    retrofit = RetrofitOptions(target_cr=6.0, steps_per_cr=1, start_cr=1.5)
+    retrofit = RetrofitOptions(target_cr=6.0, steps_per_cr=1, start_cr=1.5, lr=1e-4)
     world = run(tmp_path, only("retrofit", retrofit=retrofit))
     assert [e[0] for e in world.of("export")] == ["cr2", "cr3", "cr4", "cr5", "cr6"]
     assert world.plans[-1].target_cr == 6.0
@@ -336,8 +346,8 @@ def test_without_integer_exports_only_final_is_written(tmp_path: Path) -> None:
 
 def test_evaluations_judge_by_the_inference_rule_at_ends_and_intervals(tmp_path: Path) -> None:
     world = run(tmp_path, eval_interval=4)
-    judged = [(plan.step, plan.eviction, plan.target_cr) for plan, _ in world.of("evaluate")]
-    assert judged == [
+    evaluated = [(plan.step, plan.eviction, plan.target_cr) for plan, _ in world.of("evaluate")]
+    assert evaluated == [
         (2, "none", 1.0),
         (4, "none", 1.0),
         (5, "none", 1.0),
@@ -394,7 +404,7 @@ def test_retention_keeps_the_newest_temporary_and_all_permanent_ones(
 
 
 def test_only_the_leading_process_removes_checkpoints(tmp_path: Path) -> None:
-    run(tmp_path, save_interval=1, keep_checkpoints=1, leads=False)
+    run(tmp_path, save_interval=1, keep_checkpoints=1, is_main_rank=False)
     assert folders(tmp_path) == list(range(1, STEPS + 1))
 
 
@@ -434,7 +444,7 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "loaded_cr": 1.0,
         "target_cr": 3.0,
         "neuron_scale": 0.0,
-        "lane_borrowed": True,
+        "eviction_enabled": True,
         "skipped_steps": 0,
         "skipped_in_a_row": 0,
         "exported": "cr3",
@@ -457,7 +467,7 @@ def restored(folder: Path, step: int) -> TrainState:
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_resuming_at_any_step_continues_as_if_uninterrupted(tmp_path: Path, step: int) -> None:
-    """Same plans, samples, hand-over, evaluations and exports as in one go."""
+    """Same plans, samples, reset, evaluations and exports as in one go."""
     often = {"save_interval": 1, "keep_checkpoints": 99}
     whole = timeline(run(tmp_path / "whole", **often))
     cut = tmp_path / "cut"
@@ -522,22 +532,22 @@ def test_every_finished_stage_is_announced_after_it_is_saved(tmp_path: Path) -> 
     assert len(world.of("beat")) == STEPS
 
 
-JUDGED = only("zero_neuron", "export", "validate")
+VALIDATED = only("zero_neuron", "export", "validate")
 
 
 def test_validation_follows_the_export_and_is_reported(tmp_path: Path) -> None:
-    world = run(tmp_path, JUDGED)
+    world = run(tmp_path, VALIDATED)
     assert [e[0] for e in timeline(world)][-2:] == ["export", "validate"]
-    assert (3, {"tokens": 3 * 128, "validate/cr_factor": 2.5}) in world.of("log")
-    assert world.of("summary")[-1] == ({"validate/cr_factor": 2.5},)
+    assert (3, {"tokens": 3 * 128, "export_eval/cr_factor": 2.5}) in world.of("log")
+    assert world.of("summary")[-1] == ({"export_eval/cr_factor": 2.5},)
 
 
 def test_a_run_that_died_in_validation_starts_it_again_and_trains_nothing(tmp_path: Path) -> None:
-    first = run(tmp_path, JUDGED, dies_at="validate")
+    first = run(tmp_path, VALIDATED, dies_at="validate")
     assert first.of("validate") == []
-    again = run(tmp_path, JUDGED, restored(tmp_path, 3))
+    again = run(tmp_path, VALIDATED, restored(tmp_path, 3))
     assert timeline(again) == [("validate",)]
-    assert timeline(run(tmp_path, JUDGED, restored(tmp_path, 3))) == []
+    assert timeline(run(tmp_path, VALIDATED, restored(tmp_path, 3))) == []
 
 
 def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:
@@ -549,7 +559,7 @@ def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:
     assert rows[7]["train/kl"] == 0.75
     assert rows[7]["train/target_cr"] == 2.0
     assert rows[7]["train/cr"] == 1.5
-    assert rows[11]["valid/kv_reads"] == 10.0
+    assert rows[11]["eval/kv_reads"] == 10.0
     assert rows[7]["tokens"] == 7 * 128
     assert rows[7]["train/memory_gib"] == 2.0
     # forward, backward (twice that) and the teacher; two devices
@@ -558,7 +568,7 @@ def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:
     assert rows[1]["train/tflops_per_device"] == pytest.approx(
         rows[1]["train/tokens_per_second"] * 3 * 10.0 / 2 / 1e12
     )
-    assert rows[11]["valid/kept"] == ((0.5, 1.0),)
+    assert rows[11]["eval/kept"] == ((0.5, 1.0),)
     assert "train/target_cr" not in rows[3]
 
 
@@ -589,15 +599,17 @@ def test_the_samples_of_a_skipped_step_are_written_down(tmp_path: Path) -> None:
     assert described["loss"] == "nan"
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path, most: int) -> None:
-    with pytest.raises(DivergenceError, match=rf"step {5 + most}: loss is nan, .* {most} in a row"):
+@pytest.mark.parametrize("count", [1, 3])
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path, count: int) -> None:
+    with pytest.raises(
+        DivergenceError, match=rf"step {5 + count}: loss is nan, .* {count} in a row"
+    ):
         run(
             tmp_path,
-            skips={2, *range(5, 12)} - ({2} if most == 1 else set()),
-            max_skipped_steps=most,
+            skips={2, *range(5, 12)} - ({2} if count == 1 else set()),
+            max_skipped_steps=count,
         )
-    assert len(list((tmp_path / "skipped").iterdir())) == most + (most > 1)
+    assert len(list((tmp_path / "skipped").iterdir())) == count + (count > 1)
 
 
 def test_a_resumed_run_remembers_the_skipped_steps_before(tmp_path: Path) -> None:
@@ -612,6 +624,6 @@ def test_a_checkpoint_under_way_is_finished_before_the_run_gives_up(tmp_path: Pa
     world.skips = {6, 7, 8}
     world.finish_save = lambda *, wait: waited.append(wait)  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match="skipped step 3 in a row"):
-        loop.run(build_stages(OPTIONS, 1e-4, 0), TrainState(), parts(world, tmp_path))
+        loop.run(build_stages(OPTIONS, 0), TrainState(), parts(world, tmp_path))
     assert len(world.plans) == 9
     assert waited[-1]

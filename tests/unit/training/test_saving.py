@@ -1,4 +1,4 @@
-"""Which checkpoints are waited for, kept, deleted and owed; over an engine that writes slowly."""
+"""Which checkpoints are waited for, kept, deleted and required; over a slow engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Rows:
         return [(step, row[name]) for step, row in self.rows if name in row]
 
 
-class Room:
+class Workspace:
     """A saver with its engine and sink."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
@@ -78,12 +78,12 @@ class Room:
             reporter=reporter,
             options=RunOptions(dir="unused", keep_checkpoints=2, **options),
             folder=folder,
-            leads=True,
+            is_main_rank=True,
             provenance={},
         )
 
     def save(self, step: int, **how: bool) -> None:
-        how = {"permanent": False, "owed": False, **how}
+        how = {"permanent": False, "required": False, **how}
         self.saver.save(TrainState(step=step), **how)
 
     @property
@@ -92,120 +92,120 @@ class Room:
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Room:
-    return Room(tmp_path)
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path)
 
 
-def test_training_goes_on_until_a_poll_finds_the_checkpoint_complete(room: Room) -> None:
-    room.save(4)
-    assert room.steps == []
-    room.saver.poll(5)
-    assert room.steps == []
-    room.saver.poll(6)
-    assert room.steps == [4]
-    assert [step for step, _ in room.rows.of("train/checkpoint_seconds")] == [6]
+def test_training_goes_on_until_a_poll_finds_the_checkpoint_complete(workspace: Workspace) -> None:
+    workspace.save(4)
+    assert workspace.steps == []
+    workspace.saver.poll(5)
+    assert workspace.steps == []
+    workspace.saver.poll(6)
+    assert workspace.steps == [4]
+    assert [step for step, _ in workspace.rows.of("train/checkpoint_seconds")] == [6]
 
 
-def test_a_save_waits_for_the_one_before(room: Room) -> None:
-    room.save(4)
-    room.save(5)
-    assert room.steps == [4]
-    room.saver.settle(5)
-    assert room.steps == [4, 5]
+def test_a_save_waits_for_the_one_before(workspace: Workspace) -> None:
+    workspace.save(4)
+    workspace.save(5)
+    assert workspace.steps == [4]
+    workspace.saver.settle(5)
+    assert workspace.steps == [4, 5]
 
 
-@pytest.mark.parametrize("how", ["owed", "wait"])
-def test_an_owed_checkpoint_is_there_at_once(room: Room, how: str) -> None:
-    room.save(4)
-    room.save(5, **{how: True})
-    assert room.steps == [4, 5]
-    assert room.engine.pending is None
+@pytest.mark.parametrize("how", ["required", "wait"])
+def test_a_required_checkpoint_is_there_at_once(workspace: Workspace, how: str) -> None:
+    workspace.save(4)
+    workspace.save(5, **{how: True})
+    assert workspace.steps == [4, 5]
+    assert workspace.engine.pending is None
 
 
 def test_without_async_save_every_checkpoint_is_waited_for(tmp_path: Path) -> None:
-    room = Room(tmp_path, async_save=False)
-    room.save(4)
-    assert room.steps == [4]
+    workspace = Workspace(tmp_path, async_save=False)
+    workspace.save(4)
+    assert workspace.steps == [4]
 
 
-def test_old_ones_go_only_when_a_new_one_is_complete(room: Room) -> None:
-    room.save(1, permanent=True, wait=True)
+def test_old_ones_go_only_when_a_new_one_is_complete(workspace: Workspace) -> None:
+    workspace.save(1, permanent=True, wait=True)
     for step in (2, 3, 4):
-        room.save(step)
-        assert len(room.steps) >= min(step - 1, 2)
-    room.saver.settle(4)
-    assert room.steps == [1, 3, 4]
+        workspace.save(step)
+        assert len(workspace.steps) >= min(step - 1, 2)
+    workspace.saver.settle(4)
+    assert workspace.steps == [1, 3, 4]
 
 
-def test_what_an_interrupted_save_left_is_removed(room: Room) -> None:
-    left = room.folder / "step_00000003.9a.partial"
+def test_what_an_interrupted_save_left_is_removed(workspace: Workspace) -> None:
+    left = workspace.folder / "step_00000003.9a.partial"
     left.mkdir()
-    room.save(4)
+    workspace.save(4)
     assert not left.exists()
-    room.saver.settle(4)
-    assert room.steps == [4]
+    workspace.saver.settle(4)
+    assert workspace.steps == [4]
 
 
-def test_a_checkpoint_that_was_not_replaced_yet_stays(room: Room) -> None:
-    room.save(3, wait=True)
-    (room.folder / "step_00000003").rename(room.folder / "step_00000003.old.partial")
-    room.save(4, wait=True)
-    assert room.steps == [3, 4]
+def test_a_checkpoint_that_was_not_replaced_yet_stays(workspace: Workspace) -> None:
+    workspace.save(3, wait=True)
+    (workspace.folder / "step_00000003").rename(workspace.folder / "step_00000003.old.partial")
+    workspace.save(4, wait=True)
+    assert workspace.steps == [3, 4]
 
 
 def test_what_the_storage_does_not_delete_is_no_reason_to_stop(
-    room: Room, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def busy(*_: object, **__: object) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     for step in (1, 2):
-        room.save(step, wait=True)
+        workspace.save(step, wait=True)
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", busy)
-        room.save(3, wait=True)
-    assert room.steps == [2, 3]  # what is left of 1 is no checkpoint
+        workspace.save(3, wait=True)
+    assert workspace.steps == [2, 3]  # what is left of 1 is no checkpoint
     with monkeypatch.context() as patched, caplog.at_level("WARNING", "dms_train"):
         patched.setattr(Path, "rename", busy)
-        assert remove_old(room.folder / "step_00000003", 1)
+        assert remove_old(workspace.folder / "step_00000003", 1)
     assert "step_00000002: cannot be deleted (Device or resource busy)" in caplog.text
-    room.save(4, wait=True)
-    assert room.steps == [3, 4]
-    assert not list(room.folder.glob("*.partial"))
+    workspace.save(4, wait=True)
+    assert workspace.steps == [3, 4]
+    assert not list(workspace.folder.glob("*.partial"))
 
 
 def test_a_note_that_cannot_be_written_is_no_reason_to_stop(
-    room: Room, caplog: pytest.LogCaptureFixture
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    room.engine.annotate = full  # type: ignore[attr-defined]
+    workspace.engine.annotate = full  # type: ignore[attr-defined]
     with caplog.at_level("WARNING", "dms_train"):
-        room.saver.annotate(TrainState(step=1), {"exported": "cr2"})
+        workspace.saver.annotate(TrainState(step=1), {"exported": "cr2"})
     assert "step_00000001: cannot be updated ([Errno 28] No space left" in caplog.text
 
 
 def test_a_full_disk_is_counted_and_costs_no_checkpoint(
-    room: Room, caplog: pytest.LogCaptureFixture
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room.save(1, wait=True)
-    room.engine.full = True
+    workspace.save(1, wait=True)
+    workspace.engine.full = True
     for step in (2, 3):
-        room.save(step)
-        room.saver.poll(step)
-        room.saver.poll(step)
-    room.save(4, wait=True)
-    assert room.steps == [1]
-    assert room.rows.of("train/failed_checkpoints") == [(2, 1), (3, 2), (4, 3)]
-    room.engine.full = False
-    room.save(5, owed=True)
-    assert room.steps == [1, 5]
+        workspace.save(step)
+        workspace.saver.poll(step)
+        workspace.saver.poll(step)
+    workspace.save(4, wait=True)
+    assert workspace.steps == [1]
+    assert workspace.rows.of("train/failed_checkpoints") == [(2, 1), (3, 2), (4, 3)]
+    workspace.engine.full = False
+    workspace.save(5, required=True)
+    assert workspace.steps == [1, 5]
 
 
-def test_an_owed_checkpoint_that_cannot_be_written_ends_the_run(room: Room) -> None:
-    room.save(1, wait=True)
-    room.engine.full = True
+def test_a_required_checkpoint_that_cannot_be_written_ends_the_run(workspace: Workspace) -> None:
+    workspace.save(1, wait=True)
+    workspace.engine.full = True
     with pytest.raises(ValueError, match=r"step_00000002: cannot be written \(full\)"):
-        room.save(2, owed=True)
-    assert room.steps == [1]
+        workspace.save(2, required=True)
+    assert workspace.steps == [1]

@@ -1,0 +1,1 @@
+"""Exports of the `ablation_*` experiments, evaluated: `python -m benchmarks.ablations`."""

@@ -1,0 +1,156 @@
+"""Writes measured numbers into docs/performance/attention.md, and the roofline into docs/figures.
+
+    python -m benchmarks.attention.page benchmarks/results/nvidia_h200
+
+Reads `attention.json` and, if present, `accuracy.json`; the text between the markers of the page is
+replaced. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.attention import accuracy as attention_accuracy
+from benchmarks.attention import train_cases
+from benchmarks.attention.shapes import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "performance" / "attention.md"
+FIGURE = "figures/attention_roofline.png"
+BEGIN, END = "<!-- begin results -->", "<!-- end results -->"
+_BYTES = 2  # of a bf16 number
+_SHOWN = ("cuDNN causal", "flex DMS", "ours: triton")
+
+
+class Point(NamedTuple):
+    """Operations per byte that has to be moved, and operations per second."""
+
+    series: str
+    intensity: float
+    flops_per_s: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, or 1 for an invalid run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, help="folder of a device")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args(arguments)
+    record = json.loads((args.results / "attention.json").read_text())
+    if record["valid"] is False:
+        print(f"{args.results}: the run is invalid, a peer was too slow; measure again")
+        return 1
+    accuracy = args.results / "accuracy.json"
+    lines = page_lines(record, json.loads(accuracy.read_text()) if accuracy.is_file() else None)
+    write_page(args.page, "\n".join(lines))
+    figure = args.page.parent / FIGURE
+    figure.parent.mkdir(exist_ok=True)
+    draw(record, figure)
+    return 0
+
+
+def write_page(page: Path, results: str) -> None:
+    """Replace the text between the markers."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}\n{results}\n{END}{after}")
+
+
+def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Iterator[str]:
+    """The page's results, from the two records."""
+    found, ceilings = record["versions"], record["ceilings"]
+    yield f"Device: {record['device']}; " + ", ".join(f"{k} {v}" for k, v in found.items()) + ".  "
+    yield (
+        f"Ceilings of the run: copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s read + written, "
+        f"{ceilings['gemm_edge']:.0f}^3 bf16 product {ceilings['gemm_flops_per_s'] / 1e12:.0f} "
+        "TFLOP/s.  "
+    )
+    yield f"Command: `{record['command']}`.  "
+    if record["recorded"]:
+        worst = max(entry["slower"] for entry in record["recorded"])
+        yield f"Of {len(record['recorded'])} recorded peer times the worst came out {worst:+.1%}."
+    if "train" in record:
+        yield "\n## Training, forward and backward"
+        yield train_cases.table(record["train"], ceilings["gemm_flops_per_s"])
+    for name in ("prefill", "decode"):
+        if name in record:
+            cases = importlib.import_module(f"benchmarks.attention.{name}_cases")
+            text = cases.table(record[name])
+            fenced = text if text.startswith("|") else f"```\n{text}\n```"
+            yield f"\n## {name.capitalize()}\n\n{fenced}"
+    yield f"\n![roofline of the run]({FIGURE})"
+    if accuracy is not None:
+        yield f"\n## Accuracy\n\nCommand: `{accuracy['command']}`.\n"
+        yield attention_accuracy.table(accuracy)
+
+
+def points(record: dict[str, Any]) -> Iterator[Point]:
+    """Training rows by direction, and decode rows where there are any."""
+    for case in record.get("train", []):
+        shape = Shape(**case["shape"])
+        flops = shape.flops()
+        for row in case["rows"]:
+            if row["name"] not in _SHOWN or "skipped" in row:
+                continue
+            for direction, operations, moved in zip(
+                ("forward", "backward"), flops, _moved(shape), strict=True
+            ):
+                series = f"{row['name']}, {direction}"
+                yield Point(series, operations / moved, row[f"{direction}_flops_per_s"])
+    for row in record.get("decode", []):
+        # a key and a value of d numbers take 4 d operations for each query head of the group
+        intensity = 2 * row["group"] / (1 if row["cache"] == "fp8" else 2)
+        yield Point(f"ours: decode, {row['cache']}", intensity, row["tb_s"] * 1e12 * intensity)
+
+
+def _moved(shape: Shape) -> tuple[int, int]:
+    """Bytes of inputs and outputs: q, k, v, o; and q, k, v, o, do, dq, dk, dv."""
+    queries, keys = shape.b * shape.hq * shape.s * shape.d, shape.b * shape.hk * shape.s * shape.d
+    return _BYTES * (2 * queries + 2 * keys), _BYTES * (4 * queries + 4 * keys)
+
+
+def draw(record: dict[str, Any], file: Path) -> None:
+    """The roofline of the run as PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    bandwidth = record["ceilings"]["copy_bytes_per_s"]
+    product = record["ceilings"]["gemm_flops_per_s"]
+    found = list(points(record))
+    low = min([1.0, *(point.intensity for point in found)]) / 2
+    high = max([1e3, *(point.intensity for point in found)]) * 2
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    ridge = product / bandwidth
+    axes.plot([low, ridge, high], [low * bandwidth, product, product], color="black", linewidth=1)
+    axes.annotate("copy bandwidth", (low * 2, low * 2 * bandwidth), va="top")
+    axes.annotate("large bf16 product", (high, product), ha="right", va="bottom")
+    for number, series in enumerate(dict.fromkeys(point.series for point in found)):
+        mine = [point for point in found if point.series == series]
+        axes.plot(
+            [point.intensity for point in mine],
+            [point.flops_per_s for point in mine],
+            marker="osv^D"[number % 5],
+            linestyle="none",
+            label=series,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="operations / byte", ylabel="operations / s")
+    axes.set_title(f"Attention on {record['device']}")
+    axes.grid(visible=True, which="both", alpha=0.2)
+    if found:
+        axes.legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The training attention, forward and backward: our backends beside every peer, for each shape.
+
+Run by `python -m benchmarks.attention --sections train`.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.attention import peers
+from benchmarks.attention.shapes import AttentionInputs, Call, Shape, make_inputs
+from benchmarks.timing import Timing
+from dms_train.kernels import api
+from dms_train.kernels.options import KERNELS
+
+WINDOW = 256
+SHAPES = (
+    Shape(1, 12, 2, 8192, 128, "Qwen2.5-1.5B"),
+    Shape(1, 32, 8, 8192, 128, "Llama 3.1 8B"),
+    Shape(4, 32, 8, 4096, 64, "Llama 3.2 1B"),
+    Shape(1, 32, 8, 32768, 128, "Qwen3 8B"),
+)
+# Run on a CPU to check that every part works; the times mean little.
+TINY_WINDOW = 16
+TINY_SHAPES = (Shape(1, 4, 2, 256, 32), Shape(2, 3, 3, 130, 16))
+_CPU_BACKENDS = ("blockwise", "reference")
+_GIB = 2**30
+
+
+class Entry(NamedTuple):
+    """One implementation.
+
+    Attributes:
+        name: Its row.
+        kind: `dense` (no DMS), `peer` (DMS by torch alone) or `ours`.
+        make: Binds it to its inputs.
+        bytes_per_score: Of the (query, key) pairs it keeps in memory.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[AttentionInputs], Call]
+    bytes_per_score: int = 0
+
+
+def entries(device: torch.device) -> list[Entry]:
+    """What can run on a device: peers first."""
+    dense_bytes = {"materialised": 6}
+    if device.type != "cuda":
+        return [
+            Entry("SDPA causal", "dense", functools.partial(peers.sdpa, backend=None)),
+            Entry("materialised", "peer", peers.materialised),
+            *(Entry(name, "ours", functools.partial(ours, name=name)) for name in _CPU_BACKENDS),
+        ]
+    return [
+        *(Entry(name, "dense", make) for name, make in peers.WITHOUT_DMS.items()),
+        *(Entry(n, "peer", make, dense_bytes.get(n, 0)) for n, make in peers.WITH_DMS.items()),
+        *(
+            Entry(f"ours: {n}", "ours", functools.partial(ours, name=n), 24 * (n == "reference"))
+            for n in KERNELS
+            if n
+            not in ("auto", "blockwise")  # blockwise is for CPUs; it takes seconds per pass here
+        ),
+    ]
+
+
+def ours(inputs: AttentionInputs, name: str) -> Call:
+    """A backend of this package, from the logits on."""
+    attend, p = api.backend(name), inputs
+
+    def forward() -> Tensor:
+        return attend(p.query, p.key, p.value, p.log_keep(), p.window, p.scale)
+
+    return Call(forward, [p.query, p.key, p.value, p.logits], p.d_out)
+
+
+def compile_ahead(workers: int) -> None:
+    """Fill the compiler's cache on disk, several FlexAttention templates at a time.
+
+    In sequence they take minutes, nearly all on one processor.
+    """
+    jobs = [
+        (shape, entry.name)
+        for shape in SHAPES
+        for entry in entries(torch.device("cuda"))
+        if "flex" in entry.name
+    ]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        list(pool.map(_compile, jobs))
+
+
+def _compile(job: tuple[Shape, str]) -> None:
+    shape, name = job
+    device = torch.device("cuda")
+    torch.set_num_threads(1)
+    inductor.compile_threads = 1  # this process is one of many
+    inputs = make_inputs(shape, WINDOW, device, torch.bfloat16)
+    call = next(entry for entry in entries(device) if entry.name == name).make(inputs)
+    call.backward(call.forward())
+    torch._dynamo.reset()
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    """One record for each shape: its rows, and the ratios of ours to the peers."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        compile_ahead(max(1, (os.cpu_count() or 1) - 1))
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    records = []
+    for shape in SHAPES if on_gpu else TINY_SHAPES:
+        window = WINDOW if on_gpu else TINY_WINDOW
+        inputs = make_inputs(shape, window, device, dtype)
+        rows = [_row(entry, inputs, shape) for entry in entries(device)]
+        records.append(
+            {
+                "shape": shape._asdict(),
+                "label": shape.label,
+                "window": window,
+                "dtype": str(dtype).removeprefix("torch."),
+                "rows": rows,
+                "ratios": ratios(rows),
+            }
+        )
+    return records
+
+
+def _row(entry: Entry, inputs: AttentionInputs, shape: Shape) -> dict[str, Any]:
+    device = inputs.query.device
+    row: dict[str, Any] = {"name": entry.name, "kind": entry.kind}
+    needed = entry.bytes_per_score * shape.b * shape.hq * shape.s**2
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+        if needed > free:
+            return row | {"skipped": f"needs {needed / _GIB:.0f} GiB, {free / _GIB:.0f} are free"}
+    call = entry.make(inputs)
+    times = _times(call, device)
+    extra = timing.extra_bytes(lambda: call.backward(call.forward()), device)
+    return row | _figures(*times, shape) | {"extra_bytes": extra}
+
+
+def _times(call: Call, device: torch.device) -> tuple[Timing, Timing]:
+    out = call.forward()
+    call.backward(out)  # compiles
+    forward = timing.measure(call.forward, device)
+    return forward, timing.measure(lambda: call.backward(out), device)
+
+
+def _figures(forward: Timing, backward: Timing, shape: Shape) -> dict[str, Any]:
+    flops = shape.flops()
+    return {
+        "forward_ms": forward._asdict(),
+        "backward_ms": backward._asdict(),
+        "total_ms": forward.median + backward.median,
+        "forward_flops_per_s": flops[0] / forward.median * 1e3,
+        "backward_flops_per_s": flops[1] / backward.median * 1e3,
+    }
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each of ours against the best FlexAttention with DMS and cuDNN without, in total time.
+
+    Without a GPU they are replaced by the materialised bias and torch's own choice.
+    """
+    timed = [row for row in rows if "skipped" not in row]
+    with_dms = [r for r in timed if r["kind"] == "peer" and r["name"].startswith("flex")] or [
+        r for r in timed if r["kind"] == "peer"
+    ]
+    best = min(with_dms, key=lambda row: row["total_ms"])
+    dense = next(row for row in timed if row["kind"] == "dense")
+    return [
+        {
+            "name": row["name"],
+            "peer": best["name"],
+            "speedup": best["total_ms"] / row["total_ms"],
+            "dense": dense["name"],
+            "time_over_dense": row["total_ms"] / dense["total_ms"],
+        }
+        for row in timed
+        if row["kind"] == "ours"
+    ]
+
+
+def table(records: list[dict[str, Any]], gemm_flops_per_s: float) -> str:
+    """A Markdown table for each shape; the last argument is the ceiling of the run."""
+    return "\n".join(_lines(records, gemm_flops_per_s))
+
+
+def _lines(records: list[dict[str, Any]], gemm_flops_per_s: float) -> Iterator[str]:
+    for record in records:
+        shape = record["shape"]
+        yield f"\n### {shape['model'] or 'tiny'}: {record['label']}, window {record['window']}\n"
+        yield (
+            "| | fwd ms | bwd ms | fwd TFLOP/s | bwd TFLOP/s | bwd of GEMM | fwd+bwd ms | "
+            "x best DMS peer | / dense | extra MiB |"
+        )
+        yield "|---|" + "---|" * 9
+        found = {ratio["name"]: ratio for ratio in record["ratios"]}
+        for row in record["rows"]:
+            yield _line(row, found.get(row["name"]), gemm_flops_per_s)
+
+
+def _line(row: dict[str, Any], ratio: dict[str, Any] | None, gemm: float) -> str:
+    if "skipped" in row:
+        return f"| {row['name']} | {row['skipped']} |" + " |" * 8
+    forward, backward = row["forward_flops_per_s"], row["backward_flops_per_s"]
+    cells = [
+        row["name"],
+        _spread(row["forward_ms"]),
+        _spread(row["backward_ms"]),
+        f"{forward / 1e12:.1f}",
+        f"{backward / 1e12:.1f}",
+        f"{backward / gemm:.0%}",
+        f"{row['total_ms']:.3f}",
+        "" if ratio is None else f"{ratio['speedup']:.2f}",
+        "" if ratio is None else f"{ratio['time_over_dense']:.2f}",
+        "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:.0f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _spread(times: dict[str, float]) -> str:
+    return f"{times['median']:.3f} [{times['low']:.3f}, {times['high']:.3f}]"

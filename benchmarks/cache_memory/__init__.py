@@ -1,0 +1,1 @@
+"""Bytes of the compact cache over time: `python -m benchmarks.cache_memory`."""

@@ -1,0 +1,1 @@
+"""Seconds that training waits for a checkpoint: `python -m benchmarks.checkpoint`."""

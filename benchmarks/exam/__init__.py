@@ -1,0 +1,1 @@
+"""Problems that a model solves greedily: `python -m benchmarks.exam`."""

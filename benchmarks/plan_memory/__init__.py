@@ -1,0 +1,1 @@
+"""Predictions of `dms-plan` beside measurements: `python -m benchmarks.plan_memory`."""

@@ -1,0 +1,111 @@
+"""Profile of one training step: which kernels the GPU ran, and for how long."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+# The first pattern found in a kernel's name gives its kind.
+KINDS = (
+    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
+    ("attention", r"attend|attention|flash|fmha|cudnn.*sdpa|sdpa|row_dots|finish_dq|prepare_bias"),
+    ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
+    ("optimizer", r"adam|multi_tensor|l2norm|fused_?optim"),
+    ("loss", r"softmax|cross_entropy|nll|_kl_|divergence|sum_exponentials"),
+    ("RoPE and eviction channel", r"rotate_eviction_channel|decide_eviction"),
+    ("activation", r"swiglu|silu"),
+    ("norm", r"layer_?norm|rms_?norm|vectorized_layer_norm|cuComputeGrad|GammaBeta|rmsnorm"),
+    ("copy", r"memcpy|memset|copy"),
+    ("reduction", r"reduce|scan|cumsum"),
+    ("elementwise", r"elementwise|triton_|vectorized|unrolled|CatArray|index|fill|where"),
+)
+_TOP, _TOP_WAITS = 30, 6
+
+
+def take_apart(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Milliseconds of one step by kind and by kernel, on this rank.
+
+    Returns:
+        `wall_ms` of the step under the profiler; `busy_ms`, the time with any kernel running;
+        `kinds`; `kernels`, the longest, each with its kind, its total and its calls; `waits`, the
+        longest times without a kernel, each with its neighbours.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    step()
+    with profile(activities=activities) as recorded:
+        since = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        wall = time.perf_counter() - since
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [
+        e
+        for e in recorded.events()
+        if e.device_type == wanted and not getattr(e, "is_user_annotation", False)
+    ]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    busy, waits = _covered(spans)
+    longest = sorted(waits, key=lambda wait: -wait["ms"])[:_TOP_WAITS] if on_gpu else []
+    return {"wall_ms": wall * 1e3, "busy_ms": busy / 1e3, "waits": longest, **_summed(events)}
+
+
+def _covered(spans: list[tuple[float, float, str]]) -> tuple[float, list[dict[str, Any]]]:
+    """Length of the union of sorted intervals, and the gaps in it with the names around them."""
+    covered, waits = 0.0, []
+    end, before = float("-inf"), ""
+    for first, last, name in spans:
+        if before and first > end:
+            waits.append({"ms": (first - end) / 1e3, "after": before, "before": name})
+        covered += max(0.0, last - max(first, end))
+        if last > end:
+            end, before = last, name
+    return covered, waits
+
+
+def _summed(events: list[Any]) -> dict[str, Any]:
+    kernels: dict[str, list[float]] = {}
+    for event in events:
+        entry = kernels.setdefault(event.name, [0.0, 0.0])
+        entry[0] += event.time_range.elapsed_us() / 1e3
+        entry[1] += 1
+    kinds: dict[str, float] = {}
+    for name, (ms, _) in kernels.items():
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
+    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:_TOP]
+    return {
+        "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        "kernels": [
+            {"name": name, "kind": kind_of(name), "ms": ms, "calls": int(calls)}
+            for name, (ms, calls) in longest
+        ],
+    }
+
+
+def kind_of(kernel: str) -> str:
+    """Which group of `KINDS` a kernel's name belongs to."""
+    for kind, pattern in KINDS:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return kind
+    return "other"
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The result of `take_apart` as text."""
+    text = [
+        f"wall {found['wall_ms']:.1f} ms under the profiler, GPU busy {found['busy_ms']:.1f} ms",
+        "  ".join(f"{kind} {ms:.1f}" for kind, ms in found["kinds"].items()),
+    ]
+    for kernel in found["kernels"]:
+        name = kernel["name"][:110]
+        text.append(f"{kernel['ms']:9.2f} ms {kernel['calls']:5d}x {kernel['kind']:13s} {name}")
+    waits = found["waits"]
+    text += [f"{w['ms']:9.2f} ms idle: {w['after'][:60]} -> {w['before'][:60]}" for w in waits]
+    return text

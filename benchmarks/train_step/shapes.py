@@ -1,0 +1,184 @@
+"""Cases of a training step: model shapes, parallel layouts and their FLOPs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dms_train.config.flops import forward_flops_per_token
+from dms_train.hf.architecture import Architecture, RopeScaling
+
+KINDS = ("lm", "distill", "dms")
+SUBJECTS = ("peer", "ours")
+LAYERS = ("auto", "local", "transformer_engine")
+_LABELS = {"lm": "LM loss", "distill": "teacher + KL", "dms": "teacher + KL + DMS"}
+# In forward passes of the student: forward 1, backward 2, and the teacher's forward pass.
+_PASSES = {"lm": 3, "distill": 4, "dms": 4}
+_LAYOUT_WORD = re.compile(r"(tp|pp|vp|dp)(\d+)|sp")
+
+
+def _qwen2(layers: int, hidden: int, ffn: int, heads: tuple[int, int], tied: bool) -> Architecture:
+    return Architecture(
+        family="qwen2",
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads[0],
+        num_query_groups=heads[1],
+        kv_channels=128,
+        vocab_size=151936 if tied else 152064,
+        max_position_embeddings=32768,
+        rotary_base=1e6,
+        layernorm_epsilon=1e-6,
+        tie_word_embeddings=tied,
+    )
+
+
+def _llama3(layers: int, hidden: int, ffn: int, channels: int, tied: bool) -> Architecture:
+    return Architecture(
+        family="llama",
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=channels,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rotary_base=5e5,
+        layernorm_epsilon=1e-5,
+        tie_word_embeddings=tied,
+        rope_scaling=RopeScaling(factor=32.0 if tied else 8.0),
+    )
+
+
+# Too large for the GPUs that were measured: its step is projected (`train_step_projection`).
+QWEN_32B = _qwen2(64, 5120, 27648, (40, 8), tied=False)
+_TINY = Architecture(
+    family="qwen2",
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=301,
+    max_position_embeddings=512,
+    rotary_base=1e4,
+    layernorm_epsilon=1e-6,
+    tie_word_embeddings=True,
+)
+# Architecture, sequence length and samples of a microbatch.
+SHAPES: dict[str, tuple[Architecture, int, int]] = {
+    "qwen2.5-1.5b": (_qwen2(28, 1536, 8960, (12, 2), tied=True), 8192, 1),
+    "llama3.2-1b": (_llama3(16, 2048, 8192, 64, tied=True), 4096, 4),
+    "qwen2.5-7b": (_qwen2(28, 3584, 18944, (28, 4), tied=False), 8192, 1),
+    "llama3.1-8b": (_llama3(32, 4096, 14336, 128, tied=False), 8192, 1),
+    "tiny": (_TINY, 128, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many processes, and what each of them does."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int | None = None
+    dp: int = 1
+    sp: bool = False
+
+    @property
+    def world(self) -> int:
+        """Processes, one for each GPU."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def label(self) -> str:
+        """The words `parse_layout` reads."""
+        sizes = {"tp": self.tp, "pp": self.pp, "vp": self.vp or 1, "dp": self.dp}
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        return "_".join([*words, *(["sp"] if self.sp else [])]) or "dp1"
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout such as `tp2_sp`, `pp2_vp2` or `dp2`; ValueError for another word."""
+    values: dict[str, Any] = {}
+    for word in text.split("_"):
+        found = _LAYOUT_WORD.fullmatch(word)
+        if found is None:
+            raise ValueError(f"layout {text}: {word!r} is none of tpN, ppN, vpN, dpN, sp")
+        values[found[1] or "sp"] = int(found[2]) if found[1] else True
+    return Layout(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        subject: `ours`, or `peer`, which is megatron-core's own model.
+        kind: `lm`, `distill` (teacher and KL) or `dms` (that and relaxed evictions).
+        layers: `parallel.layers` of ours, `local` or `transformer_engine` of the peer.
+        microbatches: Of one data-parallel rank in a step.
+        recompute: `parallel.recompute_granularity`.
+        warmup: Steps before those that are measured.
+        profile: Whether a further step is taken apart into its kernels.
+    """
+
+    shape: str
+    subject: str
+    kind: str
+    layout: Layout = Layout()
+    layers: str = "auto"
+    microbatches: int = 1
+    recompute: str | None = None
+    warmup: int = 3
+    steps: int = 10
+    profile: bool = False
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The case without its numbers of steps."""
+        how = ("warmup", "steps", "profile")
+        return {name: value for name, value in self.to_dict().items() if name not in how}
+
+    @property
+    def known(self) -> bool:
+        """Whether the subject supports this. The peer has no DMS, no pipeline, a KL of whole rows.
+
+        Its local layers have no sequence parallelism.
+        """
+        if self.subject == "ours":
+            return True
+        whole = self.kind == "lm" or self.layout.tp == 1
+        spread = not self.layout.sp or self.layers == "transformer_engine"
+        return self.kind != "dms" and self.layout.pp == 1 and whole and spread
+
+    @property
+    def label(self) -> str:
+        """The row's name."""
+        subject = "ours" if self.subject == "ours" else "megatron-core"
+        return f"{subject} ({self.layers}): {_LABELS[self.kind]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Case:
+        """Inverse of `to_dict`."""
+        return cls(**{**values, "layout": Layout(**values["layout"])})
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, all processes together."""
+        _, length, size = SHAPES[self.shape]
+        return length * size * self.microbatches * self.layout.dp
+
+    @property
+    def model_flops(self) -> float:
+        """Of one step: 6N student, 2N teacher where there is one, and causal attention."""
+        architecture, length, _ = SHAPES[self.shape]
+        return _PASSES[self.kind] * self.tokens * forward_flops_per_token(architecture, length)

@@ -1,0 +1,1 @@
+"""Losses behind the output layer: `python -m benchmarks.vocab_loss`."""

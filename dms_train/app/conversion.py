@@ -1,0 +1,137 @@
+"""Conversion between Hugging Face directories and Megatron checkpoints, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from dms_train.app.exporter import ModelExporter, check_format, run_provenance
+from dms_train.app.start_point import described_model
+from dms_train.export.writer import check_replaceable
+from dms_train.hf import formats
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.mcore import groups
+from dms_train.mcore.checkpoints import reading as checkpoint
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.model.weights import WeightSource
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.training.options import ExportOptions
+from dms_train.training.state import TrainState
+
+_SELFTEST_TOKENS = 128  # behind the window, so that evictions show
+
+
+@contextmanager
+def open_engine(
+    architecture: Architecture, spec: DMSSpec, dtype: str, source: WeightSource | None
+) -> Iterator[McoreEngine]:
+    """An engine without optimizer; the parallel groups exist inside the block.
+
+    Args:
+        architecture: Of the model.
+        spec: Constants of the method.
+        dtype: `fp32` or `bf16`.
+        source: Initial weights; None when they are loaded inside the block.
+    """
+    parallel = ParallelOptions(params_dtype=dtype)
+    view = groups.start(parallel, seed=0)
+    try:
+        options = TrainEngineOptions(
+            parallel=parallel, optim=OptimOptions(lr=0.0), seed=0, trains=False
+        )
+        yield McoreEngine(architecture, spec, view, options, source)
+    finally:
+        groups.stop()
+
+
+def import_model(
+    model: str, out: Path, *, dtype: str, revision: str | None, download: bool
+) -> None:
+    """Write a Hugging Face model, dense or a DMS export, as a Megatron checkpoint.
+
+    Args:
+        model: Directory or hub id.
+        out: Folder to write; must not exist.
+        dtype: `fp32` or `bf16`.
+        revision: Hub revision; ignored for directories.
+        download: Whether the hub may be asked over the network.
+
+    Raises:
+        FileExistsError: `out` exists.
+        ValueError: The model is absent, damaged or not supported.
+    """
+    if out.exists():
+        raise FileExistsError(17, "exists; choose another folder", str(out))
+    directory = resolve(model, revision=revision, local_files_only=not download)
+    architecture = read_architecture(directory)
+    spec = formats.read_spec(directory)
+    state = TrainState(
+        eviction_enabled=spec is not None, target_cr=formats.read_target_cr(directory)
+    )
+    source = WeightReader(directory)
+    source.require(architecture)
+    with open_engine(architecture, spec or PRESETS["dms"], dtype, source) as engine:
+        engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
+
+
+def export_checkpoint(
+    path: Path,
+    out: Path,
+    options: ExportOptions,
+    *,
+    tokenizer_from: str | None,
+    selftest_tokens: int | None,
+) -> None:
+    """Write a Megatron checkpoint of any layout as a Hugging Face directory.
+
+    Args:
+        path: The checkpoint, a folder with run_state.json.
+        out: Directory to write; replaces an earlier export only.
+        options: Format and dtype; `options.dtype` must be set.
+        tokenizer_from: Model directory or hub id whose tokenizer files are carried over; None
+            takes the model the run started from, when it is still there.
+        selftest_tokens: Length of the self-test; None takes the window and 128 more.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not describe its model.
+        FileExistsError: `out` holds something else than an export.
+        ExportRefused: The format's consumer would misread the model.
+    """
+    state = checkpoint.check(path)
+    architecture, spec = described_model(path, state)
+    check_replaceable(out)
+    tokenizer = _tokenizer_dir(tokenizer_from, state.get("model"))
+    dtype = options.dtype or "fp32"
+    if state["eviction_enabled"]:
+        check_format(options, spec, architecture, dtype, float(state["target_cr"]))
+    with open_engine(architecture, spec, dtype, None) as engine:
+        engine.load(path, with_optimizer=False)
+        exporter = ModelExporter(
+            engine=engine,
+            options=options,
+            folder=out.parent,
+            tokens=_random_tokens(engine, selftest_tokens),
+            source_dir=tokenizer,
+            params_dtype=dtype,
+            provenance={key: state[key] for key in ("model", "versions") if key in state},
+        )
+        exporter.write_hf(out, state)
+
+
+def _random_tokens(engine: McoreEngine, wanted: int | None) -> torch.Tensor:
+    """Random ids: a checkpoint alone has no text. They exercise every row all the same."""
+    longest = engine.architecture.max_position_embeddings
+    length = min(wanted or engine.spec.window + _SELFTEST_TOKENS, longest)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, engine.architecture.vocab_size, (length,), generator=generator)
+
+
+def _tokenizer_dir(wanted: str | None, model: str | None) -> Path | None:
+    if wanted is not None:
+        return resolve(wanted)
+    return Path(model) if model is not None and Path(model).is_dir() else None

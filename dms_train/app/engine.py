@@ -1,0 +1,36 @@
+"""The engine of a run: the student at its start, and the teacher where a loss needs it."""
+
+from __future__ import annotations
+
+from dms_train.app.preparation import Prepared
+from dms_train.app.start_point import load_start
+from dms_train.hf.directory import WeightReader
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
+from dms_train.method.token_losses import token_loss
+from dms_train.observe import log
+from dms_train.training.stages import Stage
+
+
+def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
+    """Student at its start, and the teacher where the loss of a remaining stage needs it."""
+    config, start = prepared.config, prepared.start
+    options = TrainEngineOptions(
+        parallel=config.parallel,
+        optim=config.optim,
+        seed=config.run.seed,
+        kernels=config.kernels,
+    )
+    original = None if start.model_dir is None else WeightReader(start.model_dir)
+    random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
+    # weights that a student's replace need not be read
+    source = None if start.student is not None else original or random
+    engine = McoreEngine(prepared.architecture, prepared.spec, view, options, source)
+    log.logger().info("layers: %s", engine.describe_layers())
+    remaining = prepared.stages[start.state.stage :]
+    losses = [token_loss(s.loss) for s in remaining if isinstance(s, Stage)]
+    if original is not None and any(loss.needs_teacher for loss in losses):
+        engine.attach_teacher(original)
+    load_start(engine, start)
+    return engine

@@ -1,0 +1,194 @@
+"""Evaluation of an export beside the original model, for a command, a run and a job alike."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dms_train.app.start_point import StartPoint
+from dms_train.config.build import ConfigError
+from dms_train.config.schema import RunConfig
+from dms_train.data.batches import Samples
+from dms_train.data.tokens import build_valid_samples
+from dms_train.evaluation import report
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.findings import Findings, export_window, require_replay, validate
+from dms_train.evaluation.measure import EvaluationTarget
+from dms_train.evaluation.options import ValidateOptions
+from dms_train.evaluation.problems import check_prompts, read_problems
+from dms_train.export.card import add_evaluation
+from dms_train.hf.directory import read_architecture, resolve
+from dms_train.mcore import groups
+from dms_train.observe.log import logger
+from dms_train.observe.sinks import METRICS_FILE
+
+EXPORT = Path("exports") / "final" / "hf"  # in a run folder: what a run evaluates
+
+
+def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) -> None:
+    """Refuse a `validate` stage that cannot be run, before the training.
+
+    Args:
+        config: The configuration.
+        start: Where the run starts; its tokenizer is the export's.
+        compresses: Whether the student will evict tokens when it is exported.
+
+    Raises:
+        ConfigError: The export will evict nothing.
+        EvaluationError: The problems file or the device cannot be used.
+        FileNotFoundError: There is no problems file.
+    """
+    if "validate" not in config.stage.run:
+        return
+    if not compresses:
+        raise ConfigError(
+            "stage.run: validate needs a student that evicts; run zero_neuron, retrofit or hold "
+            "before export, or give a retrofitted one as run.load"
+        )
+    resolve_device(config.stage.validate.device)
+    problems, directory = config.stage.validate.problems, start.tokenizer_dir
+    if problems is not None and directory is not None:
+        sheets = read_problems(Path(problems), config.stage.validate.max_problems)
+        check_prompts(sheets, directory, start.architecture)
+
+
+def resolve_device(device: str) -> str:
+    """The torch device that `auto`, `cpu` or `cuda` stands for; EvaluationError without a GPU."""
+    present = torch.cuda.is_available()
+    if device == "cuda" and not present:
+        raise EvaluationError("device=cuda: this machine has no GPU; use auto or cpu")
+    if device == "auto":
+        return "cuda" if present else "cpu"
+    return device
+
+
+def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> EvaluationTarget:
+    """The two models of an evaluation, after checks that load no weights.
+
+    Args:
+        export: Directory of the export.
+        teacher: Directory of the original model.
+        options: What to measure, and on which device.
+
+    Raises:
+        EvaluationError: Not an export, no such device, or problems that do not fit the models.
+        FileNotFoundError: A model or the problems file is absent.
+    """
+    target = EvaluationTarget(
+        export=export,
+        teacher=teacher,
+        window=export_window(export),
+        device=resolve_device(options.device),
+    )
+    architecture = read_architecture(teacher)
+    if options.problems is not None:
+        sheets = read_problems(Path(options.problems), options.max_problems)
+        check_prompts(sheets, export, architecture)
+    return target
+
+
+def evaluate_export(
+    target: EvaluationTarget,
+    samples: Samples | None,
+    options: ValidateOptions,
+    *,
+    folder: Path,
+    since: float,
+) -> Findings:
+    """Measure an export, write the report to `folder` and print its tables.
+
+    Args:
+        target: From `evaluation_target`.
+        samples: Validation text, at least `options.samples` samples; None to leave it out.
+        options: What to measure.
+        folder: Receives `metrics.json`, `report.md` and pictures. Where it is a run folder, the
+            curves of the training are drawn too.
+        since: `time.monotonic()` when the process began.
+
+    Raises:
+        EvaluationError: The self-test failed; the report is written before.
+        FileNotFoundError: The export has no self-test.
+        ValueError: A model is damaged.
+    """
+    found = validate(target, samples, options, logger().info, since)
+    for line in report.write(found, folder, folder / METRICS_FILE):
+        logger().warning(line)
+    sys.stdout.write(f"{report.tables(found)}\n")
+    sys.stdout.flush()
+    require_replay(found)
+    return found
+
+
+def _evaluate_final(
+    run: Path, teacher: Path, samples: Samples | None, options: ValidateOptions, since: float
+) -> Findings:
+    """Evaluate the final export of a run folder and add the numbers to its model card."""
+    target = evaluation_target(run / EXPORT, teacher, options)
+    found = evaluate_export(target, samples, options, folder=run, since=since)
+    add_evaluation(target.export, found.numbers())
+    return found
+
+
+def evaluate_run(config: RunConfig) -> Findings:
+    """Evaluate the final export of a finished run on its validation text, without its ranks.
+
+    Raises:
+        ConfigError: The run trained from scratch; there is no original model.
+        EvaluationError: As `evaluate_export`.
+    """
+    since, run, options = time.monotonic(), Path(config.run.dir), config.stage.validate
+    model = config.model
+    if model.path is None:
+        raise ConfigError("model.path: not set; there is no original model to compare with")
+    teacher = resolve(model.path, revision=model.revision)
+    samples = build_valid_samples(
+        replace(config.data, micro_batch_size=1, global_batch_size=options.samples),
+        vocab_size=read_architecture(teacher).vocab_size,
+        seed=config.run.seed,
+        cache_dir=config.data.cache_dir or run / "data_cache",
+    )
+    return _evaluate_final(run, teacher, samples, options, since)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelValidator:
+    """The `validate` stage of a run: rank 0 evaluates the final export, the other ranks wait.
+
+    Attributes:
+        folder: Run folder; the report goes there.
+        teacher: Directory of the original; None is refused before the run.
+        samples: Validation text of the run.
+        options: What to measure.
+        since: `time.monotonic()` at the start of the run.
+    """
+
+    folder: Path
+    teacher: Path | None
+    samples: Samples | None
+    options: ValidateOptions
+    since: float
+
+    def validate(self) -> dict[str, float]:
+        """Flat metrics, the same on every rank; every rank calls it.
+
+        Raises:
+            EvaluationError: On every rank, when rank 0 refused an input or the self-test failed.
+        """
+        numbers, failure = groups.of_rank_0(self._on_rank_0)
+        if failure is not None:
+            raise EvaluationError(failure)
+        return numbers
+
+    def _on_rank_0(self) -> tuple[dict[str, float], str | None]:
+        assert self.teacher is not None
+        try:
+            found = _evaluate_final(
+                self.folder, self.teacher, self.samples, self.options, self.since
+            )
+        except EvaluationError as error:  # the other ranks wait to hear it
+            return {}, str(error)
+        return found.numbers(), None

@@ -1,0 +1,131 @@
+"""The contents that a run is made from: a resumed run must find the same data and base model.
+
+Every checkpoint records them. Data is known by the hashes in its manifests, the base model by its
+architecture and the hashes of its weight files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dms_train.app.start_point import StartPoint
+from dms_train.config.build import ConfigError
+from dms_train.data.manifest import file_sha256, read_manifest
+from dms_train.hf.directory import WeightReader
+from dms_train.mcore import groups
+from dms_train.mcore.checkpoints.state import read_state
+from dms_train.mcore.errors import CheckpointError
+from dms_train.mcore.groups import ParallelView
+
+_DATA, _MODEL, _ARCHITECTURE = "data_sha256", "model_sha256", "architecture"
+_SHOWN = 12  # digits of a hash
+_FIX = "restore it, or choose another run.dir to start again"
+
+
+def record(prefixes: Sequence[str], model_dir: Path | None, view: ParallelView) -> dict[str, Any]:
+    """What a checkpoint records of its run's inputs.
+
+    All ranks call it and share the weight files; each is read once.
+
+    Args:
+        prefixes: Of the data, in their order.
+        model_dir: The base model; None when training from scratch.
+        view: This rank's place.
+
+    Raises:
+        ConfigError: On every rank alike, when a weight file cannot be read.
+    """
+    return {_DATA: _data_hashes(prefixes), _MODEL: _weight_hashes(model_dir, view)}
+
+
+def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
+    """Refuse to resume with data or an architecture other than those the run was started with.
+
+    Reads manifests only. `require_same_weights` compares what takes longer.
+
+    Args:
+        prefixes: Of the data, in their order.
+        start: Where the run starts, with the architecture of the base model.
+
+    Raises:
+        ConfigError: The first input that differs.
+        CheckpointError: The checkpoint does not record its inputs.
+    """
+    if not start.resumes:
+        return
+    recorded = _recorded(start, _DATA)
+    for prefix, now, before in zip(prefixes, _data_hashes(prefixes), recorded, strict=True):
+        if now != before:
+            raise _refusal(f"data.paths={prefix}: this is not the data", now, before, start)
+    was = _recorded(start, _ARCHITECTURE)
+    for key, value in asdict(start.architecture).items():
+        if was.get(key) != value:
+            raise ConfigError(
+                f"model.path={start.model_dir}: its config.json says {key}={value}, "
+                f"{start.student} was trained with {was.get(key)}; {_FIX}"
+            )
+
+
+def require_same_weights(found: Mapping[str, Any], start: StartPoint) -> None:
+    """Refuse to resume with another base model than the one the run was started with.
+
+    Args:
+        found: What `record` returned.
+        start: Where the run starts.
+
+    Raises:
+        ConfigError: The first weight file that differs.
+        CheckpointError: The checkpoint does not record its base model.
+    """
+    if not start.resumes:
+        return
+    recorded = _recorded(start, _MODEL)
+    for name in sorted({*found[_MODEL], *recorded}):
+        now, before = found[_MODEL].get(name), recorded.get(name)
+        if now != before:
+            what = f"model.path={start.model_dir}: {name} is not the file"
+            raise _refusal(what, now, before, start)
+
+
+def _refusal(what: str, now: str | None, before: str | None, start: StartPoint) -> ConfigError:
+    shown = f"SHA-256 {(now or 'absent')[:_SHOWN]}, recorded {(before or 'absent')[:_SHOWN]}"
+    return ConfigError(f"{what} that {start.student} was trained with ({shown}); {_FIX}")
+
+
+def _recorded(start: StartPoint, key: str) -> Any:
+    assert start.student is not None
+    stored = read_state(start.student)
+    if key not in stored:
+        raise CheckpointError(
+            f"checkpoint {start.student}: does not record {key} of its run; choose another "
+            "run.dir to start again"
+        )
+    return stored[key]
+
+
+def _data_hashes(prefixes: Sequence[str]) -> list[str]:
+    """Of each shard's two hashes: one file has its tokens, the other the bounds of documents."""
+    manifests = [read_manifest(prefix) for prefix in prefixes]
+    return [hashlib.sha256(f"{m.bin_sha256}{m.idx_sha256}".encode()).hexdigest() for m in manifests]
+
+
+def _weight_hashes(model_dir: Path | None, view: ParallelView) -> dict[str, str]:
+    if model_dir is None:
+        return {}
+    mine: dict[str, str] = {}
+    problem = None
+    try:
+        by_size = sorted(WeightReader(model_dir).files, key=lambda f: (-f.stat().st_size, f.name))
+        mine = {file.name: file_sha256(file) for file in by_size[view.rank :: view.world_size]}
+    except OSError as error:  # the others wait to hear it
+        problem = f"model.path={model_dir}: {error.filename}: {error.strerror}; copy it again"
+    hashes: dict[str, str] = {}
+    for found, heard in groups.values((mine, problem)):
+        if heard is not None:
+            raise ConfigError(heard)
+        hashes |= found
+    return hashes

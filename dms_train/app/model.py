@@ -1,0 +1,35 @@
+"""The architecture a configuration speaks of, wherever it is written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dms_train.config.build import ConfigError
+from dms_train.hf.architecture import Architecture, from_hf_config
+from dms_train.hf.options import ModelOptions
+
+
+def read_architecture(model: ModelOptions) -> Architecture:
+    """`model.architecture`, or the config.json of `model.path`.
+
+    Raises:
+        ConfigError: Neither is set, or the model is missing or of a kind that is not supported.
+    """
+    if model.architecture is not None:
+        return model.architecture
+    if model.path is None:
+        raise ConfigError("model.path, model.architecture: set exactly one")
+    try:
+        file = Path(model.path).expanduser() / "config.json"
+        if file.is_file():  # readable without torch, as on a login node
+            return from_hf_config(json.loads(file.read_text(encoding="utf-8")))
+        from dms_train.hf.directory import resolve  # imports torch
+        from dms_train.hf.json_files import read_config
+
+        directory = resolve(
+            model.path, revision=model.revision, local_files_only=model.local_files_only
+        )
+        return from_hf_config(read_config(directory))
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"model.path={model.path}: {error}") from error

@@ -1,0 +1,144 @@
+"""What a run would do, as text: layout, memory, operations, and the values of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from dms_train.app.plan_lines import layout_lines, layout_table
+from dms_train.config import divide, layouts
+from dms_train.config.build import ConfigError
+from dms_train.config.check import check
+from dms_train.config.gpus import GPUS
+from dms_train.config.memory import parameter_count
+from dms_train.config.ranges import check_ranges
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.method.schedule import evicted_fraction
+from dms_train.training.stages import Action, Stage, build_stages
+
+_SHOWN_STEPS = 5
+_HEADER = "      step  neuron  eviction  CR target  evicted"
+
+
+def describe(
+    config: RunConfig, architecture: Architecture, world_size: int, loaded_cr: float = 1.0
+) -> str:
+    """The plan of a configuration that passed `check`, ready to be printed.
+
+    `loaded_cr` is the compression ratio of the student that `run.load` names.
+    """
+    lines = [
+        *_summary(config, architecture, world_size),
+        *layout_lines(config, architecture, world_size),
+        f"folder  {config.run.dir}",
+        "",
+        *_stages(config, loaded_cr),
+    ]
+    return "\n".join(lines)
+
+
+def advise(config: RunConfig, architecture: Architecture, world_size: int) -> None:
+    """Refuse what does not divide with a layout that does, also where no GPU is named."""
+    if config.cluster.gpu is not None or any(check_ranges(config, architecture)):
+        return  # `check` has an answer
+    problems = list(divide.problems(config, world_size, architecture))
+    if problems:
+        gpu = GPUS[layouts.ASSUMED_GPU]
+        raise ConfigError(*problems, layouts.advice(config, architecture, world_size, gpu))
+
+
+def ranked(
+    config: RunConfig, architecture: Architecture, world_size: int, count: int
+) -> Iterator[str]:
+    """The table of layouts, once all but the layout is known to be right."""
+    whole = replace(
+        config.parallel,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        sequence_parallel=False,
+    )
+    elsewhere = replace(
+        config,
+        parallel=whole,
+        data=replace(config.data, micro_batch_size=1),
+        cluster=replace(config.cluster, gpu=None),
+    )
+    check(elsewhere, world_size=1, architecture=architecture)
+    return layout_table(config, architecture, world_size, count)
+
+
+def loaded_ratio(config: RunConfig) -> float:
+    """The compression ratio of the student that `run.load` names; 1 without one."""
+    if config.run.load is None:
+        return 1.0
+    from dms_train.app.start_point import find_start, with_student  # needs torch
+
+    return with_student(find_start(config), Path(config.run.load)).state.loaded_cr
+
+
+def _summary(config: RunConfig, a: Architecture, world_size: int) -> Iterator[str]:
+    p, data = config.parallel, config.data
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    copies = world_size // (tp * pp)
+    passes = data.global_batch_size // (data.micro_batch_size * copies)
+    yield (
+        f"model   {a.family}, {parameter_count(a):,} parameters: {a.num_layers} layers, hidden "
+        f"{a.hidden_size}, {a.num_attention_heads} query and {a.num_query_groups} KV heads "
+        f"of {a.kv_channels}"
+    )
+    layers = a.num_layers // pp
+    chunks = p.virtual_pipeline_model_parallel_size or 1
+    yield (
+        f"layout  {world_size} processes = TP {tp} x PP {pp} x DP {copies}, {p.params_dtype}, "
+        f"{layers} layers a stage{f' in {chunks} chunks' if chunks > 1 else ''}"
+        f"{', sequence parallel' if p.sequence_parallel else ''}"
+        f"{f', recompute {p.recompute_granularity}' if p.recompute_granularity else ''}"
+    )
+    yield (
+        f"batch   {data.global_batch_size} samples of {data.seq_length} tokens "
+        f"({data.global_batch_size * data.seq_length:,} tokens a step), {passes} microbatch(es) "
+        f"of {data.micro_batch_size}"
+    )
+    values = asdict(config.method)
+    preset = values.pop("preset")
+    yield f"method  {preset}: {', '.join(f'{name} {str(v).lower()}' for name, v in values.items())}"
+
+
+def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
+    stages = build_stages(config.stage, config.optim.lr_warmup_steps, loaded_cr)
+    done = 0
+    for name, stage in zip(config.stage.run, stages, strict=True):
+        if not isinstance(stage, Stage):
+            yield f"stage {name}: {_action(config, stage)}"
+            continue
+        yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
+        yield _HEADER
+        yield from (_row(stage, done, index) for index in _spread(stage.steps))
+        done += stage.steps
+
+
+def _action(config: RunConfig, action: Action) -> str:
+    if action == "export":
+        return f"format {config.stage.export.format}"
+    options = config.stage.validate
+    problems = "" if options.problems is None else f", problems of {options.problems}"
+    return f"{options.samples} samples{problems}"
+
+
+def _row(stage: Stage, done: int, index: int) -> str:
+    plan = stage.plan(done + index, index)
+    return (
+        f"{plan.step + 1:>10}  {plan.neuron_scale:6.3f}  {plan.eviction:>8}  "
+        f"{plan.target_cr:9.3f}  {evicted_fraction(plan.target_cr):7.3f}"
+    )
+
+
+def _spread(steps: int) -> list[int]:
+    """Up to five step numbers from the first to the last."""
+    last = steps - 1
+    return sorted(
+        {round(last * i / (_SHOWN_STEPS - 1)) for i in range(_SHOWN_STEPS)} if steps else ()
+    )

@@ -1,0 +1,120 @@
+"""What can be known and refused about a run before any process group exists."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dms_train.app import inputs, launcher, run_folder
+from dms_train.app.export_evaluation import check_evaluation
+from dms_train.app.exporter import check_folder, check_format
+from dms_train.app.start_point import StartPoint, find_start, with_student
+from dms_train.config.build import ConfigError
+from dms_train.config.check import check
+from dms_train.config.schema import RunConfig
+from dms_train.data.manifest import file_sha256
+from dms_train.data.tokens import check_files
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.model.model import rope_arguments
+from dms_train.method.spec import DMSSpec
+from dms_train.observe import log
+from dms_train.training.stages import Action, Stage, build_stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A checked configuration and what it starts from."""
+
+    config: RunConfig
+    architecture: Architecture
+    spec: DMSSpec
+    start: StartPoint
+    stages: list[Stage | Action]
+    folder: Path
+    since: float
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Look at everything a run needs without allocating anything.
+
+    Raises:
+        ConfigError: One line for each problem.
+        ValueError: From the package that refused its input.
+    """
+    since = time.monotonic()
+    original = find_start(config)
+    check(config, world_size=launcher.world_size(), architecture=original.architecture)
+    rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
+    spec = DMSSpec.from_options(config.method)
+    start = run_folder.resume_point(config, original)
+    if start is None:
+        load = config.run.load
+        start = original if load is None else with_student(original, Path(load))
+        start.require(spec)
+        _check_eviction_channel(config, start)
+    stages = build_stages(config.stage, config.optim.lr_warmup_steps, start.state.loaded_cr)
+    _check_data(config, start)
+    _check_export(config, spec, start, stages)
+    return Prepared(
+        config=config,
+        architecture=start.architecture,
+        spec=spec,
+        start=start,
+        stages=stages,
+        folder=Path(config.run.dir),
+        since=since,
+    )
+
+
+def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
+    """Refuse stages that do not fit the eviction channel the student starts with."""
+    run, borrowed = config.stage.run, start.state.eviction_enabled
+    if borrowed and {"zero_neuron", "pretrain"} & set(run):
+        raise ConfigError(
+            f"run.load={start.student}: its eviction channel is already in use; leave "
+            "zero_neuron and pretrain out of stage.run"
+        )
+    loaded, retrofit = start.state.loaded_cr, config.stage.retrofit
+    if "retrofit" in run and retrofit.start_cr is None and retrofit.target_cr < loaded:
+        raise ConfigError(
+            f"run.load={start.student}: its compression ratio {loaded:g} is above "
+            f"stage.retrofit.target_cr={retrofit.target_cr:g}; anneal upwards"
+        )
+    if not borrowed and "hold" in run and "retrofit" not in run:
+        raise ConfigError("stage.run: hold needs a retrofitted student; give one as run.load")
+    if not borrowed and "retrofit" in run and "zero_neuron" not in run and launcher.rank() == 0:
+        log.logger().warning("retrofit without zero_neuron: the borrowed neuron is cleared at once")
+
+
+def _check_data(config: RunConfig, start: StartPoint) -> None:
+    """Refuse data of another tokenizer or vocabulary, or other data than a run was started with."""
+    directory = start.tokenizer_dir
+    tokenizer = None if directory is None else directory / "tokenizer.json"
+    sha256 = file_sha256(tokenizer) if tokenizer is not None and tokenizer.is_file() else None
+    vocab_size = start.architecture.vocab_size
+    check_files(
+        config.data,
+        vocab_size=vocab_size,
+        tokenizer_sha256=sha256,
+        validates=config.run.eval_samples > 0,
+    )
+    inputs.require_same_data(config.data.paths, start)
+
+
+def _check_export(
+    config: RunConfig, spec: DMSSpec, start: StartPoint, stages: list[Stage | Action]
+) -> None:
+    """Refuse an export that would be misread or replace something else, before the training."""
+    if "export" not in config.stage.run:
+        return
+    options = config.stage.export
+    target_cr = max(start.state.target_cr, config.stage.retrofit.target_cr)
+    check_folder(Path(config.run.dir) / "exports", options, target_cr)
+    trained = [stage for stage in stages if isinstance(stage, Stage)]
+    borrows = any(stage.requires_eviction or stage.enables_eviction for stage in trained)
+    compresses = borrows or start.state.eviction_enabled
+    check_evaluation(config, start, compresses=compresses)
+    if compresses:
+        params_dtype = config.parallel.params_dtype
+        check_format(options, spec, start.architecture, params_dtype, target_cr)

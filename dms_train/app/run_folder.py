@@ -1,0 +1,201 @@
+"""The run folder: its resolved configuration, and where a started run continues."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dms_train.app.start_point import StartPoint, as_override, described_model
+from dms_train.config.build import ConfigError, to_mapping
+from dms_train.config.frozen import CONFIG_FILE, require_same
+from dms_train.config.schema import RunConfig
+from dms_train.mcore import groups
+from dms_train.mcore.checkpoints import reading as checkpoint
+from dms_train.mcore.checkpoints.state import STATE_FILE, read_state
+from dms_train.mcore.errors import DamagedError
+from dms_train.mcore.groups import ParallelView
+from dms_train.method.spec import DMSSpec
+from dms_train.observe.log import logger
+from dms_train.training.state import TrainState
+
+
+def mapping(config: RunConfig) -> dict[str, Any]:
+    """The resolved configuration as plain values."""
+    return to_mapping(config)
+
+
+def resume_point(
+    config: RunConfig, start: StartPoint, before: str | None = None
+) -> StartPoint | None:
+    """`start` moved to the newest whole checkpoint of this run folder; None when it has none.
+
+    Args:
+        config: Of the run.
+        start: Where it starts without checkpoints.
+        before: Take only checkpoints older than the one of this name.
+
+    Raises:
+        ConfigError: The folder belongs to a run with another configuration, its checkpoint was
+            trained with other constants of the method, resuming was not asked for, or no
+            checkpoint is usable.
+        CheckpointError: The newest whole checkpoint was not written by this program.
+    """
+    folder = Path(config.run.dir)
+    newest, passed = checkpoint.newest(folder / "checkpoints", before)
+    if newest is None and passed:
+        raise ConfigError(
+            f"run.dir={folder}: none of its {len(passed)} checkpoint(s) can be used "
+            f"({passed[0].rpartition('; ')[0]}); choose another folder to start again"
+        )
+    if newest is None:
+        return None
+    for reason in passed:
+        logger().warning("skipped: %s", reason)
+    if config.run.resume == "never":
+        raise ConfigError(
+            f"run.dir={folder}: it holds {newest.name} and run.resume=never; choose another folder"
+        )
+    require_same(config, folder / CONFIG_FILE)
+    stored = read_state(newest)
+    _require_same_method(config, newest, described_model(newest, stored)[1])
+    state = TrainState.from_dict(stored)
+    logger().info("resuming from %s", newest)
+    return replace(start, student=newest, spec=None, state=state, resumes=True)
+
+
+def _require_same_method(config: RunConfig, path: Path, trained: DMSSpec) -> None:
+    """Refuse to resume a checkpoint with other constants of the method than it was trained with."""
+    asked, stored = asdict(config.method), trained.to_dict()
+    differing = [key for key in stored if asked[key] != stored[key]]
+    if differing:
+        raise ConfigError(
+            *(
+                f"method.{key}={as_override(asked[key])}: {path} was trained with "
+                f"{as_override(stored[key])}; write method.{key}={as_override(stored[key])}, or "
+                "choose another run.dir"
+                for key in differing
+            )
+        )
+
+
+def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartPoint:
+    """`start` after comparing checksums, or the newest older checkpoint whose checksums hold.
+
+    All ranks call it: each reads a share of the files, and all hear the same answer. Ranks that
+    found different checkpoints of the run go back to the oldest of them.
+
+    Raises:
+        ConfigError: No checkpoint of the run is left, or the ranks see different folders.
+        CheckpointError: The checkpoint that `run.load` names has changed since it was written.
+    """
+    if all(groups.values(start.resumes)):
+        start = _same_on_all_ranks(config, start)
+    _require_same_start(config, start, view)
+    while groups.value_of_rank_0(_is_checkpoint(start)):
+        assert start.student is not None
+        try:
+            checkpoint.verify(start.student, view)
+            break
+        except DamagedError as error:
+            if not start.resumes:
+                raise
+            if view.rank == 0:
+                logger().warning("skipped: %s", error)
+            older = _older(config, start, str(error))
+            start = _same_on_all_ranks(config, older)
+    _require_same_start(config, start, view)
+    return start
+
+
+def _require_same_start(config: RunConfig, start: StartPoint, view: ParallelView) -> None:
+    """All ranks must have found the same place to start from; they looked for themselves."""
+    seen = groups.values((str(start.student), start.state.to_dict()))
+    differing = next((rank for rank, other in enumerate(seen) if other != seen[0]), None)
+    if differing is not None:
+        raise ConfigError(
+            f"rank {differing}: sees {seen[differing][0]} as the place to start from, rank 0 "
+            f"{seen[0][0]}; all ranks must see the same run.dir={config.run.dir}"
+        )
+
+
+def set_aside(start: StartPoint, *, is_main_rank: bool) -> None:
+    """Rename the newer checkpoints that a resumed run passed over, so that none counts as kept.
+
+    All ranks call it, after `verified`; one renames, and the others wait for it.
+    """
+    if start.resumes and is_main_rank:
+        assert start.student is not None
+        for path in start.student.parent.glob("step_????????"):
+            if path.name > start.student.name:
+                _set_aside(path)
+    groups.value_of_rank_0(None)
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    try:
+        path.rename(aside)
+    except OSError as error:
+        logger().warning("%s: cannot be renamed (%s)", path, error.strerror)
+    else:
+        logger().info("renamed %s to %s", path, aside.name)
+
+
+def _is_checkpoint(start: StartPoint) -> bool:
+    if start.student is None:
+        return False
+    return start.resumes or (start.student / STATE_FILE).is_file()
+
+
+def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | ConfigError:
+    """What this rank finds before `start`, or the refusal when that is nothing."""
+    assert start.student is not None
+    try:
+        older = resume_point(config, start, before=start.student.name)
+    except ConfigError as error:
+        return error
+    except ValueError as error:
+        return ConfigError(str(error))
+    return older or ConfigError(
+        f"run.dir={config.run.dir}: none of its checkpoints can be used "
+        f"({why.rpartition('; ')[0]}); choose another folder to start again"
+    )
+
+
+def _same_on_all_ranks(config: RunConfig, found: StartPoint | ConfigError) -> StartPoint:
+    """The oldest checkpoint that a rank found; every rank hears of a refusal of one."""
+    while True:
+        for refused in groups.values(found if isinstance(found, ConfigError) else None):
+            if refused is not None:
+                raise refused
+        assert isinstance(found, StartPoint)
+        assert found.student is not None
+        names = groups.values(found.student.name)
+        if min(names) == max(names):
+            return found
+        if found.student.name != min(names):
+            why = f"checkpoint {found.student}: another rank cannot use it; use an older checkpoint"
+            logger().warning("skipped: %s", why)
+            found = _older(config, found, why)
+
+
+def write(config: RunConfig, *, is_main_rank: bool) -> None:
+    """Make the folder and store the resolved configuration; ConfigError when that fails."""
+    if not is_main_rank:
+        return
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # replaced in one step: another rank may be reading the old one
+        scratch = folder / f"{CONFIG_FILE}.partial"
+        scratch.write_text(yaml.safe_dump(mapping(config), sort_keys=False))
+        scratch.replace(folder / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={folder}: cannot be written ({error.strerror}); choose another folder"
+        ) from error

@@ -1,0 +1,62 @@
+"""The samples and batches of a run: training, evaluations, and the text of the self-test."""
+
+from __future__ import annotations
+
+import torch
+
+from dms_train.app.preparation import Prepared
+from dms_train.config.schema import RunConfig
+from dms_train.data.batches import BatchSource
+from dms_train.data.manifest import read_manifest
+from dms_train.data.tokens import TokenSamples, build_datasets
+from dms_train.mcore.groups import ParallelView
+from dms_train.training.stages import Stage
+
+_SELFTEST_TOKENS = 128  # behind the window, so that evictions show
+
+
+def datasets(
+    prepared: Prepared, view: ParallelView
+) -> tuple[TokenSamples | None, TokenSamples | None]:
+    """Numbered samples for training and, where wanted, for evaluations."""
+    config = prepared.config
+    steps = sum(stage.steps for stage in prepared.stages if isinstance(stage, Stage))
+    eod = next((m.eod_id for m in map(read_manifest, config.data.paths)), None)
+    cache = config.data.cache_dir or str(prepared.folder / "data_cache")
+    return build_datasets(
+        config.data,
+        vocab_size=prepared.architecture.vocab_size,
+        eod_id=-1 if eod is None else eod,
+        train_samples=max(steps * config.data.global_batch_size, 1),
+        valid_samples=_eval_samples(config, view),
+        seed=config.run.seed,
+        cache_dir=cache,
+    )
+
+
+def _eval_samples(config: RunConfig, view: ParallelView) -> int:
+    """`run.eval_samples` rounded up to whole passes of all ranks."""
+    unit = config.data.micro_batch_size * view.dp_size * (view.pp_size if view.vp_size else 1)
+    return -(-config.run.eval_samples // unit) * unit
+
+
+def batch_source(
+    config: RunConfig, view: ParallelView, samples: TokenSamples | None, size: int | None = None
+) -> BatchSource:
+    """This rank's part of global batches of `size` samples, by default those of training."""
+    assert samples is not None
+    return BatchSource(
+        samples,
+        micro_batch_size=config.data.micro_batch_size,
+        global_batch_size=size or config.data.global_batch_size,
+        data_parallel_rank=view.dp_rank,
+        data_parallel_size=view.dp_size,
+    )
+
+
+def selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Tensor:
+    """A real text of the data, the first sample of the validation split if there is one."""
+    assert samples is not None
+    wanted = config.method.window + _SELFTEST_TOKENS
+    shards = config.parallel.tensor_model_parallel_size
+    return samples[0].tokens[: min(config.data.seq_length, -(-wanted // shards) * shards)]

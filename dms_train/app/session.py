@@ -1,0 +1,153 @@
+"""One run from a checked configuration to finished stages: objects built, one call made."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dms_train.app import failures, inputs, launcher, run_folder
+from dms_train.app.engine import build_engine
+from dms_train.app.memory_check import check_memory
+from dms_train.app.parts import loop_parts
+from dms_train.app.plan import describe
+from dms_train.app.preparation import Prepared, prepare
+from dms_train.app.watch import RunWatch, end_hanging_run
+from dms_train.config.build import ConfigError
+from dms_train.config.schema import RunConfig
+from dms_train.kernels import api as kernels
+from dms_train.mcore import groups
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers import backend as layers
+from dms_train.observe import log
+from dms_train.observe.heartbeats import Heartbeats
+from dms_train.observe.state_files import StateFiles
+from dms_train.training import loop
+from dms_train.training.state import TrainState
+
+
+def run(config: RunConfig, until: str | None = None) -> None:
+    """Validate, then run the stages of a configuration.
+
+    Args:
+        config: What to do.
+        until: Leave after this stage of `stage.run`; None runs all.
+
+    Raises:
+        ConfigError: Before anything is allocated, one line for each problem.
+        ValueError: From the package that refused its input.
+    """
+    log.configure(launcher.rank())
+    files = StateFiles(Path(config.run.dir))
+    prepared = None
+    try:
+        count = _stage_count(config, until)
+        prepared = prepare(config)
+        _start(prepared, count, files)
+    except Exception as error:
+        _say_why(error, files, begun=prepared is not None)
+        raise
+
+
+def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
+    """Leave for the launch scripts why this rank ends, and whether trying again is of use."""
+    attempt, lines = launcher.attempt(), failures.describe(error)
+    if attempt is None:
+        return
+    with contextlib.suppress(OSError):  # such as the full disk that is reported
+        files.failed(launcher.rank(), attempt, error, lines)
+        if not begun and launcher.rank() == 0 and failures.is_refusal(error):
+            files.refused(lines)
+
+
+def _stage_count(config: RunConfig, until: str | None) -> int:
+    """How many entries of `stage.run` to run."""
+    names = list(config.stage.run)
+    if until is None:
+        return len(names)
+    if until not in names:
+        raise ConfigError(f"--until {until}: not in stage.run; choose one of {', '.join(names)}")
+    return len(names) - names[::-1].index(until)
+
+
+def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
+    config = prepared.config
+    if config.run.dry_run:
+        if launcher.rank() == 0:
+            ratio = prepared.start.state.loaded_cr
+            text = describe(config, prepared.architecture, launcher.world_size(), ratio)
+            sys.stdout.write(f"{text}\ndry run: nothing was started\n")
+        return
+    if prepared.start.state.stage >= count:
+        log.logger().info("nothing left to do: %s is finished", config.run.dir)
+        _say_done(prepared, prepared.start.state, files)
+        return
+    _announce_kernels(config)
+    run_folder.write(config, is_main_rank=launcher.rank() == 0)
+    view = groups.start(config.parallel, config.run.seed)
+    check_memory(config, prepared.architecture, view)
+    if view.rank == 0:
+        files.begin()
+    watch = RunWatch(files, view, _heartbeats(config, view, files))
+    watch.listen()
+    try:
+        state = _run(prepared, view, watch, count)
+    except RuntimeError as error:
+        if failures.lost_peer(error):
+            raise failures.PeerLost(
+                f"rank {view.rank}: another rank ended or did not answer; its own message above "
+                "says why. Start the same command again to resume from the newest checkpoint"
+            ) from error
+        raise
+    finally:
+        watch.leave()
+    _say_done(prepared, state, files)
+    groups.stop()
+
+
+def _heartbeats(config: RunConfig, view: ParallelView, files: StateFiles) -> Heartbeats:
+    return Heartbeats(
+        folder=files.state / "ranks",
+        rank=view.rank,
+        ranks=view.world_size,
+        # before the collectives give up, which cannot say for whom they waited
+        patience=config.parallel.distributed_timeout_minutes * 60 / 2,
+        hang=end_hanging_run(files),
+    )
+
+
+def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
+    """Leave marks for what is finished; of use when an earlier process was killed before it did."""
+    if launcher.rank() != 0:
+        return
+    names = prepared.config.stage.run
+    for name in names[: state.stage]:
+        files.done(name, state.step)
+    if state.stage >= len(names):
+        files.all_done()
+
+
+def _announce_kernels(config: RunConfig) -> None:
+    """Refuse a backend and layers that cannot train on this machine; say which one will."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers.choose(config.parallel.layers, device)
+    name = kernels.choose(config.kernels, device)
+    log.logger().info("attention: %s kernels on %s", name, device.type.upper())
+
+
+def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) -> TrainState:
+    """Run the first `count` stages; where the run then stands."""
+    config = prepared.config
+    is_main_rank = view.rank == 0
+    prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
+    contents = inputs.record(config.data.paths, prepared.start.model_dir, view)
+    inputs.require_same_weights(contents, prepared.start)
+    run_folder.set_aside(prepared.start, is_main_rank=is_main_rank)
+    engine = build_engine(prepared, view)
+    parts = loop_parts(prepared, view, engine, watch, contents)
+    # what the sinks still have to send delays no rank
+    with contextlib.closing(parts.reporter), watch.expecting_ranks(engine):
+        return loop.run(prepared.stages[:count], prepared.start.state, parts)

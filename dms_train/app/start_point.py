@@ -1,0 +1,164 @@
+"""Where a run starts from: the original model, and possibly a further trained student."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dms_train.config.build import ConfigError, build_dataclass
+from dms_train.config.schema import RunConfig
+from dms_train.hf import formats
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.mcore.checkpoints import reading as checkpoint
+from dms_train.mcore.checkpoints.state import STATE_FILE
+from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.errors import CheckpointError
+from dms_train.method.spec import DMSSpec
+from dms_train.training.state import TrainState
+
+_INFERENCE_KEYS = (
+    "channel",
+    "alpha_scale",
+    "alpha_offset",
+    "decision_shift",
+    "window",
+    "clear_after_rope",
+    "eviction",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPoint:
+    """Everything a run begins with.
+
+    Attributes:
+        architecture: Of student and teacher.
+        model_dir: Original Hugging Face weights; None when training from scratch.
+        tokenizer_dir: Where tokenizer files are; None when unknown.
+        student: Checkpoint folder or export the student continues from; None for the original.
+        spec: What that student was trained with; None when its eviction channel is still native.
+        state: Position of the run.
+        resumes: Whether `student` is a checkpoint of this very run, with optimizer state.
+    """
+
+    architecture: Architecture
+    model_dir: Path | None
+    tokenizer_dir: Path | None
+    student: Path | None = None
+    spec: DMSSpec | None = None
+    state: TrainState
+    resumes: bool = False
+
+    def require(self, spec: DMSSpec) -> None:
+        """Refuse to continue a student with other constants than it was trained with."""
+        if self.spec is None:
+            return
+        ours, theirs = spec.to_dict(), self.spec.to_dict()
+        differing = [key for key in _INFERENCE_KEYS if ours[key] != theirs[key]]
+        if differing:
+            wanted = " ".join(f"method.{key}={as_override(theirs[key])}" for key in differing)
+            raise ConfigError(
+                f"run.load={self.student}: it was trained with other constants; add {wanted}"
+            )
+
+
+def as_override(value: Any) -> str:
+    """A value as an override writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def find_start(config: RunConfig) -> StartPoint:
+    """Look at the original model without loading weights."""
+    model = config.model
+    if model.path is None:
+        if model.architecture is None:
+            raise ConfigError("model: give model.path, or model.architecture to train from scratch")
+        tokenizer = None if model.tokenizer is None else Path(model.tokenizer)
+        return StartPoint(
+            architecture=model.architecture,
+            model_dir=None,
+            tokenizer_dir=tokenizer,
+            state=TrainState(),
+        )
+    return _original(
+        resolve(model.path, revision=model.revision, local_files_only=model.local_files_only)
+    )
+
+
+def _original(directory: Path) -> StartPoint:
+    if formats.read_spec(directory) is not None:
+        raise ConfigError(
+            f"model.path={directory}: this is a DMS export; give the original model as model.path "
+            "(it is the teacher) and this folder as run.load"
+        )
+    return StartPoint(
+        architecture=_whole_model(directory),
+        model_dir=directory,
+        tokenizer_dir=directory,
+        state=TrainState(),
+    )
+
+
+def _whole_model(directory: Path) -> Architecture:
+    """Refuses missing, truncated and unfit weights before any process group exists."""
+    architecture = read_architecture(directory)
+    WeightReader(directory).require(architecture)
+    return architecture
+
+
+def with_student(start: StartPoint, student: Path) -> StartPoint:
+    """`start` with the weights of `run.load` in place of the original's."""
+    if (student / STATE_FILE).is_file():
+        stored = checkpoint.check(student)
+        _require_whole_eviction_channel(student, stored)
+        architecture, trained = described_model(student, stored)
+        spec = trained if stored.get("eviction_enabled") else None
+        ratio = float(stored.get("target_cr", 1.0))
+    elif (student / "config.json").is_file():
+        architecture, spec = _whole_model(student), formats.read_spec(student)
+        ratio = formats.read_target_cr(student)
+    else:
+        raise ConfigError(
+            f"run.load={student}: neither a checkpoint folder ({STATE_FILE}) nor a "
+            "Hugging Face directory (config.json); correct the path"
+        )
+    if asdict(architecture) != asdict(start.architecture):
+        raise ConfigError(f"run.load={student}: its architecture is not that of model.path")
+    state = TrainState(eviction_enabled=spec is not None, loaded_cr=ratio, target_cr=ratio)
+    return replace(start, student=student, spec=spec, state=state)
+
+
+def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, DMSSpec]:
+    """What the JSON state of a checkpoint says about its model; CheckpointError if it does not."""
+    try:
+        architecture = build_dataclass(Architecture, state["architecture"], "architecture")
+        return architecture, DMSSpec.from_dict(state["spec"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {STATE_FILE} does not describe its model ({error}); "
+            "use another checkpoint"
+        ) from error
+
+
+def _require_whole_eviction_channel(student: Path, stored: dict[str, Any]) -> None:
+    scale = float(stored.get("neuron_scale", 1.0))
+    if not stored.get("eviction_enabled") and scale != 1.0:
+        raise ConfigError(
+            f"run.load={student}: its borrowed neuron was being zeroed (factor {scale:.3f}); "
+            "finish that run, or load a checkpoint from the end of a stage"
+        )
+
+
+def load_start(engine: McoreEngine, start: StartPoint) -> None:
+    """Load the student's weights, and the optimizer's state when the run resumes.
+
+    The checksums of a checkpoint were compared before (`run_folder.verified`).
+    """
+    if start.student is None:
+        return
+    if (start.student / STATE_FILE).is_file():
+        engine.load(start.student, with_optimizer=start.resumes, verified=True)
+    else:
+        engine.load_hf(WeightReader(start.student))

@@ -1,0 +1,116 @@
+"""What a started run tells its launcher, and how the launcher tells it to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from dms_train.app import failures, launcher
+from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.groups import ParallelView
+from dms_train.observe.heartbeats import Heartbeats, Phase
+from dms_train.observe.log import logger
+from dms_train.observe.state_files import StateFiles
+
+# SIGUSR1: the time is nearly up. SIGTERM: a preemption, a node that is drained, a person.
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
+    """What to do about ranks that hang: say so and end this process, whose main thread waits."""
+
+    def end(found: str | None) -> None:
+        if found is None:
+            os._exit(failures.REFUSED)
+        error = failures.RankHangs(
+            f"{found}; the run ends here. Start the same command again to resume from the newest "
+            "checkpoint"
+        )
+        lines = failures.describe(error)
+        attempt = launcher.attempt()
+        with contextlib.suppress(OSError):
+            if attempt is not None:
+                files.failed(launcher.rank(), attempt, error, lines)
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.flush()
+        os._exit(failures.REFUSED)
+
+    return end
+
+
+@dataclass(slots=True)
+class RunWatch:
+    """Turns signals into a stop that all ranks take after the same step.
+
+    Signals reach the ranks in different steps and may reach one rank only; every rank asks
+    `must_stop` after every step, and all hear yes as soon as one was signalled.
+    """
+
+    files: StateFiles
+    view: ParallelView
+    heartbeats: Heartbeats
+    signalled: str | None = field(default=None, init=False)
+
+    def listen(self) -> None:
+        """From here on a signal stops the run after the current step instead of ending it."""
+        for number in _SIGNALS:
+            signal.signal(number, self._remember)
+
+    @contextlib.contextmanager
+    def expecting_ranks(self, engine: McoreEngine) -> Iterator[None]:
+        """Meanwhile a rank that ends, stops or stalls ends the run.
+
+        To be called when data and model are there: building an index of the data lets no other
+        thread of its process run.
+        """
+        if self.view.world_size > 1:
+            engine.on_microbatch = self.heartbeats.progressed
+            self.heartbeats.start()
+        try:
+            yield
+        except BaseException:
+            self.leave(in_order=False)
+            raise
+        self.leave()
+
+    def leave(self, *, in_order: bool = True) -> None:
+        """The run is over, or this rank's part of it; the first call says how."""
+        self.heartbeats.stop(in_order=in_order)
+        # it is sent until the process has ended, and would kill an interpreter that shuts down
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.signalled = signal.Signals(number).name
+
+    def beat(self, step: int) -> None:
+        """Touch the heartbeat."""
+        self.heartbeats.reached(step)
+        if self.view.rank == 0:
+            self.files.beat()
+
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
+        """Meanwhile the main thread is in this phase, which may have a time limit."""
+        return self.heartbeats.phase(name)
+
+    def must_stop(self) -> bool:
+        """Whether any rank was signalled."""
+        return groups.any_rank(self.signalled is not None, self.view)
+
+    def stopped(self, step: int) -> None:
+        """Everything is saved; say so."""
+        if self.view.rank == 0:
+            self.files.stopped(step)
+        why = self.signalled or "a signal to another rank"
+        logger().info("stopped after step %d (%s); the same command continues it", step, why)
+
+    def done(self, stage: str, step: int) -> None:
+        """A stage is finished."""
+        if self.view.rank == 0:
+            self.files.done(stage, step)

@@ -1,0 +1,21 @@
+"""Warnings of other packages that every command hides."""
+
+from __future__ import annotations
+
+import warnings
+
+# Issued at every start, whatever the user does; the code they fall back to is tested.
+_KNOWN = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The pad token id in the tokenizer collides",
+    r"`torch\.distributed\.\w+` is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf Tensor",
+)
+
+
+def hide_known_warnings() -> None:
+    """Hide them in this process; to be called before torch and megatron-core are imported."""
+    for message in _KNOWN:
+        warnings.filterwarnings("ignore", message=message)

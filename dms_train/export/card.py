@@ -1,0 +1,229 @@
+"""The model card of an export: README.md with the front matter that the Hugging Face hub reads.
+
+It states what is known and nothing else: a licence that the base model's own card does not name is
+`unknown`. Written with PyYAML, so that a machine that trains needs no huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import resolve
+from dms_train.hf.formats import ExportedModel, ExportFormat
+from dms_train.method.spec import DMSSpec
+
+CARD_FILE = "README.md"
+UNKNOWN = "unknown"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Of the base model's front matter: what holds for a retrofitted model too.
+_INHERITED = ("license", "license_name", "license_link", "language")
+_TAGS = ["dynamic-memory-sparsification", "dms", "kv-cache-compression"]
+_BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
+_MEASURED = {
+    "kl_nats_per_token": "KL(original, this model), nats per token",
+    "top1_agreement": "most likely token agrees with the original's",
+    "teacher.accuracy": "accuracy of the original",
+    "dms.accuracy": "accuracy of this model",
+    "window_only.accuracy": "accuracy of the original with the window alone",
+    "problems": "problems",
+    "cr_factor": "tokens seen per token held",
+    "kv_reads.dense": "KV reads per sequence, original",
+    "kv_reads.dms": "KV reads per sequence, this model",
+    "peak_tokens.dense": "most tokens held by a sequence, original",
+    "peak_tokens.dms": "most tokens held by a sequence, this model",
+    "selftest.kl": "KL of the self-test through the compact cache, nats per token",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """What is known of the model that was retrofitted.
+
+    Attributes:
+        name: Hub id or name of its folder; None for a model trained from scratch.
+        hub_id: Its id on the hub, if the run named it by that.
+        front_matter: Inherited keys of its own card.
+    """
+
+    name: str | None = None
+    hub_id: str | None = None
+    front_matter: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def license(self) -> str:
+        """Identifier of its licence, or `unknown`."""
+        return str(self.front_matter.get("license", UNKNOWN))
+
+
+def read_base(model: str | None) -> BaseModel:
+    """Describe a base model from its directory, or from the local hub cache; no network.
+
+    Args:
+        model: Directory or hub id; None for a model trained from scratch.
+    """
+    if model is None:
+        return BaseModel()
+    is_id = not Path(model).expanduser().is_dir() and _HUB_ID.fullmatch(model) is not None
+    try:
+        found = _front_matter(resolve(model) / CARD_FILE)
+    except FileNotFoundError:
+        found = {}
+    return BaseModel(
+        name=model if is_id else Path(model).name,
+        hub_id=model if is_id else None,
+        front_matter={key: found[key] for key in _INHERITED if _is_stated(found.get(key))},
+    )
+
+
+def _front_matter(card: Path) -> dict[str, Any]:
+    """The mapping between the first two `---` lines of a card; empty if there is none."""
+    if not card.is_file():
+        return {}
+    text = card.read_text(encoding="utf-8", errors="replace")
+    match = re.match(r"---\r?\n(.*?)\r?\n---\s", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _is_stated(value: Any) -> bool:
+    words = value if isinstance(value, list) else [value]
+    return bool(words) and all(isinstance(word, str) and word for word in words)
+
+
+def render(
+    architecture: Architecture,
+    base: BaseModel,
+    compressed: tuple[ExportedModel, ExportFormat] | None,
+) -> str:
+    """The card of an export.
+
+    Args:
+        architecture: The model.
+        base: What it was made from.
+        compressed: The retrofitted model and its format; None for a dense model.
+    """
+    front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}
+    if base.hub_id is not None:
+        front["base_model"] = base.hub_id
+    front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if compressed is not None:
+        front["tags"] = _TAGS
+    origin = [
+        ("base model", base.name or "none: trained from scratch"),
+        ("licence of the base model", base.license if base.name else "none"),
+        ("family", architecture.family),
+    ]
+    title = Path(base.name).name if base.name else f"A {architecture.family} model"
+    parts = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---"]
+    if compressed is None:
+        parts += [
+            f"# {title}",
+            "A dense model exported by dms-train.",
+            _table(origin),
+            _loading(None),
+        ]
+    else:
+        model, layout = compressed
+        parts += [
+            f"# {title} with DMS",
+            _summary(model.spec),
+            _table([*origin, *_training(model, layout)]),
+            "## Method",
+            f"Constants of the retrofit (preset `{model.spec.preset}`):",
+            _table((f"`{key}`", value) for key, value in model.spec.to_dict().items()),
+            "## Evaluation",
+            f"{_BEGIN}\nNot evaluated.\n{_END}",
+            _loading(layout),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(spec: DMSSpec) -> str:
+    return (
+        "Retrofitted with [Dynamic Memory Sparsification](https://arxiv.org/abs/2506.05345) (DMS) "
+        "by dms-train: each KV head decides for every token whether the token is evicted from the "
+        f"KV cache once it is more than {spec.window} tokens back. "
+        "The weights have the names and shapes of the original."
+    )
+
+
+def _training(model: ExportedModel, layout: ExportFormat) -> list[tuple[str, Any]]:
+    measured = "not measured" if model.cr_factor is None else f"{model.cr_factor:.4g}"
+    return [
+        ("export format", f"`{layout.name}`, for {layout.consumer}"),
+        ("dtype", model.dtype),
+        ("training step", model.provenance.get("step", UNKNOWN)),
+        ("compression ratio asked for in training", f"{model.target_cr:g}"),
+        ("compression ratio on the text of the self-test", measured),
+    ]
+
+
+def _loading(layout: ExportFormat | None) -> str:
+    trust = "" if layout is None else ", trust_remote_code=True"
+    text = f"""## How to load
+
+`path` is this folder, or its id on the hub. With transformers:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(path{trust})
+tokenizer = AutoTokenizer.from_pretrained(path)
+```
+
+With dms-train:
+
+```python
+from dms_train import LLM, SamplingParams
+
+output = LLM(path).generate("Once upon a time", SamplingParams(max_tokens=200))[0]
+print(output.outputs[0].text)
+```"""
+    if layout is not None:
+        text += (
+            "\n\n`trust_remote_code=True` runs the Python files of this folder: read them first. "
+            "`generate()` frees what is evicted."
+        )
+    return text
+
+
+def _table(rows: Iterable[tuple[str, Any]]) -> str:
+    lines = (f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows)
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
+    """Replace the evaluation section of an export's card; nothing if there is no such section.
+
+    Args:
+        directory: The export.
+        numbers: Flat metrics of an evaluation, as `metrics.json` has them; those that end in
+            `.low` and `.high` are 95% bootstrap intervals.
+    """
+    card = directory / CARD_FILE
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        return
+    rows = [(label, _number(name, numbers)) for name, label in _MEASURED.items() if name in numbers]
+    partial = card.with_name(f".{card.name}.partial")
+    partial.write_text(f"{before}{begin}\n{_table(rows)}\n{end}{after}", encoding="utf-8")
+    os.replace(partial, card)
+
+
+def _number(name: str, numbers: Mapping[str, float]) -> str:
+    value = f"{numbers[name]:.4g}" if abs(numbers[name]) < 1e4 else f"{numbers[name]:,.0f}"
+    low, high = numbers.get(f"{name}.low"), numbers.get(f"{name}.high")
+    return value if low is None or high is None else f"{value} [{low:.4g}, {high:.4g}]"

@@ -1,0 +1,68 @@
+"""Uploads an export to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class HubError(ValueError):
+    """An upload that cannot be made."""
+
+
+def check_upload(repo_id: str) -> None:
+    """Refuse an upload before there is anything to upload; asks no network.
+
+    Args:
+        repo_id: `NAME` or `OWNER/NAME`.
+
+    Raises:
+        HubError: The name is none, there is no token, or the library is absent or offline.
+    """
+    where = f"--push-to-hub={repo_id}"
+    try:
+        from huggingface_hub import constants, errors, get_token, utils
+    except ImportError:
+        fix = "pip install 'dms-train[hf]'"
+        raise HubError(f"{where}: the package huggingface_hub is absent; {fix}") from None
+    try:
+        utils.validate_repo_id(repo_id)
+    except errors.HFValidationError:
+        raise HubError(f"{where}: not the name of a repository; give OWNER/NAME") from None
+    if constants.HF_HUB_OFFLINE:
+        raise HubError(f"{where}: HF_HUB_OFFLINE forbids the network; unset it")
+    if get_token() is None:
+        raise HubError(f"{where}: no token for the hub; run `hf auth login` or set HF_TOKEN")
+
+
+def push(directory: Path, repo_id: str, *, private: bool) -> str:
+    """Create a model repository if there is none and upload a folder to it.
+
+    Args:
+        directory: The export.
+        repo_id: `NAME` or `OWNER/NAME`.
+        private: Whether a repository that is created is private.
+
+    Returns:
+        Address of the repository.
+
+    Raises:
+        HubError: The hub refused, or could not be reached; one line.
+    """
+    check_upload(repo_id)
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(
+            folder_path=directory, repo_id=url.repo_id, commit_message="Upload a DMS export"
+        )
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        fix = "use a token that may write there" if status in (401, 403) else "try again later"
+        raise HubError(f"{repo_id}: {api.endpoint} answered HTTP {status}; {fix}") from error
+    except HfHubHTTPError.__bases__ as error:  # of the HTTP library, and OSError
+        fix = "check the network and HF_ENDPOINT"
+        raise HubError(f"{repo_id}: {api.endpoint} cannot be reached; {fix}") from error
+    return str(url)

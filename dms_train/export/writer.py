@@ -1,0 +1,224 @@
+"""Writes a complete model directory that transformers loads, in one atomic step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.export.card import CARD_FILE, read_base, render
+from dms_train.export.manifest import shipped_code
+from dms_train.hf import durable
+from dms_train.hf.architecture import Architecture, to_hf_config
+from dms_train.hf.directory import WeightWriter, dtype_name
+from dms_train.hf.errors import HFError
+from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find_format
+from dms_train.hf.json_files import read_config, write_json
+from dms_train.hf.selftest import SelfTest
+from dms_train.hf.tensors import expected_shapes
+from dms_train.method.spec import DMSSpec
+
+# Marks a directory as written here, and therefore safe to replace.
+MARKER_FILE = "export.json"
+_COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_DROPPED_KEYS = ("_name_or_path", "auto_map", "dms", "transformers_version", "quantization_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Described:
+    """Everything about an export except its tensors.
+
+    Attributes:
+        architecture: The model.
+        dtype: Dtype of the exported weights.
+        provenance: JSON values saying where the weights come from.
+        compressed: The model and its format; None for a dense model.
+    """
+
+    architecture: Architecture
+    dtype: torch.dtype
+    provenance: dict[str, Any]
+    compressed: tuple[ExportedModel, ExportFormat] | None
+
+    def config(self, source: Path | None) -> dict[str, Any]:
+        """The complete config.json."""
+        config = {
+            **_source_config(source),
+            **to_hf_config(self.architecture),
+            "dtype": dtype_name(self.dtype),
+            "torch_dtype": dtype_name(self.dtype),
+        }
+        if self.compressed is not None:
+            model, layout = self.compressed
+            config |= layout.config_keys(model)
+        return config
+
+    def write(self, directory: Path, source: Path | None) -> None:
+        """Write everything but the weights and the self-test."""
+        if source is not None:
+            _copy_tokenizer(source, directory)
+        kind, record = "dense", self.provenance
+        if self.compressed is not None:
+            model, layout = self.compressed
+            kind, record = layout.name, model.record()
+            for name, text in shipped_code(model.architecture.family, layout).items():
+                (directory / name).write_text(text, encoding="utf-8")
+            for name, content in layout.json_files(model).items():
+                write_json(directory / name, content)
+        write_json(directory / MARKER_FILE, {"export_format": kind, "provenance": record})
+        write_json(directory / "config.json", self.config(source))
+        base = read_base(self.provenance.get("model"))
+        card = render(self.architecture, base, self.compressed)
+        (directory / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def write_export(  # noqa: PLR0913 - all named
+    out_dir: str | Path,
+    *,
+    architecture: Architecture,
+    spec: DMSSpec | None,
+    cr_factor: float | None,
+    target_cr: float,
+    dtype: torch.dtype,
+    export_format: str,
+    weights: Iterable[tuple[str, Tensor]],
+    source_dir: str | Path | None,
+    selftest: SelfTest | None,
+    block_size: int = 256,
+    provenance: dict[str, Any],
+) -> list[str]:
+    """Write a model directory; it appears complete or not at all.
+
+    Args:
+        out_dir: Where; may exist only if it is itself an export written here.
+        architecture: The model.
+        spec: What was trained; None writes a plain dense model.
+        cr_factor: Measured tokens seen per slot held, or None.
+        target_cr: Compression ratio asked for in training.
+        dtype: Dtype of the exported weights.
+        export_format: Name of a format; unused for dense models.
+        weights: (Hugging Face name, tensor) in any order, consumed one shard at a time.
+        source_dir: Whose tokenizer, generation config and other config keys are carried over.
+        selftest: Reference output; only with a spec.
+        block_size: Tokens per page of NVIDIA's paged cache.
+        provenance: JSON values saying where the weights come from.
+
+    Returns:
+        Advice about the format, one line each.
+
+    Raises:
+        ExportRefused: If the consumer of the format would misread the weights.
+        ValueError: If weights are missing, unknown, repeated or of the wrong shape.
+        FileExistsError: If `out_dir` exists and is not an export.
+    """
+    compressed, advice = None, []
+    if spec is not None:
+        model = ExportedModel(
+            architecture=architecture,
+            spec=spec,
+            dtype=dtype_name(dtype),
+            target_cr=target_cr,
+            block_size=block_size,
+            cr_factor=cr_factor,
+            provenance=provenance,
+        )
+        advice = check_export(export_format, model)
+        compressed = (model, find_format(export_format))
+    described = _Described(
+        architecture=architecture, dtype=dtype, provenance=provenance, compressed=compressed
+    )
+    if spec is None and selftest is not None:
+        raise HFError("a dense export has no decisions to test: pass selftest=None")
+    with _published(Path(out_dir)) as directory:
+        _write_weights(directory, weights, architecture, dtype)
+        if selftest is not None:
+            selftest.save(directory)
+        described.write(directory, None if source_dir is None else Path(source_dir))
+    return advice
+
+
+@contextmanager
+def _published(out_dir: Path) -> Iterator[Path]:
+    """A hidden sibling directory that takes the name `out_dir` when the block succeeds."""
+    check_replaceable(out_dir)
+    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        durable.sync_tree(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    replaced = out_dir.with_name(f".{out_dir.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if out_dir.exists():
+        os.replace(out_dir, replaced)
+    durable.publish(partial, out_dir)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_replaceable(out_dir: Path) -> None:
+    """Refuse a directory that was not written here; FileExistsError."""
+    if not out_dir.exists() or (out_dir / MARKER_FILE).is_file():
+        return
+    if out_dir.is_dir() and not any(out_dir.iterdir()):
+        return
+    raise FileExistsError(f"{out_dir}: exists and is not an export; choose another directory")
+
+
+def _source_config(source: Path | None) -> dict[str, Any]:
+    """Keys worth carrying over (token ids and the like); empty without a config.json."""
+    if source is None or not (source / "config.json").is_file():
+        return {}
+    return {
+        key: value
+        for key, value in read_config(source).items()
+        if key not in _DROPPED_KEYS and not key.startswith("dms_")
+    }
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    for name in _COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def _write_weights(
+    directory: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    architecture: Architecture,
+    dtype: torch.dtype,
+) -> None:
+    missing = expected_shapes(architecture)
+    with WeightWriter(directory) as writer:
+        for name, tensor in weights:
+            if architecture.tie_word_embeddings and name == "lm_head.weight":
+                continue
+            shape = missing.pop(name, None)
+            if shape is None:
+                raise HFError(f"tensor {name}: repeated, or not part of the architecture")
+            if tuple(tensor.shape) != shape:
+                raise HFError(f"tensor {name}: shape {tuple(tensor.shape)}, expected {shape}")
+            writer.add(name, tensor.to(dtype))
+        if missing:
+            raise HFError(f"{len(missing)} tensors are missing, first {next(iter(missing))}")

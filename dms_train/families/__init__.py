@@ -1,0 +1,11 @@
+"""Model families: what each is called, how its weights are named, which config.json keys it has.
+
+One module per family, named after it, with one `FAMILY`; `registry` finds them, so one file adds a
+family. `base` holds the description and what Llama-like decoders share. Nothing here needs torch,
+megatron or transformers.
+"""
+
+from dms_train.families.base import ModelFamily, ParameterMap, Refusal
+from dms_train.families.registry import FAMILIES
+
+__all__ = ["FAMILIES", "ModelFamily", "ParameterMap", "Refusal"]

@@ -1,0 +1,11 @@
+"""Qwen3, the dense models."""
+
+from dms_train.families.base import ModelFamily
+
+FAMILY = ModelFamily(
+    name="qwen3",
+    classes="Qwen3",
+    qk_norm=True,
+    head_size=128,  # transformers leaves the key out when it has this value
+    fixed={"attention_bias": False, "use_sliding_window": False},
+)

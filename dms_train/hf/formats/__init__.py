@@ -1,0 +1,35 @@
+"""Export formats: what each consumer reads, what it would misread, and reading it back.
+
+One module per format, named after it, with one `FORMAT`; `registry` finds them, so one file adds a
+format. `base` holds the description, `flat` the layout that two formats share. Nothing here needs
+torch or transformers.
+"""
+
+from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
+from dms_train.hf.formats.registry import (
+    FORMATS,
+    check_export,
+    default_format,
+    find_format,
+    format_of_preset,
+    read_format,
+    read_spec,
+    read_stated,
+    read_target_cr,
+)
+
+__all__ = [
+    "FORMATS",
+    "ExportFormat",
+    "ExportRefused",
+    "ExportedModel",
+    "Stated",
+    "check_export",
+    "default_format",
+    "find_format",
+    "format_of_preset",
+    "read_format",
+    "read_spec",
+    "read_stated",
+    "read_target_cr",
+]

@@ -1,0 +1,132 @@
+"""What is said about an export format, and what every format is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dms_train.families import FAMILIES
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.errors import HFError
+from dms_train.method.spec import DMSSpec
+
+
+class ExportRefused(ValueError):
+    """The consumer of a format would silently compute something else with these weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedModel:
+    """What is exported, without its tensors.
+
+    Attributes:
+        architecture: The model.
+        spec: What was trained.
+        dtype: Dtype of the exported weights by torch's name, such as `bfloat16`.
+        target_cr: Compression ratio asked for in training, at least 1.
+        block_size: Tokens per page of NVIDIA's paged cache.
+        cr_factor: Measured tokens seen per slot held, or None.
+        provenance: JSON values saying where the weights come from.
+    """
+
+    architecture: Architecture
+    spec: DMSSpec
+    dtype: str
+    target_cr: float
+    block_size: int
+    cr_factor: float | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Where the weights come from and how far they were compressed."""
+        return {**self.provenance, "cr_factor": self.cr_factor, "target_cr": self.target_cr}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stated:
+    """What a model directory states about its training.
+
+    Attributes:
+        spec: The specification.
+        target_cr: Compression ratio asked for in training; 1 if nothing says so.
+        cr_factor: Measured tokens seen per slot held, or None.
+    """
+
+    spec: DMSSpec
+    target_cr: float
+    cr_factor: float | None
+
+
+def no_advice(model: ExportedModel) -> list[str]:
+    """Nothing to say."""
+    return []
+
+
+def no_problem(model: ExportedModel) -> None:
+    """Every specification fits."""
+
+
+def no_files(model: ExportedModel) -> dict[str, dict[str, Any]]:
+    """Nothing but config.json."""
+    return {}
+
+
+def modeling_code(family: str) -> dict[str, str]:
+    """The project's own modelling code: name in the export to name in `dms_train/export/code`."""
+    return {f"{stem}_{family}_dms.py": f"{stem}_dms.py" for stem in ("configuration", "modeling")}
+
+
+def modeling_keys(family: str) -> dict[str, Any]:
+    """Keys of config.json with which transformers finds `modeling_code`."""
+    classes = FAMILIES[family].classes
+    return {
+        "architectures": [f"{classes}ForCausalLMDMS"],
+        "use_cache": True,
+        "auto_map": {
+            "AutoConfig": f"configuration_{family}_dms.{classes}ConfigDMS",
+            "AutoModelForCausalLM": f"modeling_{family}_dms.{classes}ForCausalLMDMS",
+        },
+    }
+
+
+def read_spec_values(directory: Path, values: dict[str, Any]) -> DMSSpec:
+    """A stored specification; HFError naming the directory if its values are not those of one."""
+    try:
+        return DMSSpec.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise HFError(f"{directory}: {error}; export it again") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExportFormat:
+    """How an export is laid out, and what the program that reads it can compute.
+
+    Attributes:
+        name: As in `stage.export.format`, and the name of the module.
+        consumer: The program that reads it, in messages.
+        preset: Preset of the method whose exports have this format unless another is asked for.
+        dtype: The only dtype of weights it takes, by torch's name; None takes any.
+        config_keys: What it adds to (or replaces in) config.json.
+        read: What a directory in this format states, None for a directory in another one.
+            Arguments: the directory; its config.json; whether the caller knows the adapter
+            variant, whose spec has no meaningful channel. HFError if the values are incomplete,
+            contradictory or of a variant not supported.
+        problem: The first reason why the consumer would misread the weights, or None.
+        advice: One line each: correct to load, but worth knowing.
+        json_files: Further files beside config.json, by name.
+        code_files: Modelling code of a family that is shipped: name in the export to name in
+            `dms_train/export/code`.
+    """
+
+    name: str
+    consumer: str
+    preset: str
+    config_keys: Callable[[ExportedModel], dict[str, Any]]
+    read: Callable[[Path, dict[str, Any], bool], Stated | None]
+    dtype: str | None = None
+    problem: Callable[[ExportedModel], str | None] = no_problem
+    advice: Callable[[ExportedModel], list[str]] = no_advice
+    json_files: Callable[[ExportedModel], dict[str, dict[str, Any]]] = no_files
+    code_files: Callable[[str], dict[str, str]] = modeling_code

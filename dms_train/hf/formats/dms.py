@@ -1,0 +1,47 @@
+"""This project's own format: the whole specification under one key, `dms`, of config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dms_train.hf.errors import HFError
+from dms_train.hf.formats.base import (
+    ExportedModel,
+    ExportFormat,
+    Stated,
+    modeling_keys,
+    read_spec_values,
+)
+
+
+def _config_keys(model: ExportedModel) -> dict[str, Any]:
+    """One nested key, and a model_type that plain transformers does not know."""
+    family = model.architecture.family
+    return {
+        **modeling_keys(family),
+        "model_type": f"dms_{family}",
+        "dms": {
+            "spec": model.spec.to_dict(),
+            "cr_factor": model.cr_factor,
+            "target_cr": model.target_cr,
+        },
+    }
+
+
+def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
+    if "dms" not in config:
+        return None
+    dms = config["dms"]
+    if not isinstance(dms, dict) or not isinstance(dms.get("spec"), dict):
+        raise HFError(f"{directory}: config.json has a `dms` key without a spec")
+    return Stated(
+        spec=read_spec_values(directory, dms["spec"]),
+        target_cr=float(dms.get("target_cr", 1.0)),
+        cr_factor=dms.get("cr_factor"),
+    )
+
+
+FORMAT = ExportFormat(
+    name="dms", consumer="this project", preset="dms", config_keys=_config_keys, read=_read
+)

@@ -1,0 +1,196 @@
+"""The layout of `nvidia` and `fastdms`: flat `dms_*` keys in config.json, and dms_metadata.json.
+
+Both consumers know only some specifications, and neither layout can say which channel a checkpoint
+was trained with, so everything else is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.errors import HFError
+from dms_train.hf.formats.base import ExportedModel, Stated, modeling_keys, read_spec_values
+from dms_train.hf.json_files import read_json
+from dms_train.method.spec import DMSSpec
+
+METADATA_FILE = "dms_metadata.json"
+DTYPE = "bfloat16"
+DECISION_SOURCE = "borrowed_query_last_channel"
+_KEYS = ("dms_window_size", "dms_alpha_scale", "dms_initial_alpha_offset", "dms_cr")
+_SWITCHES = {"dms_separate_alpha": False, "dms_alpha_per": "head", "dms_disable_eviction": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a consumer of the flat layout computes.
+
+    Attributes:
+        families: Model families it has DMS code for.
+        decision_shift: The only shift it knows.
+        clear_after_rope: Whether it clears the eviction channel again after RoPE.
+        max_group: Most query heads per KV head its kernels take.
+        max_head_size: Largest head size its kernels take.
+    """
+
+    families: tuple[str, ...]
+    decision_shift: int
+    clear_after_rope: bool
+    max_group: int | None = None
+    max_head_size: int | None = None
+
+    def problem(self, model: ExportedModel) -> str | None:
+        """The first reason why the weights would be misread."""
+        return self._method_problem(model.spec) or self._model_problem(model)
+
+    def _method_problem(self, spec: DMSSpec) -> str | None:
+        if spec.channel != -1:
+            return f"method.channel={spec.channel}: it reads the last channel (-1)"
+        if spec.decision_shift != self.decision_shift:
+            return (
+                f"method.decision_shift={spec.decision_shift}: it evicts with shift "
+                f"{self.decision_shift}, and weights cannot be converted"
+            )
+        if spec.eviction != "delayed":
+            return f"method.eviction={spec.eviction}: it knows only delayed eviction"
+        if spec.clear_after_rope != self.clear_after_rope:
+            does = "clears" if self.clear_after_rope else "does not clear"
+            return (
+                f"method.clear_after_rope={spec.clear_after_rope}: it {does} the channel after RoPE"
+            )
+        return None
+
+    def _model_problem(self, model: ExportedModel) -> str | None:
+        a = model.architecture
+        if a.family not in self.families:
+            return f"family {a.family}: it has DMS code for {', '.join(self.families)} only"
+        if a.family == "qwen3" and a.rope_scaling is not None:
+            return "rope_scaling on qwen3: it is ignored"
+        group = a.num_attention_heads // a.num_query_groups
+        if self.max_group is not None and group > self.max_group:
+            return f"{group} query heads per KV head: its kernels take up to {self.max_group}"
+        if self.max_head_size is not None and a.kv_channels > self.max_head_size:
+            return f"head size {a.kv_channels}: its kernels take up to {self.max_head_size}"
+        if model.dtype != DTYPE:
+            return f"dtype {model.dtype}: export {DTYPE}"
+        return None
+
+
+def rounding_advice(model: ExportedModel) -> list[str]:
+    """Whether the compression ratio is rounded."""
+    cr = model.target_cr
+    return [] if cr == int(cr) else [f"dms_cr is an integer: {cr} is written as {int(cr)}"]
+
+
+def config_keys(model: ExportedModel) -> dict[str, Any]:
+    """Flat keys beside the family's own; model_type stays the family's."""
+    spec = model.spec
+    return {
+        **modeling_keys(model.architecture.family),
+        "model_type": model.architecture.family,
+        "dms_alpha_scale": spec.alpha_scale,
+        "dms_initial_alpha_offset": spec.alpha_offset,
+        "dms_window_size": spec.window,
+        "dms_paged_attention_block_size": model.block_size,
+        "dms_cr": int(model.target_cr),  # rounded down: never claims more than was asked for
+        "dms_tau": spec.tau,
+        **_SWITCHES,
+        "dms_decision_shift": spec.decision_shift,
+    }
+
+
+def metadata_file(model: ExportedModel) -> dict[str, dict[str, Any]]:
+    """Content of dms_metadata.json, by that name."""
+    spec = model.spec
+    content = {
+        "format_version": 1,
+        "config": {
+            "window_size": spec.window,
+            "alpha_scale": spec.alpha_scale,
+            "alpha_offset": spec.alpha_offset,
+            "target_cr": int(model.target_cr),
+            "context_len": model.architecture.max_position_embeddings,
+            "compression_mode": "relu",
+            "dms_decision_shift": spec.decision_shift,
+            "decision_source": DECISION_SOURCE,
+        },
+        "provenance": {**model.record(), "spec": spec.to_dict()},
+    }
+    return {METADATA_FILE: content}
+
+
+def flat_shift(config: dict[str, Any]) -> int | None:
+    """The decision shift of a config.json with flat keys, by default 1; None without such keys."""
+    if "dms" in config or not any(key in config for key in _KEYS):
+        return None
+    shift = config.get("dms_decision_shift")
+    return 1 if shift is None else shift
+
+
+def read_flat(
+    directory: Path, config: dict[str, Any], conventions: DMSSpec, *, adapter: bool
+) -> Stated:
+    """What flat keys state.
+
+    Args:
+        directory: The export.
+        config: Its config.json.
+        conventions: What the keys leave open: the consumer's values. Those that matter only in
+            training come from our provenance if present.
+        adapter: Whether the adapter variant is accepted.
+
+    Raises:
+        HFError: If the keys are incomplete, contradictory or of a variant not supported.
+    """
+    from_hf_config(config)
+    for key, only in _SWITCHES.items():
+        if adapter and key == "dms_separate_alpha":
+            continue
+        if config.get(key, only) != only:
+            raise HFError(f"{directory}: {key}={config[key]!r} is not supported, only {only!r}")
+    if "dms_window_size" not in config:
+        present = next(key for key in _KEYS if key in config)
+        raise HFError(f"{directory}: config.json has {present} but no dms_window_size")
+    path = directory / METADATA_FILE
+    stored = read_json(path) if path.is_file() else {}
+    trained, consumed = stored.get("provenance") or {}, stored.get("config") or {}
+    spec = _flat_spec(directory, config, trained.get("spec"), conventions)
+    _check_agreement(path, consumed, spec)
+    ratios = (trained.get("target_cr"), consumed.get("target_cr"), config.get("dms_cr"))
+    return Stated(
+        spec=spec,
+        target_cr=float(next((ratio for ratio in ratios if ratio is not None), 1.0)),
+        cr_factor=trained.get("cr_factor"),
+    )
+
+
+def _flat_spec(
+    directory: Path, config: dict[str, Any], trained: dict[str, Any] | None, base: DMSSpec
+) -> DMSSpec:
+    stated = {
+        "channel": base.channel,
+        "eviction": base.eviction,
+        "clear_after_rope": base.clear_after_rope,
+        "decision_shift": config.get("dms_decision_shift", 1),
+        "window": config["dms_window_size"],
+        "alpha_scale": config.get("dms_alpha_scale", base.alpha_scale),
+        "alpha_offset": config.get("dms_initial_alpha_offset", base.alpha_offset),
+        "tau": config.get("dms_tau"),
+    }
+    known = {key: value for key, value in stated.items() if value is not None}
+    return read_spec_values(directory, {**(trained or base.to_dict()), **known})
+
+
+def _check_agreement(path: Path, stored: dict[str, Any], spec: DMSSpec) -> None:
+    ours = {
+        "window_size": spec.window,
+        "alpha_scale": spec.alpha_scale,
+        "alpha_offset": spec.alpha_offset,
+        "dms_decision_shift": spec.decision_shift,
+        "decision_source": DECISION_SOURCE,
+    }
+    for key, value in ours.items():
+        if stored.get(key, value) != value:
+            raise HFError(f"{path}: {key}={stored[key]!r} but config.json says {value!r}")

@@ -1,0 +1,112 @@
+"""Every export format, found by its module, and what is asked of whichever fits."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
+from dms_train.hf.json_files import read_config
+from dms_train.method.spec import DMSSpec
+
+OWN = "dms"
+_NOT_FORMATS = ("base", "flat", "registry")
+
+
+def _found() -> dict[str, ExportFormat]:
+    names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    modules = {
+        name: importlib.import_module(f"{__package__}.{name}")
+        for name in sorted(names)
+        if name not in _NOT_FORMATS
+    }
+    return {name: module.FORMAT for name, module in modules.items()}
+
+
+FORMATS: dict[str, ExportFormat] = _found()
+"""Formats by name, in alphabetical order."""
+
+
+def format_of_preset(preset: str) -> str:
+    """The export format that goes with a preset of the method; `dms` if none claims it."""
+    return next((name for name, found in FORMATS.items() if found.preset == preset), OWN)
+
+
+def default_format(spec: DMSSpec) -> str:
+    """The format that goes with the spec's preset."""
+    return format_of_preset(spec.preset)
+
+
+def find_format(name: str) -> ExportFormat:
+    """A format by name.
+
+    Raises:
+        ExportRefused: There is none of that name; the known ones are listed.
+    """
+    if name not in FORMATS:
+        raise ExportRefused(f"export format {name!r}: choose one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def check_export(name: str, model: ExportedModel) -> list[str]:
+    """Check that the consumer of a format computes what was trained.
+
+    Args:
+        name: The format.
+        model: What is to be exported.
+
+    Returns:
+        Advice, one line each: correct to load, but worth knowing.
+
+    Raises:
+        ExportRefused: The first reason why the weights would be misread.
+    """
+    found = find_format(name)
+    if not model.target_cr >= 1:
+        raise ExportRefused(f"compression ratio {model.target_cr}: a factor of at least 1")
+    problem = found.problem(model)
+    if problem:
+        raise ExportRefused(
+            f"export format {name} ({found.consumer}): {problem}; "
+            f"or export in format {OWN}, which every spec fits"
+        )
+    return found.advice(model)
+
+
+def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, Stated] | None:
+    """What a DMS model in any of the formats states, with the format; None for a dense model.
+
+    Args:
+        directory: The export.
+        adapter: Whether the caller knows the adapter variant; its spec has no meaningful channel.
+
+    Raises:
+        FileNotFoundError: If there is no config.json.
+        HFError: If the keys are incomplete, contradictory or of a variant not supported.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    for name, found in FORMATS.items():
+        stated = found.read(directory, config, adapter)
+        if stated is not None:
+            return name, stated
+    return None
+
+
+def read_spec(directory: str | Path, *, adapter: bool = False) -> DMSSpec | None:
+    """The specification of a DMS model, None for a dense one; arguments, errors: `read_stated`."""
+    found = read_stated(directory, adapter=adapter)
+    return None if found is None else found[1].spec
+
+
+def read_format(directory: str | Path) -> str | None:
+    """The format of a DMS model, or None for a dense model; errors as `read_stated`."""
+    found = read_stated(directory)
+    return None if found is None else found[0]
+
+
+def read_target_cr(directory: str | Path) -> float:
+    """The compression ratio an export was trained for; 1 for a dense model."""
+    found = read_stated(directory)
+    return 1.0 if found is None else found[1].target_cr

@@ -1,0 +1,121 @@
+"""The interface between a model and a cache.
+
+Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.base import Attended
+from dms_train.inference.policies.base import Arrival
+from dms_train.method.decisions import (
+    eviction_channel,
+    eviction_logits,
+    hard_decisions,
+    scale_eviction_channel,
+)
+from dms_train.method.spec import DMSSpec
+
+
+class AttentionStep(NamedTuple):
+    """Tokens of one layer on their way into a cache, before RoPE.
+
+    With one token per sequence, `position` and the inner dimensions of the tensors are contiguous.
+
+    Attributes:
+        query: [b, n, g, r, d].
+        key: [b, n, g, 1, d].
+        value: Likewise.
+        cos: [b, n, 1, 1, d], both halves alike.
+        sin: Likewise.
+        position: int64 [b, n]; -1 for padding.
+        rows: Cache rows of the sequences, int64 [b], all different.
+        spec: Of a model whose query carries an eviction channel; None for any other.
+        adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
+            called only where decisions are read.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    position: Tensor
+    rows: Tensor
+    spec: DMSSpec | None = None
+    adapter: Callable[[], Tensor] | None = None
+
+    def decisions(self) -> Tensor | None:
+        """Hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
+        if self.adapter is not None:
+            return self.adapter()
+        if self.spec is None:
+            return None
+        activation = eviction_channel(self.query, self.spec.channel)
+        return hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
+
+    def rotated(self) -> tuple[Tensor, Arrival]:
+        """With RoPE and without the eviction channel, for caches that store rotated keys.
+
+        Returns:
+            Query [b, g * r, n, d], and the arriving tokens.
+        """
+        signal = self.decisions()
+        query = self._rotate(self._cleared(self.query))
+        if self.spec is not None and self.spec.clear_after_rope:
+            query = self._cleared(query)
+        key = self._rotate(self.key).squeeze(3).transpose(1, 2)
+        value = self.value.squeeze(3).transpose(1, 2)
+        arrival = Arrival(self.position, key, value, signal)
+        return query.flatten(2, 3).transpose(1, 2), arrival
+
+    def _cleared(self, query: Tensor) -> Tensor:
+        """The query with 0 in its eviction channel."""
+        if self.spec is None:
+            return query
+        return scale_eviction_channel(query, self.spec.channel, 0.0)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """RoPE on x [b, n, g, r, d]."""
+        first, second = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-second, first], -1) * self.sin
+
+
+class KVCache(Protocol):
+    """Keys and values of several sequences ("rows"), all layers."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes taken from the system now."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever taken from the system."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of one KV head."""
+        ...
+
+    def step(self, layer: int, step: AttentionStep) -> Attended:
+        """Store the tokens of a layer and let them attend; layers are visited in order."""
+        ...
+
+    def live(self, rows: Tensor) -> Tensor:
+        """Tokens held that a later query may read, int64 [layers, b, kv_heads]."""
+        ...
+
+    def held_slots(self, rows: Tensor) -> Tensor:
+        """Slots reserved, live or not, int64 [layers, b, kv_heads]."""
+        ...
+
+    def free(self, rows: Tensor) -> None:
+        """Forget the sequences in these rows, int64 [b]."""
+        ...

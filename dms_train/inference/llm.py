@@ -1,0 +1,229 @@
+"""`LLM(path).generate(prompts, SamplingParams(...))`: whole prompts and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.hf.architecture import Architecture
+from dms_train.inference.accounting import TotalKV
+from dms_train.inference.engine import InferenceEngine, Prompt
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import RequestOutput
+from dms_train.inference.tokenizer import Tokenizer
+from dms_train.method.spec import DMSSpec
+
+Prompts = Prompt | list[Prompt] | list[str] | list[list[int]]
+
+
+class LLM:
+    """A model that continues prompts.
+
+    Args:
+        model: Directory or hub id (local cache only), of a family in `families`, dense or exported
+            with DMS.
+        options: How to run it; single values can be given by name instead.
+        **overrides: Fields of `EngineOptions`.
+
+    Attributes:
+        engine: What runs the requests.
+    """
+
+    def __init__(
+        self, model: str | Path, options: EngineOptions | None = None, **overrides: Any
+    ) -> None:
+        if options is not None and overrides:
+            raise InferenceError("options and single values: give one or the other")
+        self.engine = InferenceEngine(model, options or EngineOptions(**overrides))
+
+    @property
+    def options(self) -> EngineOptions:
+        """How it runs."""
+        return self.engine.options
+
+    @property
+    def architecture(self) -> Architecture:
+        """Sizes of the model."""
+        return self.engine.architecture
+
+    @property
+    def spec(self) -> DMSSpec | None:
+        """What the model was trained for; None for a dense model."""
+        return self.engine.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and computation."""
+        return self.engine.dtype
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None if its directory has none."""
+        return self.engine.tokenizer
+
+    @property
+    def kv(self) -> TotalKV | None:
+        """What the cache has cost so far; None before any request has finished."""
+        return self.engine.kv
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes the cache takes from the system now, page tables included."""
+        return self.engine.allocated_bytes
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts.
+
+        Args:
+            prompts: Texts, token id lists or `{"prompt_token_ids": [...]}`; one or several.
+            sampling_params: One for all, or one for each prompt.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            InferenceError: A prompt is empty, too long or not of this vocabulary.
+        """
+        request_ids = self._add(prompts, sampling_params, final_only=True)
+        outputs = {o.request_id: o for batch in self._passes(request_ids) for o in batch}
+        return [outputs[request_id] for request_id in request_ids]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> Iterator[list[RequestOutput]]:
+        """As `generate`, one forward pass at a time.
+
+        Args:
+            prompts: As in `generate`.
+            sampling_params: As in `generate`.
+
+        Returns:
+            For each pass, the requests that took part: their tokens so far and what the cache
+            holds for them now. The cache of a finished request is freed before the next pass.
+        """
+        passes = self._passes(self._add(prompts, sampling_params, final_only=False))
+        next(passes)  # once started, an iterator that is dropped aborts its requests
+        return passes
+
+    def conversation(self) -> Conversation:
+        """A conversation whose cache lives from turn to turn; close it to free its row."""
+        return Conversation(self.engine)
+
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """Logits at every token of a text, computed through the cache.
+
+        Args:
+            token_ids: The text.
+
+        Returns:
+            float [len(token_ids), vocab].
+        """
+        return self.engine.logits(token_ids)
+
+    def _add(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None,
+        *,
+        final_only: bool,
+    ) -> list[str]:
+        """A request per prompt; refuses all when one is bad."""
+        items = _as_list(prompts)
+        params = sampling_params or SamplingParams()
+        each = params if isinstance(params, list) else [params] * len(items)
+        if len(each) != len(items):
+            raise InferenceError(f"{len(items)} prompts but {len(each)} sampling_params")
+        request_ids: list[str] = []
+        try:
+            for prompt, how in zip(items, each, strict=True):
+                request_id = self.engine.add_request(
+                    prompt, how, final_only=final_only, keep_cache=True
+                )
+                request_ids.append(request_id)
+        except BaseException:
+            self._abort(request_ids)
+            raise
+        return request_ids
+
+    def _passes(self, request_ids: list[str]) -> Iterator[list[RequestOutput]]:
+        """An empty list, then the outputs of each pass until all requests have finished."""
+        unfinished = set(request_ids)
+        try:
+            yield []
+            while unfinished:
+                outputs = self.engine.step(unfinished)
+                yield outputs
+                finished = [o.request_id for o in outputs if o.finished]
+                self._abort(finished)
+                unfinished.difference_update(finished)
+        finally:
+            self._abort(request_ids)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+
+class Conversation:
+    """Turns that continue one cache: what was evicted in an earlier turn stays evicted.
+
+    Made by `LLM.conversation`; use it as a context manager or call `close`.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._request_id = engine.open_conversation()
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def say(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Add a prompt to what was said and generated so far, and continue.
+
+        An error in the middle of a forward pass closes the conversation.
+
+        Args:
+            prompt: Text or token ids of this turn only.
+            sampling_params: How to continue.
+
+        Raises:
+            InferenceError: The conversation is closed, or the prompt is refused.
+        """
+        self._engine.add_turn(self._request_id, prompt, sampling_params)
+        outputs: list[RequestOutput] = []
+        try:
+            while not outputs:
+                outputs = self._engine.step([self._request_id])
+        except BaseException:
+            self.close()
+            raise
+        return outputs[0]
+
+    def close(self) -> None:
+        """Free the cache; further turns are refused."""
+        self._engine.abort(self._request_id)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    single = isinstance(prompts, str | dict)
+    tokens = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+    if single or tokens:
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InferenceError("prompts: give text, token ids or a list of either")
+    return list(prompts)

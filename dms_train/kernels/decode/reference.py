@@ -1,0 +1,167 @@
+"""A decode step in plain loops and float64; reference of `triton_append`, `triton_attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.kernels.decode.paged import (
+    ALWAYS,
+    FP8,
+    LIST_FULL,
+    NEVER,
+    OUT_OF_PAGES,
+    Decisions,
+    PagedCache,
+    Step,
+)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on x [..., d] in float64; cos and sin broadcast to it."""
+    first, second = x.double().chunk(2, -1)
+    return x.double() * cos.double() + torch.cat([-second, first], -1) * sin.double()
+
+
+def append(step: Step, cache: PagedCache, rule: Decisions) -> Tensor:
+    """Store one token per sequence, after evicting the one that leaves the window if it is marked.
+
+    Args:
+        step: The tokens.
+        cache: Updated in place.
+        rule: Where decisions come from.
+
+    Returns:
+        The query with RoPE, float64 [b, h * g, d].
+    """
+    b, heads, d = step.query.shape
+    h = step.key.shape[1]
+    query = step.query.double().view(b, h, heads // h, d).clone()
+    activation = query[:, :, 0, rule.channel].float()
+    marks = activation * rule.scale - rule.offset > 0 if step.signal is None else step.signal
+    if rule.clear:
+        query[:, :, 0, rule.channel] = 0
+    query = rotate(query, step.cos[:, None, None], step.sin[:, None, None])
+    if rule.clear_after_rope:
+        query[:, :, 0, rule.channel] = 0
+    key = rotate(step.key, step.cos[:, None], step.sin[:, None])
+    for i, row in enumerate(step.rows.tolist()):
+        for head in range(h if row >= 0 else 0):
+            marked = rule.source == ALWAYS or bool(marks[i, head])
+            claim = _claim(cache, row, head, (int(step.position[i]), marked), rule)
+            if claim is not None:
+                _store(cache, row, head, claim, torch.stack([key[i, head], step.value[i, head]]))
+    return query.view(b, heads, d)
+
+
+def _claim(
+    cache: PagedCache, row: int, head: int, token: tuple[int, bool], rule: Decisions
+) -> tuple[int, bool] | None:
+    """Evict the leaving token if marked. Returns a slot for `token` and whether it is a new slot.
+
+    Args:
+        cache: Updated.
+        row: Cache row.
+        head: KV head.
+        token: Position of the arriving token, and its decision.
+        rule: How it decides.
+    """
+    (t, marked), ring, length = token, cache.ring[row, head], int(cache.lengths[row, head])
+    size, evicts, slot = len(ring), False, length
+    if rule.source != NEVER:
+        if 0 < rule.shift <= min(t, size) and marked:
+            ring[(t - rule.shift) % size] |= 1
+        leaving = int(ring[t % size])
+        evicts = t >= size and leaving % 2 == 1
+        slot = leaving // 2 if evicts else length
+    if not evicts and not _reserve_slot(cache, row, head, slot):
+        return None
+    cache.lengths[row, head] = length + (not evicts)
+    if rule.source != NEVER:
+        ring[t % size] = 2 * slot + (rule.shift == 0 and marked)
+    return slot, not evicts
+
+
+def _reserve_slot(cache: PagedCache, row: int, head: int, slot: int) -> bool:
+    """Give the KV list a page for its next slot if it has none; False if that is impossible."""
+    place, free = slot // cache.page_slots, cache.free
+    if place >= cache.table.shape[-1]:
+        free.fault.bitwise_or_(LIST_FULL)
+        return False
+    if slot % cache.page_slots:
+        return True
+    free.left.sub_(1)
+    left = int(free.left)
+    if left < 0:
+        free.fault.bitwise_or_(OUT_OF_PAGES)
+        return False
+    cache.table[row, head, place] = free.numbers[left]
+    return True
+
+
+def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair: Tensor) -> None:
+    """Write key and value [2, d] into a claimed slot."""
+    place, offset = divmod(claim[0], cache.page_slots)
+    page = cache.pages[int(cache.table[row, head, place])]
+    fresh = claim[1] and offset == 0
+    for kind in range(2):
+        wide = pair[kind].double()
+        if cache.exponents is not None:
+            scale = cache.exponents[row, head, place]
+            _fit_exponent(page[kind], scale[kind], wide, fresh=fresh)
+            wide = wide * 2.0 ** -float(scale[kind])
+        page[kind, offset] = wide.float().to(page.dtype)
+
+
+def _fit_exponent(page: Tensor, exponent: Tensor, wide: Tensor, *, fresh: bool) -> None:
+    """Raise a page's exponent until `wide` [d] fits, shifting what is stored; in place.
+
+    Values are kept at or below 256 of e4m3's 448. A page starts, and is raised, with one power of
+    two to spare, so that raises are rare; they are exact except for values that fall below 2**-6.
+    """
+    peak = wide.abs().max()
+    need = min(max(int(torch.frexp(peak)[1]) - 8, -100), 100) if peak > 0 else -100
+    if fresh:
+        exponent.fill_(need + 1)
+    elif need > int(exponent):
+        page.copy_((page.float() * 2.0 ** (int(exponent) - need - 1)).to(page.dtype))
+        exponent.fill_(need + 1)
+
+
+def attend(query: Tensor, cache: PagedCache, rows: Tensor, scale: float) -> Tensor:
+    """softmax(q k^T * scale) v over the live slots.
+
+    Args:
+        query: [b, h * g, d] with RoPE.
+        cache: What is attended.
+        rows: int32 [b]; -1 for none.
+        scale: Factor on the scores.
+
+    Returns:
+        float64 [b, h * g, d]; 0 where nothing is live.
+    """
+    b, heads, d = query.shape
+    h = cache.lengths.shape[1]
+    grouped = query.double().view(b, h, heads // h, d)
+    output = torch.zeros_like(grouped)
+    for i, row in enumerate(rows.tolist()):
+        for head in range(h if row >= 0 else 0):
+            key, value = live_slots(cache, row, head)
+            if len(key):
+                output[i, head] = (grouped[i, head] @ key.T * scale).softmax(-1) @ value
+    return output.view(b, heads, d)
+
+
+def live_slots(cache: PagedCache, row: int, head: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a KV list, float64 [length, d] each, slot by slot."""
+    length, size = int(cache.lengths[row, head]), cache.page_slots
+    used = -(-length // size)
+    pages = cache.pages[cache.table[row, head, :used].long()].to(_readable(cache.pages)).double()
+    if cache.exponents is not None:
+        pages = pages * 2.0 ** cache.exponents[row, head, :used, :, None, None].double()
+    key, value = pages.transpose(0, 1).flatten(1, 2)[:, :length]
+    return key, value
+
+
+def _readable(pages: Tensor) -> torch.dtype:
+    return torch.float32 if pages.dtype == FP8 else pages.dtype

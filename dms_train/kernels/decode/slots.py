@@ -1,0 +1,32 @@
+"""Attention of a few queries over gathered slots: reference for kernels that read pages in place.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, q queries, s slots, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(d) + mask) v; scores and softmax are at least float32.
+
+    Args:
+        query: [b, h * r, q, d].
+        key: [b, h, s, d].
+        value: [b, h, s, d].
+        mask: bool, [b, h, 1, q, s] or [b, h, r, q, s]; True where a query reads a slot. A query
+            that reads nothing has an unspecified, finite output.
+
+    Returns:
+        Output [b, h * r, q, d] in the dtype of `value`, and weights [b, h * r, q, s].
+    """
+    b, heads, q, d = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.reshape(b, key.shape[1], -1, q, d).to(wide)
+    scores = grouped @ key.to(wide).transpose(-1, -2).unsqueeze(2) * d**-0.5
+    scores = scores.masked_fill(~mask, torch.finfo(wide).min)
+    weights = scores.softmax(-1)
+    output = weights.to(value.dtype) @ value.unsqueeze(2)
+    return output.reshape(b, heads, q, d), weights.reshape(b, heads, q, -1)

@@ -1,0 +1,355 @@
+"""One kernel per layer that stores a new token in a paged cache: RoPE, decision, eviction, storage.
+
+One program per (sequence, KV head); KV lists share nothing but the free list. `reference` is the
+same in plain loops.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.decode.paged import (
+    ALWAYS,
+    EVICTION_CHANNEL,
+    FP8,
+    LIST_FULL,
+    NEVER,
+    OUT_OF_PAGES,
+    SIGNAL,
+    Decisions,
+    PagedCache,
+    Step,
+)
+
+_NEVER, _ALWAYS = tl.constexpr(NEVER), tl.constexpr(ALWAYS)
+_EVICTION_CHANNEL, _SIGNAL = tl.constexpr(EVICTION_CHANNEL), tl.constexpr(SIGNAL)
+_OUT_OF_PAGES, _LIST_FULL = tl.constexpr(OUT_OF_PAGES), tl.constexpr(LIST_FULL)
+
+
+@triton.jit
+def _raised_exponent(
+    page_ptr,
+    held,
+    first,
+    second,
+    fresh,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Exponent of a page once it also holds a vector (two halves); requantises the page if raised.
+
+    A page starts and is raised with one power of two to spare, so that raises are rare.
+    """
+    peak = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+    need = (peak.to(tl.int32, bitcast=True) >> 23) - 134  # peak * 2**-need lies in [128, 256)
+    need = tl.minimum(tl.maximum(need, -100), 100)
+    used = tl.where(fresh | (need > held), need + 1, held)
+    if (used > held) & (fresh == 0):
+        slot, channel = tl.arange(0, PAGE)[:, None], tl.arange(0, D_PAD)[None, :]
+        at = page_ptr + slot * D + channel
+        inside = (channel < D) & (slot < PAGE)
+        old = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        new = old * tl.exp2((held - used).to(tl.float32))
+        tl.store(at, new.to(page_ptr.dtype.element_ty), mask=inside)
+    return used
+
+
+@triton.jit
+def _claim(
+    entry_ptr,
+    time,
+    length,
+    bit,
+    SOURCE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """Mark the governed token and evict the leaving one if marked.
+
+    Returns the slot of the arriving token, whether it is new, and its ring entry.
+
+    entry_ptr is the KV list's ring; bit is 1 for a decision to evict.
+    """
+    slot, grown, entry = length, True, 0
+    if SOURCE != _NEVER:
+        leaving = tl.load(entry_ptr + time % RING, mask=time >= RING, other=0)
+        if SHIFT == RING:
+            leaving = leaving | bit
+        elif SHIFT > 0:
+            governed_ptr = entry_ptr + (time + RING - SHIFT) % RING
+            governed = tl.load(governed_ptr, mask=time >= SHIFT, other=0)
+            tl.debug_barrier()
+            tl.store(governed_ptr, governed | bit, mask=time >= SHIFT)
+        evicts = (time >= RING) & (leaving % 2 == 1)
+        slot = tl.where(evicts, leaving // 2, length)
+        grown = evicts == 0
+        entry = slot * 2
+        if SHIFT == 0:
+            entry += bit
+    return slot, grown, entry
+
+
+@triton.jit
+def _page_of(table_ptr, numbers_ptr, count_ptr, fault_ptr, place, places, fresh):
+    """Page at a place of a KV list's table, from the free list if fresh, and whether it is."""
+    stored = place < places
+    page = tl.load(table_ptr + place, mask=stored & (fresh == 0), other=0)
+    if stored == 0:
+        tl.atomic_or(fault_ptr, _LIST_FULL)
+    elif fresh:
+        left = tl.atomic_add(count_ptr, -1) - 1
+        stored = left >= 0
+        page = tl.load(numbers_ptr + left, mask=stored, other=0)
+        tl.store(table_ptr + place, page, mask=stored)
+        if left < 0:
+            tl.atomic_or(fault_ptr, _OUT_OF_PAGES)
+    return page, stored
+
+
+@triton.jit
+def _down_scales(
+    pair_ptr,
+    used_key,
+    used_value,
+    page_ptr,
+    key_1,
+    key_2,
+    value_1,
+    value_2,
+    fresh,
+    stored,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Factors that bring key and value into their page's range; raises its exponents if need be."""
+    if stored:
+        used_key = _raised_exponent(page_ptr, used_key, key_1, key_2, fresh, D, D_PAD, PAGE)
+        used_value = _raised_exponent(
+            page_ptr + PAGE * D, used_value, value_1, value_2, fresh, D, D_PAD, PAGE
+        )
+        tl.debug_barrier()  # the old content of the slot is rewritten before the new one
+        tl.store(pair_ptr, used_key.to(tl.int8))
+        tl.store(pair_ptr + 1, used_value.to(tl.int8))
+    return tl.exp2(-used_key.to(tl.float32)), tl.exp2(-used_value.to(tl.float32))
+
+
+@triton.jit
+def _query_halves(query_ptr, half, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr):
+    """The query heads of a KV head as two halves of their channels, float32 [R_PAD, D_PAD / 2]."""
+    member = tl.arange(0, R_PAD)[:, None]
+    real = (member < R) & (half < D // 2)[None, :]
+    at = member * D + half[None, :]
+    first = tl.load(query_ptr + at, mask=real, other=0.0)
+    second = tl.load(query_ptr + at + D // 2, mask=real, other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _rotate_query(
+    first,
+    second,
+    rotated_ptr,
+    cos,
+    sin,
+    half,
+    CHANNEL: tl.constexpr,
+    CLEAR: tl.constexpr,
+    CLEAR_AFTER: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    D: tl.constexpr,
+):
+    """RoPE on the query heads of a KV head, without the borrowed channel."""
+    HALF: tl.constexpr = D // 2
+    member = tl.arange(0, R_PAD)[:, None]
+    real = (member < R) & (half < HALF)[None, :]
+    at = member * D + half[None, :]
+    borrowed_1 = (member == 0) & (half[None, :] == CHANNEL)
+    borrowed_2 = (member == 0) & (half[None, :] + HALF == CHANNEL)
+    if CLEAR:
+        first = tl.where(borrowed_1, 0.0, first)
+        second = tl.where(borrowed_2, 0.0, second)
+    turned_1 = first * cos[None, :] - second * sin[None, :]
+    turned_2 = second * cos[None, :] + first * sin[None, :]
+    if CLEAR_AFTER:
+        turned_1 = tl.where(borrowed_1, 0.0, turned_1)
+        turned_2 = tl.where(borrowed_2, 0.0, turned_2)
+    kind = rotated_ptr.dtype.element_ty
+    tl.store(rotated_ptr + at, turned_1.to(kind), mask=real)
+    tl.store(rotated_ptr + at + HALF, turned_2.to(kind), mask=real)
+
+
+@triton.jit
+def _append_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    signal_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    rows_ptr,
+    rotated_ptr,
+    pages_ptr,
+    table_ptr,
+    length_ptr,
+    ring_ptr,
+    exponent_ptr,
+    numbers_ptr,
+    count_ptr,
+    fault_ptr,
+    query_stride,
+    key_stride,
+    value_stride,
+    angle_stride,
+    places,
+    scale,
+    offset,
+    SOURCE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    CLEAR: tl.constexpr,
+    CLEAR_AFTER: tl.constexpr,
+    RING: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:  # the attention's launch; it waits for our end before it reads
+        tl.extra.cuda.gdc_launch_dependents()
+    batch, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.load(rows_ptr + batch)
+    if row < 0:
+        return
+    HALF: tl.constexpr = D // 2
+    half = tl.arange(0, D_PAD // 2)
+    inside = half < HALF
+    kv_list = (row * heads + head).to(tl.int64)
+    time = tl.load(position_ptr + batch)
+    length = tl.load(length_ptr + kv_list)
+    cos = tl.load(cos_ptr + batch * angle_stride + half, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + batch * angle_stride + half, mask=inside, other=0.0).to(tl.float32)
+    key_at = key_ptr + batch.to(tl.int64) * key_stride + head * D + half
+    raw_1 = tl.load(key_at, mask=inside, other=0.0).to(tl.float32)
+    raw_2 = tl.load(key_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    value_at = value_ptr + batch.to(tl.int64) * value_stride + head * D + half
+    value_1 = tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
+    value_2 = tl.load(value_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    query_base = query_ptr + batch.to(tl.int64) * query_stride + head * R * D
+    first, second = _query_halves(query_base, half, R, R_PAD, D)
+    bit = 1
+    if SOURCE == _EVICTION_CHANNEL:
+        list_value = tl.load(query_base + CHANNEL).to(tl.float32)
+        bit = (list_value * scale - offset > 0).to(tl.int32)
+    if SOURCE == _SIGNAL:
+        bit = (tl.load(signal_ptr + batch * heads + head) != 0).to(tl.int32)
+    entry_ptr = ring_ptr + kv_list * RING
+    slot, grown, entry = _claim(entry_ptr, time, length, bit, SOURCE, SHIFT, RING)
+    place = slot // PAGE
+    fresh = grown & (slot % PAGE == 0)
+    if QUANTISED:  # with the page's number, not after it
+        pair_ptr = exponent_ptr + (kv_list * places + place) * 2
+        used_key = tl.load(pair_ptr, mask=place < places, other=0).to(tl.int32)
+        used_value = tl.load(pair_ptr + 1, mask=place < places, other=0).to(tl.int32)
+    page, stored = _page_of(
+        table_ptr + kv_list * places, numbers_ptr, count_ptr, fault_ptr, place, places, fresh
+    )
+    rotated_at = rotated_ptr + (batch * heads + head).to(tl.int64) * R * D
+    _rotate_query(  # while the page's number is on its way
+        first, second, rotated_at, cos, sin, half, CHANNEL, CLEAR, CLEAR_AFTER, R, R_PAD, D
+    )
+    tl.debug_barrier()  # every warp has read the KV list's state
+    tl.store(length_ptr + kv_list, length + 1, mask=stored & grown)
+    if SOURCE != _NEVER:
+        tl.store(entry_ptr + time % RING, entry, mask=stored)
+    key_1, key_2 = raw_1 * cos - raw_2 * sin, raw_2 * cos + raw_1 * sin
+    page_at = pages_ptr + page.to(tl.int64) * (2 * PAGE * D)
+    if QUANTISED:
+        down_key, down_value = _down_scales(
+            pair_ptr, used_key, used_value, page_at, key_1, key_2, value_1, value_2, fresh, stored,
+            D, D_PAD, PAGE,
+        )  # fmt: skip
+        key_1, key_2 = key_1 * down_key, key_2 * down_key
+        value_1, value_2 = value_1 * down_value, value_2 * down_value
+    kind = pages_ptr.dtype.element_ty
+    slot_at = page_at + (slot % PAGE) * D + half
+    write = inside & stored
+    tl.store(slot_at, key_1.to(kind), mask=write)
+    tl.store(slot_at + HALF, key_2.to(kind), mask=write)
+    tl.store(slot_at + PAGE * D, value_1.to(kind), mask=write)
+    tl.store(slot_at + PAGE * D + HALF, value_2.to(kind), mask=write)
+
+
+def append(
+    step: Step, cache: PagedCache, rule: Decisions, *, rotated: Tensor | None = None, warps: int = 1
+) -> Tensor:
+    """Store one token per sequence, after evicting the one that leaves the window if it is marked.
+
+    The host does not wait; safe inside a CUDA graph. A token that finds no page is not
+    stored and sets `cache.free.fault`.
+
+    Args:
+        step: The tokens.
+        cache: Updated in place.
+        rule: Where decisions come from.
+        rotated: Where the result goes; None makes a tensor.
+        warps: Warps of a program.
+
+    Returns:
+        The query with RoPE, [b, h * g, d] contiguous.
+    """
+    b, heads, d = step.query.shape
+    h = step.key.shape[1]
+    if rotated is None:
+        rotated = torch.empty_like(step.query, memory_format=torch.contiguous_format)
+    _append_kernel[(b, h)](
+        step.query,
+        step.key,
+        step.value,
+        step.signal,
+        step.cos,
+        step.sin,
+        step.position,
+        step.rows,
+        rotated,
+        cache.pages,
+        cache.table,
+        cache.lengths,
+        cache.ring,
+        cache.exponents,
+        cache.free.numbers,
+        cache.free.left,
+        cache.free.fault,
+        step.query.stride(0),
+        step.key.stride(0),
+        step.value.stride(0),
+        step.cos.stride(0),
+        cache.table.shape[-1],
+        rule.scale,
+        rule.offset,
+        SOURCE=rule.source,
+        SHIFT=rule.shift,
+        CHANNEL=rule.channel,
+        CLEAR=rule.clear,
+        CLEAR_AFTER=rule.clear_after_rope,
+        RING=cache.ring.shape[-1],
+        R=heads // h,
+        R_PAD=triton.next_power_of_2(heads // h),
+        D=d,
+        D_PAD=triton.next_power_of_2(d),
+        PAGE=cache.page_slots,
+        QUANTISED=cache.pages.dtype == FP8,
+        OVERLAP=overlaps(step.query.device),
+        num_warps=warps,
+    )
+    return rotated

@@ -1,0 +1,1 @@
+"""Fused layers around the attention: RoPE, SwiGLU, eviction decisions; forward and backward."""

@@ -1,0 +1,161 @@
+"""From the eviction channel to log(1 - alpha) by key and eviction statistics, one kernel each way.
+
+Computes the same as the plain operations of `mcore`: logits, counter-based noise, relaxation,
+alignment to keys, and what the hard decisions cost in slots. Noise has the same bits everywhere.
+
+Shape letters: s positions, b samples, g KV heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dms_train.method.noise import GOLDEN, MIX_1, MIX_2, UNIFORM_BITS
+from dms_train.method.spec import DMSSpec
+
+_POSITIONS = 1024
+_GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(x % 2**64) for x in (GOLDEN, MIX_1, MIX_2))
+_DROPPED, _STEP = tl.constexpr(64 - UNIFORM_BITS), tl.constexpr(2.0**-UNIFORM_BITS)
+
+
+class Noise(NamedTuple):
+    """What the noise of a layer depends on: int64 keys [b], layer number, first KV head here."""
+
+    keys: Tensor
+    layer: int
+    first_head: int
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _logistic(key, layer, head, position):
+    """The variable of `method.noise.logistic_noise` for uint64 counters."""
+    stream = _mix(key + layer * _GOLDEN)
+    stream = _mix(stream + (head + 1) * _GOLDEN)
+    bits = _mix(stream + (position + 1) * _GOLDEN) >> _DROPPED
+    uniform = (bits.to(tl.int32).to(tl.float32) + 0.5) * _STEP
+    return tl.log(uniform) - tl.log(1.0 - uniform)
+
+
+@triton.jit(do_not_specialize=["layer", "first_head"])
+def decide_eviction(
+    channel_ptr, key_ptr, z_ptr, keep_ptr, part_ptr, layer, first_head,
+    s, batch, scale, offset, tau,
+    WINDOW: tl.constexpr, SHIFT: tl.constexpr, HARD: tl.constexpr, NOISY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of positions of one (sample, KV head)."""
+    block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    groups, blocks = tl.num_programs(1), tl.num_programs(0)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    inside = i < s
+    eviction_channel = tl.load(
+        channel_ptr + (i.to(tl.int64) * batch + b) * groups + g, mask=inside, other=0.0
+    )
+    x = scale * eviction_channel - offset
+    z = x
+    if NOISY:
+        key = tl.load(key_ptr + b).to(tl.uint64, bitcast=True)
+        head = (first_head + g).to(tl.uint64)
+        z = x + _logistic(key, layer.to(tl.uint64), head, i.to(tl.uint64))
+    z = z / tau
+    alpha = tl.sigmoid(z)
+    keep = tl.minimum(-z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(z)))
+    base = (b * groups + g).to(tl.int64) * s
+    tl.store(z_ptr + base + i, z, mask=inside)
+    # the last SHIFT keys have no decision yet; they are kept
+    tl.store(keep_ptr + base + i - SHIFT, keep, mask=inside & (i >= SHIFT))
+    tl.store(keep_ptr + base + i, tl.zeros_like(keep), mask=inside & (i >= s - SHIFT))
+    counted = tl.where(z > 0, 1.0, 0.0) if HARD else alpha
+    # the key that a decision governs is gone for this many of the later queries
+    without = s - WINDOW - 1 - (i - SHIFT)
+    evicts = inside & (x > 0) & (i >= SHIFT) & (without > 0)
+    gone = tl.where(evicts, 1, 0)
+    unread = tl.where(evicts, without, 0).to(tl.float32)
+    seen = tl.where(inside, i + 1, 0).to(tl.float32)
+    out = part_ptr + ((b * groups + g) * blocks + block) * 3
+    tl.store(out, tl.sum(tl.where(inside, counted, 0.0)))
+    tl.store(out + 1, (tl.sum(inside.to(tl.int32)) - tl.sum(gone)).to(tl.float32))
+    tl.store(out + 2, tl.sum(seen - unread) / s)
+
+
+@triton.jit
+def decide_eviction_backward(
+    z_ptr, d_keep_ptr, d_stats_ptr, d_channel_ptr, s, batch, stats_stride, factor,
+    SHIFT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_STATS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of an eviction channel, from those of log(1 - alpha) and alpha's sum."""
+    block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    groups = tl.num_programs(1)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    inside = i < s
+    base = (b * groups + g).to(tl.int64) * s
+    alpha = tl.sigmoid(tl.load(z_ptr + base + i, mask=inside, other=0.0))
+    d_z = tl.zeros_like(alpha)
+    if HAS_KEEP:
+        governs = inside & (i >= SHIFT)
+        d_z -= alpha * tl.load(d_keep_ptr + base + i - SHIFT, mask=governs, other=0.0)
+    if HAS_STATS:
+        d_z += tl.load(d_stats_ptr + b * stats_stride) * alpha * (1.0 - alpha)
+    at = (i.to(tl.int64) * batch + b) * groups + g
+    tl.store(d_channel_ptr + at, d_z * factor, mask=inside)
+
+
+class _Decide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, eviction_channel: Tensor, spec: DMSSpec, noise: Noise | None) -> Any:
+        s, b, g = eviction_channel.shape
+        blocks = triton.cdiv(s, _POSITIONS)
+        z, keep = (eviction_channel.new_empty(b, g, s) for _ in range(2))
+        parts = eviction_channel.new_empty(b, g * blocks, 3)
+        keys, layer, first_head = (None, 0, 0) if noise is None else noise
+        decide_eviction[(blocks, g, b)](
+            eviction_channel.contiguous(), keys, z, keep, parts, layer, first_head,
+            s, b, spec.alpha_scale, spec.alpha_offset, spec.tau,
+            WINDOW=min(spec.window, s), SHIFT=min(spec.governing_shift, s),
+            HARD=spec.alpha_in_loss == "hard_st", NOISY=noise is not None, BLOCK=_POSITIONS,
+        )  # fmt: skip
+        ctx.save_for_backward(z)
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        return keep, parts.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, d_keep: Tensor | None, d_stats: Tensor | None) -> Any:
+        (z,) = ctx.saved_tensors
+        b, g, s = z.shape
+        spec, d_channel = ctx.spec, z.new_empty(s, b, g)
+        decide_eviction_backward[(triton.cdiv(s, _POSITIONS), g, b)](
+            z, None if d_keep is None else d_keep.contiguous(), d_stats, d_channel, s, b,
+            0 if d_stats is None else d_stats.stride(0), spec.alpha_scale / spec.tau,
+            SHIFT=min(spec.governing_shift, s), HAS_KEEP=d_keep is not None,
+            HAS_STATS=d_stats is not None, BLOCK=_POSITIONS,
+        )  # fmt: skip
+        return d_channel, None, None
+
+
+def decide(eviction_channel: Tensor, spec: DMSSpec, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    """Relaxed decisions of one layer.
+
+    Args:
+        eviction_channel: Borrowed activations, float32 [s, b, g].
+        spec: Constants of the method.
+        noise: What the relaxation's noise depends on; None for none.
+
+    Returns:
+        log(1 - alpha) by key, float32 [b, g, s], and per sample the sums over heads, float32
+        [b, 3]: alpha (with the gradient of the soft one), live slots at the last token, and reads
+        over length, the latter two by the inference rule and without gradient.
+    """
+    return _Decide.apply(eviction_channel, spec, noise)

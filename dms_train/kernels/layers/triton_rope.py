@@ -1,0 +1,228 @@
+"""RoPE with the eviction channel scaled and read out, in one pass over q, k and v each way.
+
+Computes the same as the plain operations of `mcore`, in float32 where those round to the tensors'
+dtype. RoPE is linear, so only cosines and sines are saved for the backward pass.
+
+Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 32
+
+
+class Heads(NamedTuple):
+    """Query [s, b, g, r, d] and key [s, b, g, d], or their gradients; d has stride 1."""
+
+    query: Tensor
+    key: Tensor
+
+    def strides(self) -> tuple[int, ...]:
+        """Of all dimensions but the last."""
+        return (*self.query.stride()[:4], *self.key.stride()[:3])
+
+
+class EvictionChannel(NamedTuple):
+    """How the borrowed channel of the first query head of each KV head is scaled.
+
+    Attributes:
+        channel: Its number, from 0.
+        factor: On its activation.
+        clear_after_rope: Whether the factor also acts on the channel after RoPE, so that it is
+            applied exactly once on every path through the eviction channel.
+    """
+
+    channel: int
+    factor: float
+    clear_after_rope: bool
+
+
+@triton.jit
+def _turn(x, y, cos, sin, first, second, gain_first, gain_second):
+    """RoPE of one head, with factors on each half and on what it contributes to the other half."""
+    x, y = x * first, y * second
+    return x * cos - y * sin * gain_first, y * cos + x * sin * gain_second
+
+
+@triton.jit
+def rotate_eviction_channel(
+    q_ptr, k_ptr, q_out, k_out, channel_ptr, table_ptr, factor, rows, batch,
+    q_s, q_b, q_g, q_r, k_s, k_b, k_g,
+    qo_s, qo_b, qo_g, qo_r, ko_s, ko_b, ko_g,
+    R: tl.constexpr, HALF: tl.constexpr, CHANNEL: tl.constexpr, CLEAR: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_EVICTION_CHANNEL: tl.constexpr, ROWS: tl.constexpr, WIDTH:
+        tl.constexpr,
+):  # fmt: skip
+    """Rotate the heads of one KV group for ROWS tokens; backward by the transposed matrix."""
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    s, b = row // batch, row % batch
+    c = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (c < HALF)[None, :]
+    at = s[:, None] * (2 * HALF) + c[None, :]
+    cos = tl.load(table_ptr + at, mask=inside, other=0.0)
+    sin = tl.load(table_ptr + at + HALF, mask=inside, other=0.0)
+    q_at = (s * q_s + b * q_b + group * q_g)[:, None] + c[None, :]
+    qo_at = (s * qo_s + b * qo_b + group * qo_g)[:, None] + c[None, :]
+    one = tl.full([WIDTH], 1.0, tl.float32)
+    is_eviction_channel = c == CHANNEL % HALF
+    at_channel = tl.where(is_eviction_channel, factor, one)
+    first = at_channel if CHANNEL < HALF else one
+    second = one if CHANNEL < HALF else at_channel
+    gain_first = first if CLEAR else one
+    gain_second = second if CLEAR else one
+    if BACKWARD:
+        sin = -sin
+    for head in tl.static_range(R):
+        x = tl.load(q_ptr + q_at + head * q_r, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(q_ptr + q_at + head * q_r + HALF, mask=inside, other=0.0).to(tl.float32)
+        if head > 0:
+            u, v = _turn(x, y, cos, sin, 1.0, 1.0, 1.0, 1.0)
+        elif BACKWARD:
+            u = (x * cos - y * sin * gain_second[None, :]) * first[None, :]
+            v = (y * cos + x * sin * gain_first[None, :]) * second[None, :]
+            if HAS_EVICTION_CHANNEL:
+                raw = tl.load(channel_ptr + row * groups + group, mask=row < rows, other=0.0)
+                added = tl.where(is_eviction_channel[None, :], raw[:, None], 0.0)
+                u, v = (u + added, v) if CHANNEL < HALF else (u, v + added)
+        else:
+            u, v = _turn(
+                x, y, cos, sin, first[None, :], second[None, :],
+                gain_first[None, :], gain_second[None, :],
+            )  # fmt: skip
+            raw = tl.sum(tl.where(is_eviction_channel[None, :], x if CHANNEL < HALF else y, 0.0), 1)
+            tl.store(channel_ptr + row * groups + group, raw, mask=row < rows)
+        tl.store(q_out + qo_at + head * qo_r, u.to(q_out.dtype.element_ty), mask=inside)
+        tl.store(q_out + qo_at + head * qo_r + HALF, v.to(q_out.dtype.element_ty), mask=inside)
+    k_at = (s * k_s + b * k_b + group * k_g)[:, None] + c[None, :]
+    ko_at = (s * ko_s + b * ko_b + group * ko_g)[:, None] + c[None, :]
+    x = tl.load(k_ptr + k_at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(k_ptr + k_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    u, v = _turn(x, y, cos, sin, 1.0, 1.0, 1.0, 1.0)
+    tl.store(k_out + ko_at, u.to(k_out.dtype.element_ty), mask=inside)
+    tl.store(k_out + ko_at + HALF, v.to(k_out.dtype.element_ty), mask=inside)
+
+
+def _launch(
+    source: Heads,
+    target: Heads,
+    eviction_channel: Tensor | None,
+    table: Tensor,
+    settings: EvictionChannel,
+    backward: bool,
+) -> None:
+    s, b, g, r, d = source.query.shape
+    half = d // 2
+    rotate_eviction_channel[(triton.cdiv(s * b, _ROWS), g)](
+        *source, *target, eviction_channel, table, settings.factor, s * b, b,
+        *source.strides(), *target.strides(),
+        R=r, HALF=half, CHANNEL=settings.channel, CLEAR=settings.clear_after_rope,
+        BACKWARD=backward, HAS_EVICTION_CHANNEL=eviction_channel is not None, ROWS=_ROWS,
+        WIDTH=triton.next_power_of_2(half),
+    )  # fmt: skip
+
+
+def rope_table(frequencies: Tensor) -> Tensor:
+    """Cosines and sines float32 [s, 2, d / 2] of megatron's frequencies [s, 1, 1, d]."""
+    half = frequencies.flatten(1)[:, : frequencies.shape[-1] // 2].float()
+    return torch.stack([half.cos(), half.sin()], dim=1)
+
+
+def _rows_of_channels(gradient: Tensor, shape: Any) -> Tensor:
+    x = gradient.view(shape) if gradient.is_contiguous() else gradient.reshape(shape)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Rotate(torch.autograd.Function):
+    """On query [s, b, g, r, d] and key [s, b, g, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, table: Tensor, eviction_channel: EvictionChannel
+    ) -> Any:
+        s, b, g, r, d = ctx.shape = query.shape
+        out = Heads(query.new_empty(ctx.shape), key.new_empty(s, b, g, d))
+        raw = table.new_empty(s, b, g)
+        _launch(Heads(query, key), out, raw, table, eviction_channel, backward=False)
+        ctx.save_for_backward(table)
+        ctx.eviction_channel = eviction_channel
+        ctx.set_materialize_grads(False)
+        return out.query.view(s, b, g * r, d), out.key, raw
+
+    @staticmethod
+    def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_raw: Tensor | None) -> Any:
+        s, b, g, _, d = ctx.shape
+        out = Heads(d_query.new_empty(ctx.shape), d_key.new_empty(s, b, g, d))
+        _turn_back(ctx, d_query, d_key, d_raw, out)
+        return *out, None, None
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    """On the projection's output [s, b, g, r + 2, d]: query heads, key and value of each group."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel) -> Any:
+        s, b, g, heads, d = mixed.shape
+        ctx.shape = (s, b, g, heads - 2, d)
+        query, key, value = _parts(mixed)
+        out = Heads(query.new_empty(ctx.shape), key.new_empty(s, b, g, d))
+        raw = table.new_empty(s, b, g)
+        _launch(Heads(query, key), out, raw, table, eviction_channel, backward=False)
+        ctx.save_for_backward(table)
+        ctx.eviction_channel = eviction_channel
+        ctx.set_materialize_grads(False)
+        return out.query.view(s, b, -1, d), out.key, value.contiguous(), raw
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_query: Tensor, d_key: Tensor, d_value: Tensor, d_raw: Tensor | None
+    ) -> Any:
+        s, b, g, r, d = ctx.shape
+        d_mixed = d_query.new_empty(s, b, g, r + 2, d)
+        query, key, value = _parts(d_mixed)
+        _turn_back(ctx, d_query, d_key, d_raw, Heads(query, key))
+        value.copy_(d_value)
+        return d_mixed, None, None
+
+
+def _parts(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
+
+
+def _turn_back(ctx: Any, d_query: Tensor, d_key: Tensor, d_raw: Tensor | None, out: Heads) -> None:
+    (table,) = ctx.saved_tensors
+    given = Heads(_rows_of_channels(d_query, ctx.shape), _rows_of_channels(d_key, d_key.shape))
+    d_raw = None if d_raw is None else d_raw.contiguous()
+    _launch(given, out, d_raw, table, ctx.eviction_channel, backward=True)
+
+
+def rotate(
+    query: Tensor, key: Tensor, table: Tensor, eviction_channel: EvictionChannel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RoPE on queries and keys, with the eviction channel scaled and read out.
+
+    Args:
+        query: [s, b, g, r, d].
+        key: [s, b, g, d].
+        table: Of `rope_table`.
+        eviction_channel: How the borrowed channel is scaled.
+
+    Returns:
+        Query [s, b, g * r, d], key [s, b, g, d] and the eviction channel as it was, float32 [s, b,
+        g].
+    """
+    return _Rotate.apply(query, key, table, eviction_channel)
+
+
+def split_and_rotate(
+    mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rotate` on the projection's output [s, b, g, r + 2, d]; also returns value [s, b, g, d]."""
+    return _SplitAndRotate.apply(mixed, table, eviction_channel)

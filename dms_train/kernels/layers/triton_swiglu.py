@@ -1,0 +1,69 @@
+"""silu(gate) * up in one pass over memory, forward and backward; saves only its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def swiglu_forward(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x_ptr + 2 * row * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + (2 * row + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_backward(x_ptr, d_out_ptr, d_x_ptr, width, BLOCK: tl.constexpr):
+    """Gradients of BLOCK gates and BLOCK factors of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    first, second = 2 * row * width + column, (2 * row + 1) * width + column
+    gate = tl.load(x_ptr + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + second, mask=inside, other=0.0).to(tl.float32)
+    d_out = tl.load(d_out_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    d_gate = d_out * up * share * (1 + gate * (1 - share))
+    d_up = d_out * gate * share
+    tl.store(d_x_ptr + first, d_gate.to(d_x_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_x_ptr + second, d_up.to(d_x_ptr.dtype.element_ty), mask=inside)
+
+
+def _grid(rows: int, width: int) -> tuple[int, int]:
+    return rows, triton.cdiv(width, _BLOCK)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        width = x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], width)
+        swiglu_forward[_grid(out.numel() // width, width)](x, out, width, BLOCK=_BLOCK)
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        d_x, width = torch.empty_like(x), d_out.shape[-1]
+        grid = _grid(d_out.numel() // width, width)
+        swiglu_backward[grid](x, d_out.contiguous(), d_x, width, BLOCK=_BLOCK)
+        return d_x
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(x[..., :f]) * x[..., f:] for x [..., 2 f], computed in float32."""
+    return _SwiGLU.apply(x)

@@ -1,0 +1,1 @@
+"""Losses over a vocabulary, row by row: `vocabulary` in torch, `triton_vocabulary` fused."""

@@ -1,0 +1,161 @@
+"""Losses over a vocabulary, row by row, in torch operations; `triton_vocabulary` is the same fused.
+
+Logits are [rows, width], one row per position. A rank holds a shard of the vocabulary of which the
+first `columns` columns count and the others are padding. A loss is found in three steps: statistics
+of the rank's own columns, which any number of ranks `merge`, and then the gradient, written over
+the logits themselves. A logit may be -inf in both models.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_LOWEST = torch.finfo(torch.float32).min  # the maximum of no columns; -inf would give nan
+
+
+class Divergence(NamedTuple):
+    """KL(p || q) of softmax(logits / temperature), times temperature squared.
+
+    The factor keeps the size of the gradient whatever the temperature is (Hinton, Vinyals and Dean,
+    arXiv:1503.02531, section 2).
+
+    Attributes:
+        direction: `teacher_student` is KL(teacher || student), `student_teacher` the reverse.
+        temperature: Above 0.
+    """
+
+    direction: str
+    temperature: float = 1.0
+
+    @property
+    def student_is_q(self) -> bool:
+        """Whether the student is the second distribution."""
+        return self.direction == "teacher_student"
+
+    def ordered(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """(p, q)."""
+        return (teacher, student) if self.student_is_q else (student, teacher)
+
+
+def backend(device: torch.device) -> Any:
+    """The module with the functions for a device: fused on a GPU, this one elsewhere."""
+    name = "triton_vocabulary" if device.type == "cuda" else "vocabulary"
+    return importlib.import_module(f"dms_train.kernels.losses.{name}")
+
+
+def _scaled(logits: Tensor, columns: int, temperature: float) -> Tensor:
+    """Logits that count, in float32, over the temperature; perhaps the logits themselves."""
+    valid = logits[:, :columns].float()
+    return valid if temperature == 1 else valid / temperature
+
+
+def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum [rows], a new tensor of logits less maximum [rows, columns])."""
+    if scaled.shape[1] == 0:
+        return scaled.new_full(scaled.shape[:1], _LOWEST), scaled.clone()
+    top = scaled.amax(-1).clamp_(min=_LOWEST)
+    return top, _finite(scaled - top[:, None])
+
+
+def _finite(x: Tensor) -> Tensor:
+    """-inf replaced in place by a number whose exponential is 0 too, and 0 times which is 0."""
+    return x.clamp_(min=_LOWEST)
+
+
+def divergence_statistics(p: Tensor, q: Tensor, columns: int, temperature: float) -> Tensor:
+    """float32 [5, rows] of the first `columns` columns of logits p and q.
+
+    With x~ = x / temperature - its maximum: maximum and sum of exp(p~), the same of q, and the sum
+    of exp(p~) (p~ - q~).
+    """
+    top_p, p = _shifted(_scaled(p, columns, temperature))
+    top_q, q = _shifted(_scaled(q, columns, temperature))
+    exp_p = p.exp()
+    dots = p.sub_(q).mul_(exp_p).sum(-1)
+    return torch.stack([top_p, exp_p.sum(-1), top_q, q.exp_().sum(-1), dots])
+
+
+def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """From the statistics [ranks, 5, rows] of all ranks to whole rows.
+
+    Returns:
+        KL [rows] in nats, without the factor of the temperature; and what the gradient needs,
+        [5, rows]: maximum and logarithm of the sum for p, the same for q, KL.
+    """
+    tops_p, sums_p, tops_q, sums_q, dots = statistics.unbind(1)
+    top_p, log_p, share_p = _merged(tops_p, sums_p)
+    top_q, log_q, _ = _merged(tops_q, sums_q)
+    # each rank's p~ - q~ was relative to its own maxima
+    moved = (tops_p - top_p) - (tops_q - top_q)
+    dot = (share_p * (dots + sums_p * moved)).sum(0)
+    kl = dot / log_p.exp() - (log_p - log_q)
+    return kl, torch.stack([top_p, log_p, top_q, log_q, kl])
+
+
+def _merged(tops: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(maximum, log of the sum relative to it, factor on each rank's sum)."""
+    top = tops.amax(0)
+    share = (tops - top).exp()
+    return top, (share * sums).sum(0).log(), share
+
+
+def divergence_gradient_(
+    p: Tensor, q: Tensor, columns: int, rows: Tensor, divergence: Divergence
+) -> None:
+    """Write the gradient of KL times temperature squared over the student's logits.
+
+    Args:
+        p: Logits [rows, width]; overwritten if the student is p.
+        q: Logits [rows, width]; overwritten if the student is q.
+        columns: Those behind get 0.
+        rows: The second result of `merge_divergence`.
+        divergence: Says which of both is the student.
+    """
+    t = divergence.temperature
+    top_p, log_p, top_q, log_q, kl = rows[..., None]
+    p_valid = _finite(_scaled(p, columns, t) - top_p).sub_(log_p)
+    q_valid = _finite(_scaled(q, columns, t) - top_q).sub_(log_q)
+    if divergence.student_is_q:
+        student, gradient = q, q_valid.exp_().sub_(p_valid.exp_())
+    else:
+        student, gradient = p, q_valid.neg_().add_(p_valid).sub_(kl).mul_(p_valid.exp_())
+    student[:, :columns] = gradient.mul_(t)
+    student[:, columns:] = 0
+
+
+def nll_statistics(logits: Tensor, columns: int) -> Tensor:
+    """float32 [2, rows]: maximum of the first `columns` columns and sum of exp(x - maximum)."""
+    top, shifted = _shifted(_scaled(logits, columns, 1.0))
+    return torch.stack([top, shifted.exp_().sum(-1)])
+
+
+def merge_nll(statistics: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """From the statistics [ranks, 2, rows] of all ranks and the labels' logits [rows].
+
+    Returns:
+        Negative log likelihood [rows] in nats; and what the gradient needs, [2, rows].
+    """
+    top, log_sum, _ = _merged(*statistics.unbind(1))
+    return log_sum - (targets - top), torch.stack([top, log_sum])
+
+
+def nll_gradient_(logits: Tensor, columns: int, rows: Tensor, labels: Tensor) -> None:
+    """Write softmax less one-hot over the logits.
+
+    Args:
+        logits: [rows, width]; columns behind `columns` get 0.
+        columns: Those that count.
+        rows: The second result of `merge_nll`.
+        labels: int64 [rows], columns of this shard; any value outside of it is another rank's.
+    """
+    top, log_sum = rows[..., None]
+    logits[:, columns:] = 0
+    if columns > 0:
+        gradient = (_scaled(logits, columns, 1.0) - top).sub_(log_sum).exp_()
+        here = (labels >= 0) & (labels < columns)
+        gradient.scatter_add_(1, torch.where(here, labels, 0)[:, None], -here[:, None].float())
+        logits[:, :columns] = gradient

@@ -1,0 +1,68 @@
+"""What the kernels of long prompts read and write: tokens, which of them are kept, lists in pages.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, n queries, s tokens of a chunk
+with those before it that are read densely, p pages of the longest list, d head size. A KV list is
+one (sequence, KV head).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# Tokens between two positions of a chunk at which the number of kept tokens before it is known.
+EDGE = 64
+
+
+class Pages(NamedTuple):
+    """Where the KV lists lie: slot x of a KV list is slot x % s of its page number x // s.
+
+    A page holds the keys, then the values of its s slots. Pages are numbered by their distance
+    from the start of `pages`, in pages; they may lie behind that tensor, in another slab.
+
+    Attributes:
+        pages: [any, 2, s, d]; s is a power of two.
+        table: int32 [b, h, p], page numbers from 0 on; anything behind the end of a list.
+    """
+
+    pages: Tensor
+    table: Tensor
+
+
+class Tokens(NamedTuple):
+    """Heads of the tokens of a chunk; the last n of them are queries.
+
+    Attributes:
+        query: [b, h * r, n, d].
+        key: [b, h, s, d].
+        value: Likewise; all of one dtype of 16 or 32 bits.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class PrefillChunk(NamedTuple):
+    """Which tokens of a chunk are kept, and where in the lists they go.
+
+    Attributes:
+        evicted: bool [b, h, s] by key.
+        edges: int32 [b, h, ceil(s / EDGE) + 1], length of a KV list with all kept tokens
+            before token EDGE * index in it.
+        start: int32 [b], first token that exists.
+        stop: int32 [b], one behind the last token that exists.
+        kept: Number of tokens before `stop` that are kept whatever was decided.
+    """
+
+    evicted: Tensor
+    edges: Tensor
+    start: Tensor
+    stop: Tensor
+    kept: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of each list with the whole chunk in it, int32 [b, h]."""
+        return self.edges[..., -1]

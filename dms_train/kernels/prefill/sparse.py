@@ -1,0 +1,250 @@
+"""Attention of long prompts with hard decisions over the kept tokens only.
+
+A query reads every key in its window and the kept keys before it. For a block of queries, all keys
+that left the window of its first query are old, so it reads its KV head's list of kept tokens
+without a mask and needs positions and decisions for the last window only. The lists are written
+into pages and are the cache: a prompt may come in chunks, each of which extends the lists.
+
+    chunk = plan_chunk(evicted, state, window)  # how long each list becomes
+    ...                                         # allocate pages for chunk.lengths
+    out, state = extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)
+
+Triton is imported on first use.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, n queries, s tokens of a chunk,
+p pages of the longest list, d head size. A KV list is one (sequence, KV head).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dms_train.kernels.errors import KernelError
+from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk, Tokens
+
+# Default number of slots of a page.
+PAGE_SLOTS = 128
+
+
+def count(
+    evicted: Tensor,
+    before: Tensor,
+    *,
+    kept: int = 0,
+    start: Tensor | None = None,
+    stop: Tensor | None = None,
+) -> PrefillChunk:
+    """Which tokens of a chunk are kept, and how long the lists become.
+
+    Args:
+        evicted: bool [b, h, s] by key.
+        before: int32 [b, h], length of the lists before the chunk.
+        kept: Number of last tokens that are kept whatever was decided.
+        start: int32 [b], first token that exists; None for 0.
+        stop: int32 [b], one behind the last token that exists; None for s.
+    """
+    from dms_train.kernels.prefill import triton_pack
+
+    b, _, s = evicted.shape
+    if start is None:
+        start = torch.zeros(b, dtype=torch.int32, device=evicted.device)
+    if stop is None:
+        stop = torch.full_like(start, s)
+    evicted = evicted.contiguous()
+    edges = triton_pack.count_survivors(evicted, before.contiguous(), kept, start, stop)
+    return PrefillChunk(evicted, edges, start, stop, kept)
+
+
+def extend(
+    tokens: Tokens, chunk: PrefillChunk, pages: Pages, *, window: int, scale: float
+) -> Tensor:
+    """Append a chunk's kept tokens to the lists and compute attention of its last tokens.
+
+    Tokens already in the lists are older than the window of every query.
+
+    Args:
+        tokens: The chunk.
+        chunk: Which of them are kept, from `count`.
+        pages: At least `chunk.lengths` slots, of the dtype of `tokens`.
+        window: Distance up to which every key is read, in tokens.
+        scale: Factor on the scores, above 0.
+
+    Returns:
+        [b, h * r, n, d]; 0 for queries before the first token or with nothing to read.
+        Outputs behind the last token are unspecified, and finite if keys and values there are.
+
+    Raises:
+        KernelError: Head counts or dtypes do not fit together.
+    """
+    _pack(tokens, chunk, pages)
+    return _attend(tokens, chunk, pages, window, scale)
+
+
+class PrefillState(NamedTuple):
+    """State of one layer's prompts between chunks, besides the pages.
+
+    Attributes:
+        lengths: int32 [b, h], slots in use. Among them are the last `window` + 1 tokens, or all if
+            there are fewer.
+        seen: int32 [b], tokens so far.
+        evicted: bool [b, h, recent_tokens(window)] of the last tokens by key, the newest at the
+            end; what is not decided yet is False.
+        slots: int32, of that shape: where the last `window` + 1 tokens lie, -1 for other tokens.
+            None if they are the last of their lists in their order, as a chunk leaves them.
+    """
+
+    lengths: Tensor
+    seen: Tensor
+    evicted: Tensor
+    slots: Tensor | None = None
+
+
+def recent_tokens(window: int) -> int:
+    """Tokens before a chunk that are read densely.
+
+    One more than the window are needed; with this number, blocks of queries less the window start
+    at an edge.
+    """
+    return window + EDGE
+
+
+def empty(b: int, h: int, window: int, device: torch.device) -> PrefillState:
+    """Before the first chunk."""
+    counts = torch.zeros(b, h, dtype=torch.int32, device=device)
+    none = torch.zeros(b, h, recent_tokens(window), dtype=torch.bool, device=device)
+    return PrefillState(counts, counts[:, 0], none)
+
+
+def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
+    """`PrefillState.slots` of lists that end with their last tokens."""
+    places = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
+    held = -places <= seen.clamp(max=window + 1)[:, None]
+    return torch.where(held[:, None], lengths[..., None] + places, -1)
+
+
+def plan_chunk(
+    evicted: Tensor, state: PrefillState, window: int, real: Tensor | None = None
+) -> PrefillChunk:
+    """Which tokens of a chunk and before it are kept; `lengths` says how many slots they need.
+
+    Args:
+        evicted: bool [b, h, recent_tokens(window) + n] by key, of the chunk and of the tokens
+            before it; what is not decided yet is False.
+        state: State after the chunk before this one, or `empty`.
+        window: Distance up to which every key is read, in tokens.
+        real: int32 [b], tokens of the chunk that exist, its first ones; None for n.
+    """
+    recent, kept = recent_tokens(window), window + 1
+    held = state.seen.clamp(max=kept)
+    stop = None if real is None else recent + real
+    before = state.lengths - held[:, None]
+    return count(evicted, before, kept=kept, start=recent - held, stop=stop)
+
+
+def extend_prompt(
+    tokens: Tokens,
+    chunk: PrefillChunk,
+    state: PrefillState,
+    pages: Pages,
+    *,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, PrefillState]:
+    """Store the next chunk of prompts in the pages of a layer and compute its attention.
+
+    Args:
+        tokens: The chunk; every token is a query, so s is n.
+        chunk: From `plan_chunk`.
+        state: What `plan_chunk` was given.
+        pages: At least `chunk.lengths` slots, in which the tokens of `state` lie.
+        window: Distance up to which every key is read, in tokens.
+        scale: Factor on the scores, above 0.
+
+    Returns:
+        Output [b, h * r, n, d], and the state after the chunk.
+    """
+    from dms_train.kernels.prefill import triton_pack
+
+    recent = recent_tokens(window)
+    slots = state.slots
+    if slots is None:
+        slots = last_slots(state.lengths, state.seen, window)
+    key, value = triton_pack.read_slots(pages, slots)
+    if state.slots is not None:
+        close_gaps(pages, state.lengths, slots)
+    key, value = torch.cat([key, tokens.key], 2), torch.cat([value, tokens.value], 2)
+    whole = Tokens(tokens.query, key, value)
+    out = extend(whole, chunk, pages, window=window, scale=scale)
+    real = chunk.stop - recent
+    places = real[:, None, None] + torch.arange(recent, device=key.device)
+    evicted = chunk.evicted.gather(2, places.expand(*chunk.evicted.shape[:2], -1))
+    return out, PrefillState(chunk.lengths, state.seen + real, evicted)
+
+
+def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
+    """Move the last tokens of each list into the slots of those that leave it.
+
+    Args:
+        pages: Where the lists lie.
+        lengths: int32 [b, h], before.
+        leaving: int32 [b, h, k], slots of tokens that leave, -1 for none.
+    """
+    from dms_train.kernels.prefill import triton_pack
+
+    k = leaving.shape[-1]
+    gone = (leaving >= 0).sum(-1, keepdim=True)
+    cut = lengths[..., None] - gone  # length afterwards
+    hole = (leaving >= 0) & (leaving < cut)
+    in_tail = leaving >= cut
+    place = torch.where(in_tail, leaving - cut, k).long()
+    leaves = torch.zeros(*leaving.shape[:2], k + 1, dtype=torch.bool, device=leaving.device)
+    leaves = leaves.scatter(2, place, torch.ones_like(in_tail))[..., :k]
+    tail = torch.arange(k, dtype=torch.int32, device=leaving.device)
+    source = torch.where(~leaves & (tail < gone), cut + tail, -1)
+    # as many tokens move as there are holes: both lists, in order, from the front
+    source = source.gather(2, (source < 0).int().argsort(dim=-1, stable=True)).int()
+    target = torch.where(hole, leaving, -1)
+    target = target.gather(2, (target < 0).int().argsort(dim=-1, stable=True))
+    triton_pack.write_slots(pages, target, *triton_pack.read_slots(pages, source))
+
+
+def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:
+    """Pages of their own for `slots` tokens of each KV list of `like` [b, h, any, d]."""
+    b, h, _, d = like.shape
+    places = max(1, -(-slots // page_slots))
+    pages = like.new_empty(b * h * places, 2, page_slots, d)
+    numbers = torch.arange(b * h * places, dtype=torch.int32, device=like.device)
+    return Pages(pages, numbers.view(b, h, places))
+
+
+def _check(tokens: Tokens, pages: Pages) -> None:
+    query, key, _ = tokens
+    if query.shape[1] % key.shape[1]:
+        raise KernelError(f"{query.shape[1]} query heads for {key.shape[1]} KV heads")
+    dtypes = {x.dtype for x in (*tokens, pages.pages)}
+    if len(dtypes) > 1:
+        raise KernelError(f"query, key, value and pages differ in dtype: {dtypes}")
+    slots = pages.pages.shape[2]
+    if slots & (slots - 1):
+        raise KernelError(f"page_slots={slots}: a power of two")
+
+
+def _pack(tokens: Tokens, chunk: PrefillChunk, pages: Pages) -> None:
+    from dms_train.kernels.prefill import triton_pack
+
+    _check(tokens, pages)
+    triton_pack.pack_survivors(tokens.key, tokens.value, chunk, pages)
+
+
+def _attend(tokens: Tokens, chunk: PrefillChunk, pages: Pages, window: int, scale: float) -> Tensor:
+    from dms_train.kernels.prefill import triton_attention as triton_prefill
+
+    call = triton_prefill.Call(tokens, chunk, pages, window, scale)
+    if triton_prefill.suits_hopper(call):
+        from dms_train.kernels.prefill import triton_hopper as triton_prefill_hopper
+
+        return triton_prefill_hopper.attend(call)
+    return triton_prefill.attend(call)

@@ -1,0 +1,182 @@
+"""Copies the kept tokens of a chunk behind each other into the pages of their KV head.
+
+Shapes: see `lists`. A KV list is one (sequence, KV head).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk
+
+# Edges that one step of the counting kernel handles.
+_COUNTED = 128
+
+
+@triton.jit
+def _survives(evicted, tokens, start, stop, kept, s):
+    """Whether tokens of a KV list are kept; `evicted` points to the first one."""
+    real = (tokens >= start) & (tokens < stop)
+    marked = tl.load(evicted + tokens, mask=tokens < s, other=1) != 0
+    return real & ((tokens >= stop - kept) | (marked == 0))
+
+
+@triton.jit(do_not_specialize=["heads", "s", "kept"])
+def _count_kernel(
+    evicted, before, edges, start, stop, heads, s, kept, EDGE: tl.constexpr, COUNTED: tl.constexpr
+):
+    """Edges of one KV list."""
+    kv_list = tl.program_id(0)
+    first = tl.load(start + kv_list // heads)
+    last = tl.load(stop + kv_list // heads)
+    count = tl.load(before + kv_list)
+    blocks = tl.cdiv(s, EDGE)
+    places = tl.arange(0, COUNTED)
+    tokens = places[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    list_evicted = evicted + kv_list.to(tl.int64) * s
+    list_edges = edges + kv_list * (blocks + 1)
+    for block in range(0, blocks, COUNTED):
+        stays = _survives(list_evicted, block * EDGE + tokens, first, last, kept, s)
+        found = tl.sum(stays.to(tl.int32), 1)
+        running = count + tl.cumsum(found, 0)
+        tl.store(list_edges + block + places, running - found, mask=block + places < blocks)
+        count += tl.sum(found, 0)
+    tl.store(list_edges + blocks, count)
+
+
+@triton.jit
+def _copy_rows(
+    source, stride, tokens, stays, pages, table, slots, used, half,
+    PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Copy kept tokens to the key or value half of the used slots; other used slots become 0."""
+    channels = tl.arange(0, PADDED)
+    real = channels < D
+    page = tl.load(table + slots // PAGE, mask=used, other=0).to(tl.int64) * 2 + half
+    values = tl.load(
+        source + tokens.to(tl.int64)[:, None] * stride + channels,
+        mask=stays[:, None] & real,
+        other=0.0,
+    )
+    at = pages + (page * PAGE + slots % PAGE)[:, None] * D + channels
+    tl.store(at, values, mask=used[:, None] & real)
+
+
+@triton.jit(do_not_specialize=["heads", "s", "places", "kept"])
+def _pack_kernel(
+    key, value, pages, table, evicted, edges, start, stop, key_strides, value_strides,
+    heads, s, places, kept,
+    PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Copy the kept tokens of a block; the block behind the last clears the end of a page."""
+    block = tl.program_id(0)
+    kv_list = tl.program_id(1)
+    b, h = kv_list // heads, kv_list % heads
+    blocks = tl.cdiv(s, EDGE)
+    count = tl.load(edges + kv_list * (blocks + 1) + block)
+    table += kv_list * places
+    here = tl.arange(0, EDGE)
+    value += b.to(tl.int64) * value_strides[0] + h * value_strides[1]
+    if block < blocks:
+        tokens = block * EDGE + here
+        first, last = tl.load(start + b), tl.load(stop + b)
+        stays = _survives(evicted + kv_list.to(tl.int64) * s, tokens, first, last, kept, s)
+        slots = count + tl.cumsum(stays.to(tl.int32), 0) - 1
+        key += b.to(tl.int64) * key_strides[0] + h * key_strides[1]
+        _copy_rows(key, key_strides[2], tokens, stays, pages, table, slots, stays, 0,
+                   PAGE, D, PADDED)  # fmt: skip
+        _copy_rows(value, value_strides[2], tokens, stays, pages, table, slots, stays, 1,
+                   PAGE, D, PADDED)  # fmt: skip
+    else:
+        end = tl.cdiv(count, PAGE) * PAGE
+        for slot in range(count, end, EDGE):
+            slots = slot + here
+            _copy_rows(value, 0, here, here < 0, pages, table, slots, slots < end, 1,
+                       PAGE, D, PADDED)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "s", "places"])
+def _slots_kernel(
+    key, value, pages, table, slots, heads, s, places,
+    WRITE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy between slots of a KV list and dense rows; slots below 0 read 0 and are not written."""
+    kv_list = tl.program_id(1)
+    here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + kv_list * s + here, mask=here < s, other=-1)
+    channels = tl.arange(0, PADDED)
+    used = (slot >= 0)[:, None] & (channels < D)
+    page = tl.load(table + kv_list * places + slot // PAGE, mask=slot >= 0, other=0).to(tl.int64)
+    at = pages + (page * (2 * PAGE) + slot % PAGE)[:, None] * D + channels
+    row = (kv_list.to(tl.int64) * s + here)[:, None] * D + channels
+    if WRITE:
+        tl.store(at, tl.load(key + row, mask=used), mask=used)
+        tl.store(at + PAGE * D, tl.load(value + row, mask=used), mask=used)
+    else:
+        real = (here < s)[:, None] & (channels < D)
+        tl.store(key + row, tl.load(at, mask=used, other=0.0), mask=real)
+        tl.store(value + row, tl.load(at + PAGE * D, mask=used, other=0.0), mask=real)
+
+
+def count_survivors(
+    evicted: Tensor, before: Tensor, kept: int, start: Tensor, stop: Tensor
+) -> Tensor:
+    """Edges of a chunk, int32 [b, h, ceil(s / EDGE) + 1]; arguments as in `PrefillChunk`."""
+    b, h, s = evicted.shape
+    blocks = triton.cdiv(s, EDGE)
+    edges = torch.empty(b, h, blocks + 1, dtype=torch.int32, device=evicted.device)
+    counted = min(_COUNTED, triton.next_power_of_2(blocks))
+    _count_kernel[(b * h,)](
+        evicted.view(torch.uint8), before, edges, start, stop, h, s, kept,
+        EDGE=EDGE, COUNTED=counted, num_warps=8,
+    )  # fmt: skip
+    return edges
+
+
+def pack_survivors(key: Tensor, value: Tensor, chunk: PrefillChunk, pages: Pages) -> None:
+    """Append the kept tokens of a chunk to each KV list, in the order of their positions.
+
+    Values behind the list become 0 up to the end of its last page, so that a kernel may multiply
+    them by 0.
+
+    Args:
+        key: [b, h, s, d]; d lies densely.
+        value: Likewise.
+        chunk: Which tokens are kept.
+        pages: At least that many slots.
+    """
+    b, h, s, d = key.shape
+    grid = (triton.cdiv(s, EDGE) + 1, b * h)
+    _pack_kernel[grid](
+        key, value, pages.pages, pages.table, chunk.evicted.view(torch.uint8), chunk.edges,
+        chunk.start, chunk.stop, key.stride()[:3], value.stride()[:3],
+        h, s, pages.table.shape[-1], chunk.kept,
+        PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), EDGE=EDGE, num_warps=4,
+    )  # fmt: skip
+
+
+def read_slots(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in slots, int32 [b, h, s] (below 0 for none, which reads 0): [b, h, s, d]."""
+    b, h, s = slots.shape
+    d = pages.pages.shape[-1]
+    key, value = pages.pages.new_empty(2, b, h, s, d)
+    _move_slots(key, value, pages, slots, write=False)
+    return key, value
+
+
+def write_slots(pages: Pages, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Store keys and values [b, h, s, d] in slots, int32 [b, h, s]; below 0 for nowhere."""
+    _move_slots(key.contiguous(), value.contiguous(), pages, slots, write=True)
+
+
+def _move_slots(key: Tensor, value: Tensor, pages: Pages, slots: Tensor, *, write: bool) -> None:
+    b, h, s = slots.shape
+    d = key.shape[-1]
+    _slots_kernel[(triton.cdiv(s, EDGE), b * h)](
+        key, value, pages.pages, pages.table, slots.contiguous(), h, s, pages.table.shape[-1],
+        WRITE=write, PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), BLOCK=EDGE,
+    )  # fmt: skip

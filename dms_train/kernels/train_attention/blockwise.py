@@ -1,0 +1,133 @@
+"""Attention with a soft eviction bias in blocks of queries, for devices without a fused kernel.
+
+Scores of one block exist at a time and are computed again in the backward pass, so memory grows
+with T, not T^2, and a block stays in the processor's cache. A block sees its past only, which
+halves the work. Without a bias torch's own fused attention is called.
+
+Shape letters: n = samples * KV heads, r query heads per KV head, s positions, d head size; row
+i * r + h of a query block is query i of the group's head h.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.kernels.train_attention.dense import causal_attention
+from dms_train.kernels.train_attention.documents import document_slices, require_one_sample
+
+# Queries of a block: on a CPU the scores should stay in its cache, a GPU wants few launches.
+_CPU_BLOCK, _GPU_BLOCK = 64, 512
+
+
+def dms_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_keep: Tensor | None,
+    window: int,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The function of `reference.dms_attention`, which states shapes and formula.
+
+    Packed documents are attended one after the other; their bounds are read on the host.
+    """
+    require_one_sample(query, cu_seqlens)
+    if cu_seqlens is not None:
+        parts = [
+            dms_attention(
+                query[:, where],
+                key[:, where],
+                value[:, where],
+                None if log_keep is None else log_keep[..., where],
+                window,
+                scale,
+            )
+            for where in document_slices(cu_seqlens, query.shape[1])
+        ]
+        return torch.cat(parts, 1)
+    if log_keep is None:
+        return causal_attention(query, key, value, scale)
+    return _with_bias(query, key, value, log_keep, window, scale)
+
+
+def _with_bias(
+    query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor, window: int, scale: float
+) -> Tensor:
+    b, s, hq, d = query.shape
+    hk = key.shape[2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q = query.view(b, s, hk, hq // hk, d).transpose(1, 2).reshape(b * hk, -1, d).to(wide)
+    k, v = (x.transpose(1, 2).reshape(b * hk, s, d).to(wide) for x in (key, value))
+    out = _Blockwise.apply(q * scale, k, v, log_keep.reshape(b * hk, s).to(wide), window)
+    out = out.to(value.dtype).view(b, hk, s, hq // hk, d)
+    return out.transpose(1, 2).reshape(b, s, hq, d)
+
+
+class _Blockwise(torch.autograd.Function):
+    """q [n, s * r, d] scaled, k and v [n, s, d], log_keep [n, s]; to [n, s * r, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, window: int) -> Tensor:
+        ctx.save_for_backward(q, k, v, log_keep)
+        ctx.window = window
+        out = torch.empty_like(q)
+        for first, last, rows in _blocks(q, k):
+            weights = _weights(q[:, rows], k, log_keep, window, first, last)
+            out[:, rows] = torch.bmm(weights, v[:, :last])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, log_keep = ctx.saved_tensors
+        d_out = grads[0].contiguous()
+        d_q = torch.empty_like(q)
+        d_k, d_v, d_log_keep = (torch.zeros_like(x) for x in (k, v, log_keep))
+        for first, last, rows in _blocks(q, k):
+            weights = _weights(q[:, rows], k, log_keep, ctx.window, first, last)
+            d_v[:, :last] += torch.bmm(weights.transpose(1, 2), d_out[:, rows])
+            d_weights = torch.bmm(d_out[:, rows], v[:, :last].transpose(1, 2))
+            d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            d_q[:, rows] = torch.bmm(d_scores, k[:, :last])
+            d_k[:, :last] += torch.bmm(d_scores.transpose(1, 2), q[:, rows])
+            _add_bias_gradient(d_log_keep, d_scores, ctx.window, first, last)
+        return d_q, d_k, d_v, d_log_keep, None
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, slice]]:
+    """First and last + 1 query of each block, and their rows."""
+    length = k.shape[1]
+    size = _GPU_BLOCK if q.is_cuda else _CPU_BLOCK
+    r = q.shape[1] // length
+    bounds = ((i, min(i + size, length)) for i in range(0, length, size))
+    return [(first, last, slice(first * r, last * r)) for first, last in bounds]
+
+
+def _weights(q: Tensor, k: Tensor, log_keep: Tensor, window: int, first: int, last: int) -> Tensor:
+    """Attention weights of the queries first .. last - 1 on all keys before `last`."""
+    distance = _distance(first, last, 0, q.device)
+    bias = torch.where(distance > window, log_keep[:, None, :last], 0.0)
+    bias.masked_fill_(distance < 0, float("-inf"))
+    scores = torch.bmm(q, k[:, :last].transpose(1, 2))
+    scores.view(len(q), last - first, -1, last).add_(bias[:, :, None])
+    return scores.softmax(-1)
+
+
+def _add_bias_gradient(
+    d_log_keep: Tensor, d_scores: Tensor, window: int, first: int, last: int
+) -> None:
+    """Sum d_scores [n, rows, last] over the queries for which a key is outside the window."""
+    old = max(0, first - window)  # these keys are outside the window of every query
+    d_log_keep[:, :old] += d_scores[:, :, :old].sum(1)
+    edge = d_scores[:, :, old:].unflatten(1, (last - first, -1)).sum(2)
+    late = _distance(first, last, old, edge.device) > window
+    d_log_keep[:, old:last] += (edge * late).sum(1)
+
+
+def _distance(first: int, last: int, oldest: int, device: torch.device) -> Tensor:
+    """Query minus key position, [last - first, last - oldest]."""
+    queries = torch.arange(first, last, device=device)
+    return queries[:, None] - torch.arange(oldest, last, device=device)

@@ -1,0 +1,112 @@
+"""Limits of option values, stated where a field is declared, and one line for each value beyond.
+
+    steps: Annotated[int, AtLeast(1)]
+
+A dataclass whose fields depend on each other has a method `check(path)` that yields further lines.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+
+class Limit(Protocol):
+    """What a value must satisfy."""
+
+    def refusal(self, value: Any) -> str | None:
+        """How to change `value` so that it can be used; None if it can."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few values."""
+
+    choices: tuple[Any, ...]
+
+    def __init__(self, *choices: Any) -> None:
+        object.__setattr__(self, "choices", choices)
+
+    def refusal(self, value: Any) -> str | None:
+        """The choices."""
+        if value in self.choices:
+            return None
+        names = ("null" if choice is None else str(choice) for choice in self.choices)
+        return f"choose one of {', '.join(names)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """A finite number, not below `least`."""
+
+    least: float
+
+    def refusal(self, value: float) -> str | None:
+        """The limit."""
+        if value == math.inf:
+            return "use a finite number"
+        return None if value >= self.least else f"use at least {self.least}"
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """A number below `limit`."""
+
+    limit: float
+
+    def refusal(self, value: float) -> str | None:
+        """The limit."""
+        return None if value < self.limit else f"use a number below {self.limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Positive:
+    """A finite number above 0."""
+
+    def refusal(self, value: float) -> str | None:
+        """The limit."""
+        if value == math.inf:
+            return "use a finite number"
+        return None if value > 0 else "use a number above 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A number from 0 to 1; `below_one` excludes 1."""
+
+    below_one: bool = False
+
+    def refusal(self, value: float) -> str | None:
+        """The limits."""
+        if 0 <= value < 1 or (value == 1 and not self.below_one):
+            return None
+        return f"use a number from 0 to {'below ' if self.below_one else ''}1"
+
+
+def problems(options: Any, path: str = "") -> Iterator[str]:
+    """One line for every value of a dataclass, and of those inside it, that is beyond its limits.
+
+    Args:
+        options: The dataclass. A value of None is only compared with the choices of `OneOf`.
+        path: Key of the dataclass in the configuration; it leads every line.
+    """
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for item in fields(options):
+        value = getattr(options, item.name)
+        here = f"{path}.{item.name}" if path else item.name
+        if is_dataclass(value):
+            yield from problems(value, here)
+        for limit in getattr(hints[item.name], "__metadata__", ()):
+            refusal = None if _is_unset(value, limit) else limit.refusal(value)
+            if refusal is not None:
+                yield f"{here}={value}: {refusal}"
+    if hasattr(options, "check"):
+        yield from options.check(path)
+
+
+def _is_unset(value: Any, limit: Limit) -> bool:
+    return value is None and not isinstance(limit, OneOf)

@@ -1,0 +1,210 @@
+"""Reading distributed checkpoints: which one is whole, and its weights into any layout.
+
+A checkpoint folder holds megatron's shards and one JSON file that says what they are
+(`checkpoints.state`). It was written under another name and renamed when complete
+(`checkpoints.saving`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from dms_train.mcore import compat, groups
+from dms_train.mcore.checkpoints import checksums, optimizer_shards
+from dms_train.mcore.checkpoints.state import (
+    damaged_files,
+    read_state,
+    recorded_files,
+    unreadable,
+    wrong_content,
+)
+from dms_train.mcore.errors import CheckpointError, DamagedError
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers import fusions
+
+_METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+_TORCH_CHECKPOINT = "torch.distributed.checkpoint"
+# Whole names, not modules: a pickle may ask for `os.system` by way of any module that imports os.
+_METADATA_NAMES = frozenset(
+    {
+        "torch.Size",
+        "torch.serialization._get_layout",
+        f"{_TORCH_CHECKPOINT}.filesystem._StorageInfo",
+        f"{_TORCH_CHECKPOINT}.metadata.BytesStorageMetadata",
+        f"{_TORCH_CHECKPOINT}.metadata.ChunkStorageMetadata",
+        f"{_TORCH_CHECKPOINT}.metadata.Metadata",
+        f"{_TORCH_CHECKPOINT}.metadata.MetadataIndex",
+        f"{_TORCH_CHECKPOINT}.metadata.StorageMeta",
+        f"{_TORCH_CHECKPOINT}.metadata.TensorProperties",
+        f"{_TORCH_CHECKPOINT}.metadata.TensorStorageMetadata",
+        f"{_TORCH_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING",
+        f"{_TORCH_CHECKPOINT}.planner.SavePlan",
+        f"{_TORCH_CHECKPOINT}.planner.TensorWriteData",
+        f"{_TORCH_CHECKPOINT}.planner.WriteItem",
+        f"{_TORCH_CHECKPOINT}.planner.WriteItemType",
+    }
+)
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Refuses names that torch's checkpoint metadata never contains."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and f"{module}.{name}" not in _METADATA_NAMES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _sharding() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """What of the model, and of the optimizer unless None, goes to which place of a checkpoint."""
+    sharding = _sharding()
+    names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+    models = {
+        name: chunk.sharded_state_dict(metadata=sharding)
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+    state: dict[str, Any] = dict(models)
+    if optimizer is not None:
+        compat.create_optimizer_state(optimizer)
+        optimizer_shards.keep_shards(optimizer)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            models["model"] if len(chunks) == 1 else models, is_loading=loading, metadata=sharding
+        )
+    return state
+
+
+def check(path: Path) -> dict[str, Any]:
+    """`read_state`, after making sure that loading the folder would run no code of its own.
+
+    Raises:
+        DamagedError: As `read_state`, or a pickle in it cannot be read or has changed since it
+            was written.
+        CheckpointError: A pickle in it is foreign.
+    """
+    state = read_state(path)
+    name = _METADATA_FILE
+    try:
+        metadata = _MetadataReader(io.BytesIO((path / _METADATA_FILE).read_bytes())).load()
+        for name, content in _pickles(path, metadata):
+            _require_plain(name, content)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except Exception as error:  # a damaged pickle raises anything
+        for damaged, reason in damaged_files(path, [_METADATA_FILE, name]).items():
+            raise wrong_content(path, damaged, reason) from error
+        raise CheckpointError(
+            f"checkpoint {path}: damaged, or not written by this program ({error}); "
+            "do not load files from sources you do not trust"
+        ) from error
+    return state
+
+
+def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
+    """File and content of everything that is unpickled besides the metadata."""
+    yield COMMON_FILE, (path / COMMON_FILE).read_bytes()
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            with (path / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                yield place.relative_path, file.read(place.length)
+
+
+def _require_plain(name: str, content: bytes) -> None:
+    """Torch's own loading of a checkpoint's objects does not restrict what they name."""
+    try:
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{name} holds more than tensors and plain values") from None
+
+
+def newest(folder: Path, before: str | None = None) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint in a folder of checkpoints, and why newer ones were passed.
+
+    Args:
+        folder: Folder of checkpoints, each named `step_` and eight digits.
+        before: Look only at checkpoints older than the one of this name.
+
+    Raises:
+        CheckpointError: The newest whole checkpoint was not written by this program.
+    """
+    passed = []
+    for path in sorted(folder.glob("step_????????"), reverse=True):
+        if before is not None and path.name >= before:
+            continue
+        try:
+            check(path)
+        except DamagedError as error:
+            passed.append(str(error))
+        else:
+            return path, passed
+    return None, passed
+
+
+def verify(path: Path, view: ParallelView) -> None:
+    """Compare every file of a checkpoint with its checksum; all ranks call it and share the files.
+
+    Raises:
+        DamagedError: On every rank alike, with the problem of the first rank that found one.
+    """
+    problem = None
+    try:
+        recorded = recorded_files(path)
+        mine = checksums.share(recorded, view.rank, view.world_size)
+        for name, reason in checksums.damaged(path, mine).items():
+            raise wrong_content(path, name, reason)
+    except DamagedError as error:  # the other ranks wait for it
+        problem = str(error)
+    for found in groups.values(problem):
+        if found is not None:
+            raise DamagedError(found)
+
+
+def load(path: Path, chunks: list[Any], optimizer: Any = None) -> None:
+    """Load weights, and optimizer state unless None, into any parallel layout.
+
+    Raises:
+        CheckpointError: As `check`, or the folder holds another model.
+    """
+    check(path)
+    if optimizer is not None:
+        compat.create_optimizer_state(optimizer)
+        compat.accept_loaded_state(optimizer)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), group)
+    try:
+        state = dist_checkpointing.load(
+            sharded_state(chunks, optimizer, loading=True), str(path), strategy
+        )
+    except (CheckpointException, CheckpointingException) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise CheckpointError(
+            f"checkpoint {path}: cannot be loaded ({reason}); is it one of this model?"
+        ) from error
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"], strict=True)
+    if optimizer is not None:
+        compat.load_optimizer_state(optimizer, state["optimizer"])
+        fusions.fuse_adam(optimizer)

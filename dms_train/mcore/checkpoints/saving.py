@@ -1,0 +1,336 @@
+"""Writing distributed checkpoints with megatron's writers, in the background where wanted.
+
+What is saved is copied to host memory (on the CPU: kept by forking), then processes of each rank
+write their files and compute the checksums while training continues. When all ranks are done the
+folder is sealed and renamed; until then its name ends in `.partial` and it does not count as a
+checkpoint. A failure is raised on every rank, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import logging
+import os
+import pickle
+import queue
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dms_train.hf import durable
+from dms_train.mcore import compat, groups
+from dms_train.mcore.checkpoints import checksums
+from dms_train.mcore.checkpoints.reading import COMMON_FILE, sharded_state
+from dms_train.mcore.checkpoints.state import seal
+from dms_train.mcore.errors import SaveError
+
+_PARTIAL = ".partial"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STDERR = 2  # standard streams may be sockets too
+# What stands before the reason when a writer of megatron failed.
+_WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
+# What torch.save says when a file cannot be written; the rest speaks of positions in it.
+_TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
+_NOTHING_HEARD = "results_queue should not be empty"
+_CONNECTIONS = ("socket:", "anon_inode:[eventpoll]")
+# What megatron's writers log here they also raise.
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
+
+
+class _Mailbox:
+    """Carries one value from a forked process to its parent, which may read it after the end.
+
+    Megatron's own queue is a server process that outlives a killed run; a pipe would block the
+    writer until it is read.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
+
+    def put(self, value: Any) -> None:
+        self._file.seek(0)
+        self._file.write(pickle.dumps(value))
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """Take the value out; queue.Empty when there is none."""
+        self._file.seek(0)
+        content = self._file.read()
+        self._file.seek(0)
+        self._file.truncate()
+        if not content:
+            raise queue.Empty
+        return pickle.loads(content)
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's; rank 0 keeps a failure to write the index until all ranks can be informed."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+        self.failure: Exception | None = None
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        finish = writer.finish
+
+        def kept(*arguments: Any) -> None:
+            try:
+                finish(*arguments)
+            except (OSError, RuntimeError) as error:
+                self.failure = error
+
+        writer.finish = kept
+        return super()._get_save_and_finalize_callbacks(writer, planned)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """A save under way."""
+
+    path: Path
+    partial: Path
+    state: dict[str, Any]
+    common: dict[str, Any]
+    strategy: _Strategy
+    records: _Mailbox
+
+
+class CheckpointSaver:
+    """Writes checkpoints one after the other; every rank calls every method."""
+
+    def __init__(self, *, is_main_rank: bool) -> None:
+        """`is_main_rank`: whether this rank makes, seals and renames the folder."""
+        self._is_main_rank = is_main_rank
+        self._queue = AsyncCallsQueue()
+        self._save: _Save | None = None
+        compat.use_results_queue(_Mailbox())
+
+    def begin(self, path: Path, chunks: list[Any], optimizer: Any, state: dict[str, Any]) -> None:
+        """Copy model, optimizer (unless None) and JSON state, and start to write them to `path`.
+
+        Raises:
+            SaveError: The folder cannot be written; nothing is left behind.
+        """
+        if self._save is not None:
+            raise RuntimeError(f"{self._save.path}: still being written")
+        token = groups.value_of_rank_0(f"{time.time_ns():x}")
+        folder = path.with_name(f"{path.name}.{token}{_PARTIAL}")
+        self._on_leader(path, lambda: _make(folder, path))
+        tensors, common = save_preprocess(sharded_state(chunks, optimizer, loading=False))
+        save = _Save(
+            path=path,
+            partial=folder,
+            state=state,
+            common=common,
+            strategy=_Strategy(),
+            records=_Mailbox(),
+        )
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelSaveStrategyWrapper(save.strategy, group)
+        request = strategy.async_save(tensors, folder)
+        if request.async_fn is not None:
+            request = request._replace(
+                async_fn=partial(_write, request.async_fn, save.records, os.getpid()),
+                preload_fn=partial(_host_copy, request.async_fn_args[1]),
+            )
+        request.add_finalize_fn(lambda: self._publish(save))
+        self._save = save
+        self._queue.schedule_async_request(request)
+
+    def finish(self, *, wait: bool) -> Path | None:
+        """The checkpoint that was begun, if it is complete by now or `wait` is set; else None.
+
+        Raises:
+            SaveError: It could not be written; nothing is left behind.
+        """
+        save = self._save
+        if save is None:
+            return None
+        try:
+            if not self._queue.maybe_finalize_async_calls(blocking=wait, no_dist=False):
+                return None
+        except (CheckpointException, CheckpointingException) as error:
+            self._save = None
+            self._discard(save, error)
+        except SaveError:
+            self._save = None
+            raise
+        self._save = None
+        return save.path
+
+    def _publish(self, save: _Save) -> None:
+        """Seal the folder and give it its name."""
+        try:
+            mine = save.records.get_nowait()
+        except queue.Empty:  # this rank had nothing to write
+            mine = {}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, gathered if self._is_main_rank else None)
+        self._on_leader(save.path, lambda: _seal(save, gathered), save.partial)
+
+    def _discard(self, save: _Save, error: BaseException) -> NoReturn:
+        """Remove what was written; a failure that only rank 0 knows is sent to all."""
+
+        def fail() -> None:
+            raise error
+
+        self._on_leader(save.path, fail, save.partial)
+        raise error
+
+    def _on_leader(
+        self, path: Path, action: Callable[[], object], folder: Path | None = None
+    ) -> None:
+        """Let one rank act; SaveError on every rank, and without `folder`, when that fails."""
+        reason = None
+        if self._is_main_rank:
+            try:
+                action()
+            except (Exception, CheckpointException) as error:  # torch's is no Exception
+                reason = _why_not_written(error)
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                if reason is None:
+                    raise
+        reason = groups.value_of_rank_0(reason)
+        if reason is not None:
+            raise SaveError(
+                f"checkpoint {path}: cannot be written ({reason}); older checkpoints are "
+                "untouched: make room and start the same command again"
+            )
+
+
+def _make(folder: Path, path: Path) -> None:
+    """A folder for the files of `path`, after removing what interrupted saves of it left behind."""
+    old = _replaced(path)
+    if old.is_dir() and not path.exists():
+        old.rename(path)  # it ended between the two renames
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _replaced(path: Path) -> Path:
+    """Where the checkpoint that `path` replaces is until the new one has its name."""
+    return path.with_name(f"{path.name}.old{_PARTIAL}")
+
+
+def _host_copy(buckets: list[Any]) -> list[Any]:
+    """What the writing process gets: tensors in pageable memory.
+
+    Megatron copies to pinned pages. A fork shares those instead of keeping them, and torch gives
+    the freed ones to the next batch, so the process would write tokens among the weights.
+    """
+    return filesystem_async.FileSystemWriterAsync.preload_tensors(buckets, non_blocking=False)
+
+
+def _write(
+    write: Callable[..., None], records: _Mailbox, rank: int, *arguments: Any, **options: Any
+) -> None:
+    """Megatron's writing, then the checksums; in a process forked by process `rank`."""
+    if os.getpid() != rank:
+        _leave(rank)
+    write(*arguments, **options)
+    buckets = arguments[1]  # (rank, write buckets, results queue)
+    written = [Path(file) for file, *_ in buckets]
+    if all(file.is_file() for file in written):
+        records.put(checksums.records(written))
+
+
+def _leave(rank: int) -> None:
+    """Make a forked process end with its rank and hold no connection.
+
+    Other ranks notice the end of a rank when the last process with its sockets has ended. A fork
+    has the rank's GPU handles too, so it must end with the rank.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides what Ctrl-C means
+    signal.signal(signal.SIGCHLD, _end_after_a_kill)
+    _end_with(rank)
+    os.register_at_fork(after_in_child=partial(_end_with, os.getpid()))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing itself is closed by now
+            if int(name) > _STDERR and os.readlink(f"/proc/self/fd/{name}").startswith(
+                _CONNECTIONS
+            ):
+                os.dup2(nothing, int(name))  # no file to be written may get the number
+
+
+def _end_with(parent: int) -> None:
+    """Let this process be killed when its parent ends; what it forks does not inherit that."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)  # it was gone before
+
+
+def _end_after_a_kill(_number: int, _frame: FrameType | None) -> None:
+    """End when a process that this one has forked was killed, say for its memory.
+
+    Megatron waits for the result of that process.
+    """
+    with contextlib.suppress(ChildProcessError):  # its end was collected already
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_code != os.CLD_EXITED:
+            os._exit(1)
+
+
+def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
+    """What rank 0 writes at the end, and the name."""
+    if save.strategy.failure is not None:
+        raise save.strategy.failure
+    folder = save.partial
+    torch.save(save.common, folder / COMMON_FILE)
+    save_config(CheckpointingConfig(save.strategy.backend, save.strategy.version), str(folder))
+    known = {name: record for records in gathered for name, record in records.items()}
+    rest = [file for file in folder.iterdir() if file.name not in known]
+    for file in rest:  # the writers have done so with theirs
+        durable.sync_file(file)
+    seal(folder, save.state, known | checksums.records(rest))
+    old = _replaced(save.path)
+    if save.path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        save.path.rename(old)
+    durable.publish(folder, save.path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _why_not_written(error: BaseException) -> str | None:
+    """The storage's reason; None when the error is about something else."""
+    text = str(error)
+    if isinstance(error, CheckpointException):
+        # only rank 0 knows the cause
+        failures = [failure for failure, _ in error.failures.values()]
+        text = _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
+    if text == _NOTHING_HEARD:
+        return "a process that writes was killed; does the host lack memory?"
+    if any(name in text for name in _TORCH_WRITER):
+        return "a file could not be written whole; is the disk full?"
+    if isinstance(error, OSError):
+        return error.strerror or text
+    return text if isinstance(error, CheckpointException | CheckpointingException) else None

@@ -1,0 +1,137 @@
+"""The JSON file that makes a folder a checkpoint: where the run stood, and what its files hold.
+
+It is written last, so a folder that has one is complete. It records size and checksum of every
+other file, and a checksum of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from dms_train.hf import durable
+from dms_train.mcore.checkpoints import checksums
+from dms_train.mcore.checkpoints.checksums import FileRecord
+from dms_train.mcore.errors import CheckpointError, DamagedError
+
+STATE_FILE = "run_state.json"
+FORMAT = 2  # raised when a checkpoint of an earlier version can no longer be read
+# Keys of the file itself; the rest is the caller's.
+_FORMAT, _FILES, _CHECKSUM = "format", "files", "checksum"
+
+
+def seal(folder: Path, state: dict[str, Any], recorded: dict[str, FileRecord]) -> None:
+    """Make `folder` a checkpoint; the last file written."""
+    _write(folder, {**state, _FORMAT: FORMAT, _FILES: dict(sorted(recorded.items()))})
+
+
+def annotate(path: Path, state: dict[str, Any]) -> None:
+    """Replace values of a finished checkpoint's JSON state; one rank calls it."""
+    _write(path, {**read_state(path), **state})
+
+
+def _write(folder: Path, state: dict[str, Any]) -> None:
+    scratch = folder / f"{STATE_FILE}.partial"
+    with scratch.open("w") as file:
+        json.dump({**state, _CHECKSUM: _checksum(state)}, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(folder / STATE_FILE)
+    durable.sync_folder(folder)
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    values = {key: value for key, value in state.items() if key != _CHECKSUM}
+    return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a folder that was not written here; FileExistsError."""
+    if path.exists() and not (path / STATE_FILE).is_file():
+        raise FileExistsError(f"{path}: exists and is not a checkpoint; choose another folder")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON state of a checkpoint folder after checking that every file is there and whole.
+
+    Sizes are compared here; content is what `checkpoint.verify` reads.
+
+    Raises:
+        DamagedError: The folder is absent, incomplete, truncated or cannot be read.
+        CheckpointError: It was written by a version with another format.
+    """
+    try:
+        return _read_state(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state_file = path / STATE_FILE
+    if not state_file.is_file():
+        raise DamagedError(
+            f"checkpoint {path}: no {STATE_FILE}; the folder is missing or was not finished"
+        )
+    try:
+        state = json.loads(state_file.read_text())
+        files, written = state[_FILES], state.get(_FORMAT, 1)
+        # the first versions recorded no checksum
+        whole = (written != FORMAT and _CHECKSUM not in state) or _checksum(state) == state[
+            _CHECKSUM
+        ]
+        sizes = {n: record["bytes"] for n, record in files.items()} if written == FORMAT else {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise DamagedError(
+            f"checkpoint {path}: {STATE_FILE} is damaged ({reason}); use an older checkpoint"
+        ) from error
+    if not whole:
+        raise wrong_content(path, STATE_FILE, "its checksum differs")
+    if written != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: its format is {written}, this version reads {FORMAT}; "
+            "start the run again in another run.dir"
+        )
+    _require_sizes(path, sizes)
+    return state
+
+
+def _require_sizes(path: Path, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        file = path / name
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            raise DamagedError(f"checkpoint {path}: {name} {found}; use an older checkpoint")
+
+
+def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:
+    """The files of a checkpoint, or those of `names`, that are not what was saved, and why."""
+    recorded = recorded_files(path)
+    return checksums.damaged(path, {n: recorded[n] for n in names or recorded if n in recorded})
+
+
+def recorded_files(path: Path) -> dict[str, FileRecord]:
+    """Size and checksum of each file as they were saved."""
+    return dict(read_state(path)[_FILES])
+
+
+def wrong_content(path: Path, name: str, reason: str) -> DamagedError:
+    """What to say of a file whose checksum does not hold."""
+    return DamagedError(
+        f"checkpoint {path}: the content of {name} is not what was saved ({reason}); "
+        "use an older checkpoint"
+    )
+
+
+def unreadable(path: Path, error: OSError) -> DamagedError:
+    """What to say when the storage gives an error in place of a file."""
+    name = Path(error.filename).name if error.filename else "a file"
+    return DamagedError(
+        f"checkpoint {path}: {name} cannot be read ({error.strerror or error}); "
+        "use an older checkpoint"
+    )

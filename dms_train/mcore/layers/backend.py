@@ -1,0 +1,127 @@
+"""Implementation of linear layers and norms: Transformer Engine's or megatron-core's own.
+
+The attention, its RoPE and the activation are this package's in both. Checkpoints fit both: they
+carry the fused layers' names (see `layer_spec` and `weights.global_names`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dms_train.mcore.compat import optimizer_parts
+from dms_train.mcore.errors import ModelError
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm whose gradient megatron sums over tensor ranks under sequence parallelism."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+class LayerBackend(NamedTuple):
+    """What a decoder layer is built of.
+
+    Attributes:
+        name: `local` or `transformer_engine`.
+        reason: Why these were chosen.
+        norm: Norms that are not fused with a linear layer.
+        norm_linear: Projection out of the residual stream.
+        row: Projection back into it.
+        fuses_norm: Whether `norm_linear` norms its input.
+        norm_name: Where `norm` comes from.
+    """
+
+    name: str
+    reason: str
+    norm: type
+    norm_linear: type
+    row: type
+    fuses_norm: bool
+    norm_name: str
+
+    def describe(self, optimizer: Any) -> str:
+        """One line for the log; the optimizer is megatron's, or None."""
+        text = f"{self.name} ({self.reason}), norms by {self.norm_name}"
+        if optimizer is None:
+            return text
+        # megatron takes it from whatever can be imported, whatever the layers are
+        inner = type(optimizer_parts(optimizer)[0].optimizer)
+        return f"{text}, optimizer {inner.__module__.partition('.')[0]} {inner.__name__}"
+
+
+def choose(wanted: str, device: torch.device) -> LayerBackend:
+    """The layers that a configured name stands for on a device.
+
+    Args:
+        wanted: `parallel.layers`; `auto` is Transformer Engine where it can be imported and the
+            device is a GPU, megatron-core's own layers elsewhere.
+        device: Where the training computes.
+
+    Raises:
+        ModelError: Transformer Engine is asked for and cannot run.
+    """
+    missing = _missing(device)
+    if wanted == "transformer_engine" and missing:
+        raise ModelError(f"parallel.layers=transformer_engine: {missing}; use parallel.layers=auto")
+    if wanted == "local" or missing:
+        return _local(missing if wanted == "auto" else "as configured", device)
+    return LayerBackend(
+        name="transformer_engine",
+        reason=f"version {te.get_te_version()}" + (" found" if wanted == "auto" else ""),
+        norm=RMSNorm,
+        norm_linear=te.TELayerNormColumnParallelLinear,
+        row=te.TERowParallelLinear,
+        fuses_norm=True,
+        norm_name="transformer_engine and torch",
+    )
+
+
+def _missing(device: torch.device) -> str:
+    """Why Transformer Engine cannot run; empty where it can."""
+    if device.type != "cuda":
+        return f"Transformer Engine needs a GPU and training runs on the {device.type.upper()}"
+    # without it megatron puts mocks in its place, so the import of its layers proves nothing
+    return "" if te.HAVE_TE else "Transformer Engine cannot be imported"
+
+
+def _local(reason: str, device: torch.device) -> LayerBackend:
+    norm = _apex_norm() if device.type == "cuda" else None
+    return LayerBackend(
+        name="local",
+        reason=reason,
+        norm=norm or RMSNorm,
+        norm_linear=ColumnParallelLinear,
+        row=RowParallelLinear,
+        fuses_norm=False,
+        norm_name="apex" if norm else "torch",
+    )
+
+
+def _apex_norm() -> type | None:
+    """NVIDIA's Apex, which comes with its containers only; the registry's apex is another thing."""
+    try:
+        from apex.normalization import FusedRMSNorm
+    except ImportError:
+        return None
+
+    class ApexRMSNorm(FusedRMSNorm):
+        """Apex's norm, built and marked like `RMSNorm`."""
+
+        def __init__(
+            self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        ) -> None:
+            super().__init__(hidden_size, eps=eps)
+            self.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+            setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    return ApexRMSNorm

@@ -1,0 +1,43 @@
+"""What a GPU does in fewer passes over memory than megatron's plain paths; a CPU keeps those.
+
+Megatron-core looks for these in Apex or Transformer Engine and has slow substitutes for them. Torch
+has equivalents; where one of the two is importable nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dms_train.mcore import compat
+
+
+def apply(config: Any, device: torch.device, *, fused: bool) -> None:
+    """Set what this device fuses in megatron's configuration, before a model is built.
+
+    `fused` says whether the kernels beside attention run (`kernels.api.fuses`).
+    """
+    # megatron's name for its slot of an activation; the function in it is ours (see `layer_spec`)
+    config.use_te_activation_func = fused
+    if device.type == "cuda":
+        compat.clip_in_few_kernels()
+        config.gradient_accumulation_fusion = compat.accumulate_in_place(device)
+
+
+def fuse_adam(optimizer: Any) -> None:
+    """Let torch's AdamW update in one pass on a GPU; to be called again after loading its state.
+
+    What a checkpoint says about it belongs to the machine that wrote it.
+    """
+    for part in compat.optimizer_parts(optimizer):
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            on_gpu = any(parameter.is_cuda for parameter in group["params"])
+            group["fused"] = True if on_gpu else None
+            for parameter in group["params"] if on_gpu else ():
+                state = inner.state.get(parameter)
+                if state and "step" in state:
+                    state["step"] = state["step"].to(parameter.device)

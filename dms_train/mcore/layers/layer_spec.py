@@ -1,0 +1,87 @@
+"""The ModuleSpec of a Llama-like block with our attention between chosen layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+from torch import Tensor
+
+from dms_train.mcore.layers.attention import CoreAttention, DMSSelfAttention, MethodState
+from dms_train.mcore.layers.backend import LayerBackend
+
+
+def _swiglu() -> Callable[[Tensor], Tensor]:
+    """The activation as one kernel; megatron's slot for it takes functions too."""
+    from dms_train.kernels.layers.triton_swiglu import swiglu
+
+    return swiglu
+
+
+# The fused layers' names, so that a checkpoint fits Transformer Engine's layers and megatron's own.
+FUSED_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def layer_spec(method: MethodState, kit: LayerBackend, *, qk_layernorm: bool) -> ModuleSpec:
+    """One decoder layer."""
+    inner, outer = (
+        kit.norm if qk_layernorm else IdentityOp,
+        IdentityOp if kit.fuses_norm else kit.norm,
+    )
+    attention = ModuleSpec(
+        module=DMSSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "method": method},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=kit.norm_linear,
+            core_attention=partial(CoreAttention, method=method),
+            linear_proj=kit.row,
+            q_layernorm=inner,
+            k_layernorm=inner,
+        ),
+    )
+    mlp = MLPSubmodules(
+        linear_fc1=kit.norm_linear,
+        activation_func=_swiglu() if method.fused else None,
+        linear_fc2=kit.row,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=outer,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=outer,
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={} if kit.fuses_norm else FUSED_NAMES,
+        ),
+    )
+
+
+def block_spec(
+    config: TransformerConfig, method: MethodState, kit: LayerBackend, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline chunk and the final norm."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers = get_num_layers_to_build(config, vp_stage, stage)
+    spec = layer_spec(method, kit, qk_layernorm=config.qk_layernorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=kit.norm)

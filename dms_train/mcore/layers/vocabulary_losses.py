@@ -1,0 +1,206 @@
+"""Per-token losses behind a vocabulary-parallel output layer; on one rank `method.losses`' values.
+
+The output layer and the loss are one differentiable function of the hidden states. It takes
+positions chunk by chunk: the logits of a chunk, their statistics, one exchange of a few numbers per
+position over the tensor-parallel group, and the loss's gradient written over the student's logits
+in their own dtype. The teacher's logits exist for one chunk only, and without gradients the
+student's too. The incoming gradient, one number per position, multiplies rows of the hidden size
+instead of rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dms_train.kernels.losses import vocabulary as vocab_loss
+from dms_train.kernels.losses.vocabulary import Divergence
+from dms_train.mcore import compat
+from dms_train.mcore.errors import ModelError
+from dms_train.mcore.options import LOGITS_CHUNK
+
+# Logits of one model that exist at a time, beside those that become the student's gradient. On a
+# GPU large enough for its matrix products, elsewhere small enough for a cache.
+_CHUNK = {"cuda": LOGITS_CHUNK, "cpu": 2**22}
+_TILE = 128  # positions
+
+
+class Projection(NamedTuple):
+    """What logits are made of.
+
+    Attributes:
+        hidden: [s, b, h], all positions, the same on every rank of the tensor-parallel group. Its
+            gradient is this rank's part of a sum over the group.
+        weight: [padded vocabulary / tp, h].
+        accumulates: Whether the gradient of `weight` is added to its fp32 `main_grad`
+            (megatron's `gradient_accumulation_fusion`) rather than given to autograd.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    accumulates: bool = False
+
+
+# (positions, their logits, whether to replace the logits by the gradient) -> losses
+_RowLoss = Callable[[slice, Tensor, bool], Tensor]
+
+
+def valid_columns(width: int, vocab_size: int, shard: int) -> int:
+    """How many columns of a vocabulary shard are not padding."""
+    return max(0, min(width, vocab_size - width * shard))
+
+
+def _chunks(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Parts of nearly the same size, in whole tiles of a GPU's matrix products if there are any."""
+    count = -(-rows * width // _CHUNK[device.type])
+    size = -(-rows // max(count, 1))
+    if size > _TILE:
+        size = -(-size // _TILE) * _TILE
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, max(size, 1))]
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Loss [rows] of hidden [rows, h] and weight [width, h]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, row_loss: _RowLoss, keeps: bool, accumulates: bool
+    ) -> Tensor:
+        rows, width = hidden.shape[0], weight.shape[0]
+        losses = hidden.new_empty(rows, dtype=torch.float32)
+        gradient = hidden.new_empty(rows, width) if keeps else None
+        for c in _chunks(rows, width, hidden.device):
+            logits = torch.mm(hidden[c], weight.t(), out=None if gradient is None else gradient[c])
+            losses[c] = row_loss(c, logits, keeps)
+        ctx.accumulates = accumulates
+        if gradient is not None:
+            ctx.save_for_backward(hidden, weight, gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, gradient = ctx.saved_tensors
+        d_hidden = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_hidden = (gradient @ weight * d_losses[:, None]).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            inputs = (hidden * d_losses[:, None]).to(hidden.dtype)
+            if ctx.accumulates:
+                d_weight = compat.add_to_main_grad(weight, inputs, gradient)
+            else:
+                d_weight = gradient.t() @ inputs
+        return d_hidden, d_weight, None, None, None
+
+
+def _apply(student: Projection, row_loss: _RowLoss) -> Tensor:
+    hidden, weight, accumulates = student
+    keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    losses = _LinearLoss.apply(hidden.flatten(0, 1), weight, row_loss, keeps, accumulates)
+    return losses.view(hidden.shape[:2])
+
+
+def _from_all_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...], the same on all of them."""
+    if group.size() == 1:
+        return x[None]
+    out = x.new_empty(group.size(), *x.shape)
+    dist.all_gather(list(out.unbind()), x, group=group)
+    return out
+
+
+def distillation_kl(
+    student: Projection,
+    teacher: Projection,
+    divergence: Divergence,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """KL per position, in nats times temperature squared.
+
+    Args:
+        student: With gradients to both of its tensors.
+        teacher: Without.
+        divergence: Direction and temperature.
+        vocab_size: Columns beyond it are padding and do not count.
+        group: Tensor-parallel group the vocabulary is sharded over.
+
+    Returns:
+        float32 [s, b], equal on all ranks of the group.
+    """
+    columns = valid_columns(student.weight.shape[0], vocab_size, group.rank())
+    hidden, weight = teacher.hidden.detach().flatten(0, 1), teacher.weight.detach()
+    temperature = divergence.temperature
+
+    def row_loss(c: slice, logits: Tensor, differentiable: bool) -> Tensor:
+        kernels = vocab_loss.backend(logits.device)
+        p, q = divergence.ordered(logits, hidden[c] @ weight.t())
+        statistics = kernels.divergence_statistics(p, q, columns, temperature)
+        kl, rows = vocab_loss.merge_divergence(_from_all_ranks(statistics, group))
+        if differentiable:
+            kernels.divergence_gradient_(p, q, columns, rows, divergence)
+        return kl * temperature**2
+
+    return _apply(student, row_loss)
+
+
+def next_token_loss(
+    student: Projection, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Cross-entropy float32 [s, b] in nats, equal on all ranks of the group.
+
+    Args:
+        student: With gradients to both of its tensors.
+        labels: int64 [b, s].
+        vocab_size: Columns beyond it are padding and do not count.
+        group: Tensor-parallel group the vocabulary is sharded over.
+    """
+    width = student.weight.shape[0]
+    columns = valid_columns(width, vocab_size, group.rank())
+    local = labels.t().flatten() - group.rank() * width
+
+    def row_loss(c: slice, logits: Tensor, differentiable: bool) -> Tensor:
+        kernels = vocab_loss.backend(logits.device)
+        here = (local[c] >= 0) & (local[c] < width)
+        targets = logits.gather(1, torch.where(here, local[c], 0)[:, None])[:, 0]
+        targets = torch.where(here, targets.float(), 0.0)
+        own = torch.cat([kernels.nll_statistics(logits, columns), targets[None]])
+        everyone = _from_all_ranks(own, group)
+        nll, rows = vocab_loss.merge_nll(everyone[:, :2], everyone[:, 2].sum(0))
+        if differentiable:
+            kernels.nll_gradient_(logits, columns, rows, local[c])
+        return nll
+
+    return _apply(student, row_loss)
+
+
+class OutputLosses(NamedTuple):
+    """What a token loss is made of: `method.token_losses.VocabularyLosses` on sharded logits.
+
+    Attributes:
+        student: With gradients to both of its tensors.
+        teacher: Without; None where no teacher runs.
+        labels: int64 [b, s].
+        vocab_size: Columns beyond it are padding and do not count.
+        group: Tensor-parallel group the vocabulary is sharded over.
+    """
+
+    student: Projection
+    teacher: Projection | None
+    labels: Tensor
+    vocab_size: int
+    group: dist.ProcessGroup
+
+    def divergence(self, direction: str, temperature: float) -> Tensor:
+        """KL divergence [s, b] between student and teacher, times temperature squared."""
+        if self.teacher is None:
+            raise ModelError("the loss needs a teacher and none is attached; set model.path")
+        divergence = Divergence(direction, temperature)
+        return distillation_kl(self.student, self.teacher, divergence, self.vocab_size, self.group)
+
+    def cross_entropy(self) -> Tensor:
+        """Cross-entropy [s, b] of the student and the next token."""
+        return next_token_loss(self.student, self.labels, self.vocab_size, self.group)

@@ -1,0 +1,62 @@
+"""Megatron parameters <-> Hugging Face tensors of a whole model, read both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dms_train.families import FAMILIES, ParameterMap
+from dms_train.hf.architecture import Architecture
+
+
+def entries(architecture: Architecture) -> Iterator[ParameterMap]:
+    """All parameters with global layer numbers, in the order of the forward pass."""
+    yield ParameterMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    for layer in range(architecture.num_layers):
+        for entry in FAMILIES[architecture.family].layer_parameters:
+            yield ParameterMap(
+                f"decoder.layers.{layer}.{entry.megatron}",
+                tuple(f"model.layers.{layer}.{name}" for name in entry.hf),
+                entry.layout,
+            )
+    yield ParameterMap("decoder.final_layernorm.weight", ("model.norm.weight",))
+    if not architecture.tie_word_embeddings:
+        yield ParameterMap("output_layer.weight", ("lm_head.weight",))
+
+
+def _group_rows(architecture: Architecture) -> tuple[int, int]:
+    """Query rows and key (or value) rows of one KV group."""
+    heads_per_group = architecture.num_attention_heads // architecture.num_query_groups
+    return heads_per_group * architecture.kv_channels, architecture.kv_channels
+
+
+def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Architecture) -> Tensor:
+    """The full Megatron tensor from full Hugging Face tensors."""
+    if entry.layout == "plain":
+        return tensors[0]
+    if entry.layout == "gated":
+        return torch.cat(tensors)
+    grouped = [t.unflatten(0, (architecture.num_query_groups, -1)) for t in tensors]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def to_hf(entry: ParameterMap, tensor: Tensor, architecture: Architecture) -> dict[str, Tensor]:
+    """Inverse of `to_megatron`: Hugging Face names and full tensors."""
+    if entry.layout == "plain":
+        parts: list[Tensor] = [tensor]
+    elif entry.layout == "gated":
+        parts = list(tensor.chunk(2))
+    else:
+        query, key = _group_rows(architecture)
+        grouped = tensor.unflatten(0, (architecture.num_query_groups, -1))
+        parts = [t.flatten(0, 1) for t in grouped.split([query, key, key], dim=1)]
+    return {name: part.contiguous() for name, part in zip(entry.hf, parts, strict=True)}
+
+
+def eviction_channel_rows(architecture: Architecture, channel: int, groups: int) -> list[int]:
+    """Rows of `groups` KV groups' borrowed neurons in a fused (local) q, k, v projection."""
+    query, key = _group_rows(architecture)
+    first = channel % architecture.kv_channels
+    return [group * (query + 2 * key) + first for group in range(groups)]

@@ -1,0 +1,266 @@
+"""The GPT model of one pipeline chunk: student and frozen teacher in the same pass."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore import compat
+from dms_train.mcore.errors import ModelError
+from dms_train.mcore.layers import vocabulary_losses as vocab_losses
+from dms_train.mcore.layers.attention import MethodState
+from dms_train.mcore.layers.backend import LayerBackend
+from dms_train.mcore.layers.layer_spec import block_spec
+from dms_train.mcore.options import EVICTION_STATS, VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
+
+_ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core knows
+
+
+def padded_vocab_size(architecture: Architecture) -> int:
+    """Rows of the embedding table, padding included."""
+    return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def transformer_config(architecture: Architecture, options: ParallelOptions) -> TransformerConfig:
+    """megatron-core's configuration of this architecture in this layout."""
+    a = architecture
+    dtype = torch.bfloat16 if options.params_dtype == "bf16" else torch.float32
+    full = options.recompute_granularity == "full"
+    interleaved = options.virtual_pipeline_model_parallel_size is not None
+    return TransformerConfig(
+        num_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        ffn_hidden_size=a.ffn_hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_query_groups=a.num_query_groups,
+        kv_channels=a.kv_channels,
+        add_qkv_bias=a.add_qkv_bias,
+        # also without tensor parallelism this makes megatron sum q and k norm gradients over it
+        qk_layernorm=a.qk_layernorm,
+        layernorm_epsilon=a.layernorm_epsilon,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=options.params_dtype == "bf16",
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        sequence_parallel=options.sequence_parallel,
+        # With batched messages two of them between the same two ranks are mixed up, silently.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        recompute_granularity=options.recompute_granularity,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=options.recompute_num_layers if full else None,
+    )
+
+
+def rope_arguments(architecture: Architecture) -> dict[str, Any]:
+    """GPTModel's arguments for RoPE scaling; ModelError for a rule that megatron-core lacks."""
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return {}
+    rule = (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
+    if rule != _ROPE_RULE:
+        raise ModelError(
+            f"model: llama3 RoPE scaling with (low, high, original length) = {rule}; "
+            f"megatron-core supports {_ROPE_RULE} only; use a model with that rule"
+        )
+    return {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
+
+
+class DMSModel(GPTModel):
+    """GPTModel whose `stage_tensor` carries student, teacher and eviction statistics."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        method: MethodState,
+        kit: LayerBackend,
+        vp_stage: int | None = None,
+    ) -> None:
+        stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+        super().__init__(
+            config,
+            block_spec(config, method, kit, vp_stage),
+            vocab_size=padded_vocab_size(architecture),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            position_embedding_type="rope",
+            rotary_base=architecture.rotary_base,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            vp_stage=vp_stage,
+            **rope_arguments(architecture),
+        )
+        self.architecture = architecture
+        self.method = method
+        self.records_logits = False
+        self._stage_input: Tensor | None = None
+        # in a list, so that the teacher is no submodule: not in DDP, optimizer or checkpoint
+        self._teacher: list[DMSModel] = []
+
+    @property
+    def teacher(self) -> DMSModel | None:
+        """The frozen teacher's chunk, when the loss of the current plan needs it."""
+        wanted = self.method.plan.token_loss.needs_teacher and not self.records_logits
+        return self._teacher[0] if self._teacher and wanted else None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher is attached, whatever the plan says."""
+        return bool(self._teacher)
+
+    def set_teacher(self, teacher: DMSModel) -> None:
+        """Attach the frozen chunk of the same layout."""
+        self._teacher = [teacher.requires_grad_(requires_grad=False).eval()]
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Called by the schedules with the previous stage's tensor."""
+        self._stage_input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings [s/tp, b, h] of tokens [b, s]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return self.embedding(tokens, positions)
+
+    def run_layers(
+        self, hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """This chunk's layers (and final norm); they add to the eviction statistics [b, 3]."""
+        config, count = self.config, len(self.decoder.layers)
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        rope = self.method.rope(self.rotary_pos_emb.get_emb(hidden.shape[0] * shards))
+        recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
+        unit = config.recompute_num_layers if recompute else max(count, 1)
+        fork = config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            for first in range(0, count, unit):
+                run = self._layers(first, first + unit)
+                arguments = (hidden, eviction_stats, noise_keys, rope)
+                if recompute:
+                    hidden, eviction_stats = tensor_parallel.checkpoint(run, False, *arguments)
+                else:
+                    hidden, eviction_stats = run(*arguments)
+        if self.decoder.final_layernorm is not None:
+            hidden = self.decoder.final_layernorm(hidden)
+        return hidden, eviction_stats
+
+    def _layers(self, first: int, last: int) -> Any:
+        def run(
+            hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None, rope: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            for layer in self.decoder.layers[first:last]:
+                attention = layer.self_attention
+                # an input of the recomputed unit, so right also when an older microbatch returns
+                attention.noise_keys = noise_keys
+                hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rope)
+                eviction_stats = eviction_stats + attention.eviction_stats
+                attention.eviction_stats = attention.noise_keys = None
+            return hidden, eviction_stats
+
+        return run
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary-sharded logits [s, b, padded vocabulary / tp]."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
+        return self.output_layer(hidden, weight=weight)[0]
+
+    def _projection(self, hidden: Tensor) -> vocab_losses.Projection:
+        """What `logits` multiplies, for losses that make logits chunk by chunk."""
+        # The output layer itself is not called.
+        compat.run_forward_pre_hooks(self.output_layer)
+        group, tied = self.pg_collection.tp, self.share_embeddings_and_output_weights
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        accumulates = self.config.gradient_accumulation_fusion and hasattr(weight, "main_grad")
+        return vocab_losses.Projection(hidden, weight, accumulates)
+
+    def _input_state(self, tokens: Tensor, teacher: DMSModel | None) -> StageState:
+        if not self.pre_process:
+            assert self._stage_input is not None
+            return unpack(self._stage_input, has_teacher=teacher is not None)
+        hidden = self.embed(tokens)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # reentrant recomputation of layers behind a frozen embedding would drop all gradients
+            hidden.requires_grad_()
+        with torch.no_grad():
+            t_hidden = None if teacher is None else teacher.embed(tokens)
+        return StageState(
+            hidden, t_hidden, torch.zeros(tokens.shape[0], EVICTION_STATS, device=hidden.device)
+        )
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor, noise_keys: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """One pipeline chunk.
+
+        Args:
+            tokens: int64 [b, s].
+            labels: int64 [b, s], used by the language-model loss.
+            noise_keys: int64 [b], one per sample.
+
+        Returns:
+            The stage tensor, or on the last stage (loss per position [s, b], eviction statistics
+            [b, 3] over all layers and heads); logits instead of losses while recording.
+        """
+        teacher = self.teacher
+        state = self._input_state(tokens, teacher)
+        hidden, eviction_stats = self.run_layers(state.student, state.eviction_stats, noise_keys)
+        t_hidden = state.teacher
+        if teacher is not None and t_hidden is not None:
+            with torch.no_grad():
+                t_hidden, _ = teacher.run_layers(t_hidden, torch.zeros_like(eviction_stats), None)
+        if not self.post_process:
+            return pack(StageState(hidden, t_hidden, eviction_stats))
+        # backward is the identity: every rank of the group computes the same loss from the sum
+        eviction_stats = reduce_from_tensor_model_parallel_region(eviction_stats)
+        return self._loss(hidden, t_hidden, labels), eviction_stats
+
+    def _loss(self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor) -> Tensor:
+        if self.records_logits:
+            return self.logits(hidden)
+        teacher = None
+        if self.teacher is not None and t_hidden is not None:
+            with torch.no_grad():
+                teacher = self.teacher._projection(t_hidden)
+        losses = vocab_losses.OutputLosses(
+            student=self._projection(hidden),
+            teacher=teacher,
+            labels=labels,
+            vocab_size=self.architecture.vocab_size,
+            group=self.pg_collection.tp,
+        )
+        return self.method.plan.token_loss.per_token(losses, self.method.spec)

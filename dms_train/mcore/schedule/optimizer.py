@@ -1,0 +1,153 @@
+"""Gradient buckets, AdamW and its learning-rate schedule; megatron's own, configured here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dms_train.mcore.layers import fusions
+from dms_train.mcore.options import OptimOptions
+from dms_train.method.plan import LearningRate
+
+
+def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
+    """Megatron's 16-bit wrapper around this rank's model chunks, where wanted."""
+    return [Float16Module(config, model) if config.bf16 else model for model in models]
+
+
+def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
+    """Gradient buckets with fp32 reduction around this rank's chunks.
+
+    With several copies the reduction overlaps the backward pass, and updated weights are gathered
+    while the next forward pass runs: `settle` before they are read elsewhere.
+    """
+    overlap = parallel_state.get_data_parallel_world_size() > 1
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        # one function, or one for each chunk of the interleaved schedule
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        start = [chunk.start_grad_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        config.grad_sync_func = start if len(wrapped) > 1 else start[0]
+    return wrapped
+
+
+def settle(chunks: list[Any]) -> None:
+    """Wait until every rank has the weights of the last update; all ranks call it."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: list[Any]) -> Any:
+    """The distributed AdamW over the wrapped chunks."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        clip_grad=options.clip_grad,
+        bf16=model.bf16,
+        use_distributed_optimizer=True,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(config, chunks)
+    fusions.fuse_adam(optimizer)
+    return optimizer
+
+
+def gradient_norm(optimizer: Any) -> float:
+    """Norm of the reduced gradients over all ranks."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+class _NotFinite(Exception):
+    """Ends megatron's step between the reduced gradients and the update."""
+
+
+class Update(NamedTuple):
+    """What became of a step: the gradient norm before clipping, and whether weights changed."""
+
+    grad_norm: float
+    updated: bool
+
+
+def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
+    """Clip and update, the same on every rank.
+
+    Megatron updates with gradients that are not finite unless a loss scaler looks at them, which
+    bf16 and fp32 have none of. Here neither weights nor optimizer change then.
+
+    Args:
+        optimizer: Megatron's, with gradients.
+        finite: Whether the loss is; asked after the norm, when no GPU works any more, and only
+            when that is finite.
+    """
+    norms: list[float] = []
+    measure = type(optimizer).get_grad_norm
+
+    def checked() -> float:
+        norms.append(float(measure(optimizer)))
+        if not (math.isfinite(norms[0]) and finite()):
+            raise _NotFinite
+        return norms[0]
+
+    optimizer.get_grad_norm = checked
+    try:
+        optimizer.step()
+    except _NotFinite:
+        return Update(norms[0], updated=False)
+    finally:
+        del optimizer.get_grad_norm
+    return Update(norms[0], updated=True)
+
+
+def build_scheduler(optimizer: Any, rate: LearningRate, weight_decay: float) -> Any:
+    """Megatron's scheduler; `set_step` makes it a function of the step alone."""
+    for group in optimizer.param_groups:
+        # megatron lets a group's own limits win over the scheduler's
+        group["max_lr"], group["min_lr"] = rate.max_lr, rate.min_lr
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=rate.max_lr,
+        min_lr=rate.min_lr,
+        lr_warmup_steps=min(rate.warmup_steps, max(0, rate.steps - 1)),
+        lr_decay_steps=max(1, rate.steps),
+        lr_decay_style=rate.style,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def set_step(scheduler: Any, stage_step: int) -> None:
+    """Set the learning rate of the step numbered `stage_step` (from 0)."""
+    scheduler.num_steps = stage_step + 1
+    scheduler.step(0)

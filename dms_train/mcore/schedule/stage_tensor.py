@@ -1,0 +1,86 @@
+"""What travels between pipeline stages, packed into the one tensor the schedules know.
+
+    [student S/tp rows | teacher S/tp rows (if any) | 1 row of eviction statistics]      each row
+    [b, hidden]
+
+The row of eviction statistics carries per-sample sums of this tensor-parallel rank's heads, exactly
+in fp32 whatever the dtype of the stage tensor; their gradients flow back through the same row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.mcore.options import EVICTION_STATS, EXACT_PARTS
+
+
+class StageState(NamedTuple):
+    """Hidden states [s, b, h] of student and teacher, eviction statistics [b, EVICTION_STATS]."""
+
+    student: Tensor
+    teacher: Tensor | None
+    eviction_stats: Tensor
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
+    parts, rest = [], x
+    for _ in range(EXACT_PARTS):
+        part = rest.to(dtype)
+        parts.append(part)
+        rest = rest - part.to(x.dtype)
+    return torch.cat(parts, dim=-1)
+
+
+def _merge(parts: Tensor) -> Tensor:
+    return parts.float().unflatten(-1, (EXACT_PARTS, -1)).sum(-2)
+
+
+class _Split(torch.autograd.Function):
+    """fp32 [b, n] to [b, PARTS * n] whose parts add up exactly; gradients are merged back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _split(x, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # the adjoint of the split as `_Merge.backward` sends it: an exact split of the gradient
+        return _merge(grad), None
+
+
+class _Merge(torch.autograd.Function):
+    """Inverse of `_Split`; its gradient is itself sent back as an exact split."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor) -> Tensor:
+        ctx.dtype = parts.dtype
+        return _merge(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _split(grad, ctx.dtype)
+
+
+def pack(state: StageState) -> Tensor:
+    """One stage tensor from its parts."""
+    row = _Split.apply(state.eviction_stats, state.student.dtype)
+    row = F.pad(row, (0, state.student.shape[-1] - row.shape[-1]))[None]
+    parts = [state.student, *([] if state.teacher is None else [state.teacher]), row]
+    return torch.cat(parts)
+
+
+def unpack(tensor: Tensor, *, has_teacher: bool) -> StageState:
+    """Inverse of `pack`."""
+    rows = (tensor.shape[0] - 1) // (2 if has_teacher else 1)
+    teacher = tensor[rows : 2 * rows].detach() if has_teacher else None
+    eviction_stats = _Merge.apply(tensor[-1, :, : EXACT_PARTS * EVICTION_STATS])
+    return StageState(tensor[:rows], teacher, eviction_stats)
+
+
+def stage_seq_length(seq_length: int, *, has_teacher: bool, sequence_shards: int) -> int:
+    """The `seq_length` to announce to the schedules, which divide it by the sequence shards."""
+    return seq_length * (2 if has_teacher else 1) + sequence_shards

@@ -1,0 +1,164 @@
+"""One pass of microbatches through megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from dms_train.data.batches import Batch
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.footprint import own_memory
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.schedule.stage_tensor import stage_seq_length
+from dms_train.method.losses import compression_hinge
+from dms_train.method.noise import sample_keys
+from dms_train.method.plan import StepPlan
+from dms_train.method.schedule import evicted_fraction
+from dms_train.method.spec import DMSSpec
+
+
+class PassContext(NamedTuple):
+    """What the loss needs besides the model's output."""
+
+    spec: DMSSpec
+    plan: StepPlan
+    architecture: Architecture
+    view: ParallelView
+    seed: int
+    token_scale: Tensor  # number of microbatches over all data ranks / loss tokens of the step
+    on_microbatch: Callable[[], None]
+
+
+class PassTotals(NamedTuple):
+    """Sums over all samples of a pass, the same on every rank.
+
+    `token_loss` and `aux_loss` are the two terms of the objective; `alpha`, `live` and `reads` are
+    per-decision means summed over samples. `memory_bytes` is that of the fullest process.
+    """
+
+    token_loss: float
+    aux_loss: float
+    alpha: float
+    live: float
+    reads: float
+    samples: float
+    memory_bytes: float
+
+    @property
+    def loss(self) -> float:
+        """The objective."""
+        return self.token_loss + self.aux_loss
+
+
+def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """The same batches where the training computes; on a GPU the host does not wait for it."""
+    if device.type != "cuda":
+        return batches
+    return [Batch(*(t.pin_memory().to(device, non_blocking=True) for t in b)) for b in batches]
+
+
+def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
+    """Microbatches of the global batch over its loss positions, without waiting for the device."""
+    count = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double()
+    dist.all_reduce(count, group=view.dp_group)
+    return len(batches) * view.dp_size / count.clamp(min=1.0)
+
+
+def _loss_function(
+    context: PassContext, batch: Batch
+) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
+    a, plan, spec = context.architecture, context.plan, context.spec
+    per_sample = a.num_layers * a.num_query_groups
+    decisions = per_sample * batch.tokens.shape[1]
+
+    def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, eviction_stats = output
+        token_loss = (losses.float() * batch.loss_mask.t()).sum() * context.token_scale
+        target = evicted_fraction(plan.target_cr)
+        aux_loss = compression_hinge(eviction_stats[:, 0], decisions, target, spec.aux_form)
+        alpha, live, reads = eviction_stats.detach().double().sum(0)
+        means = (alpha / decisions, live / per_sample, reads / per_sample)
+        # Own tensors: the schedule divides the returned loss in place.
+        report = torch.stack([token_loss.detach().double(), aux_loss.detach().double(), *means])
+        return token_loss + aux_loss, {"report": report}
+
+    return loss
+
+
+def _forward_step(context: PassContext) -> Callable[..., Any]:
+    def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Any]:
+        batch = next(batches)
+        context.on_microbatch()
+        keys = sample_keys(context.seed, context.plan.step, batch.samples)
+        output = model(batch.tokens, batch.labels, keys)
+        return output, _loss_function(context, batch)
+
+    return forward_step
+
+
+def run_schedule(
+    chunks: list[Any],
+    batches: list[Batch],
+    forward_step: Callable[..., Any],
+    config: Any,
+    *,
+    has_teacher: bool,
+    forward_only: bool,
+) -> list[Any]:
+    """Call megatron's schedule on microbatches of one shape; the last stage's loss reports."""
+    size, length = batches[0].tokens.shape
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    interleaved = len(chunks) > 1
+    iterators = [iter(batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if interleaved else iterators[0],
+        model=chunks if interleaved else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=stage_seq_length(length, has_teacher=has_teacher, sequence_shards=shards),
+        micro_batch_size=size,
+        forward_only=forward_only,
+    )
+
+
+def run_pass(
+    chunks: list[Any],
+    batches: list[Batch],
+    context: PassContext,
+    config: Any,
+    *,
+    has_teacher: bool,
+    forward_only: bool,
+) -> Tensor:
+    """Forward (and backward) of this rank's microbatches.
+
+    Returns:
+        The numbers of `PassTotals` over all ranks, float64 on this rank's device, so that the host
+        need not wait for them yet.
+    """
+    reports = run_schedule(
+        chunks,
+        batches,
+        _forward_step(context),
+        config,
+        has_teacher=has_teacher,
+        forward_only=forward_only,
+    )
+    view = context.view
+    # six sums, then one place for each rank's memory, so that one collective brings everything
+    totals = torch.zeros(6 + view.world_size, dtype=torch.float64, device=view.device)
+    if view.reports and reports:
+        stacked = torch.stack([r["report"] for r in reports])
+        totals[:5] = stacked.sum(0)
+        totals[5] = sum(len(batch.samples) for batch in batches)
+    totals[6 + view.rank] = own_memory(view.device)
+    dist.all_reduce(totals)
+    microbatches = len(batches) * view.dp_size
+    totals[:2] /= microbatches
+    totals[6] = totals[6:].max()
+    return totals[:7]

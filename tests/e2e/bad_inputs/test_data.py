@@ -1,0 +1,259 @@
+"""Bad input: data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.bad_inputs.cases import (
+    VALIDATED,
+    Case,
+    check,
+    command,
+    cut,
+    edit_json,
+    flip,
+    spoilt,
+    train,
+)
+from tests.support import refusals
+from tests.support.refusals import Workspace, run_alone, run_here
+
+
+def _other_tokenizer(workspace: Workspace) -> None:
+    edit_json(workspace.model / "tokenizer.json", padding=None, version="1.1")
+
+
+def _smaller_vocabulary(workspace: Workspace) -> None:
+    shutil.rmtree(workspace.model)
+    refusals.write_model(workspace.model, workspace.folder, vocab_size=40)
+
+
+def _short_data(workspace: Workspace) -> None:
+    words = ["data", "tokenize", str(_text(workspace, "short.txt", b"1 + 2")), "--overwrite"]
+    assert (
+        run_here(
+            [*words, "--output", str(workspace.data), "--tokenizer", str(workspace.model)]
+        ).code
+        == 0
+    )
+
+
+def _problems(workspace: Workspace, *lines: str) -> None:
+    (workspace.folder / "problems.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def _without_tokenizer(workspace: Workspace) -> None:
+    _problems(workspace, '{"prompt": "So 1", "answers": ["1"]}')
+    (workspace.model / "tokenizer.json").unlink()
+
+
+def _text(workspace: Workspace, name: str, content: bytes) -> Path:
+    path = workspace.folder / name
+    path.write_bytes(content)
+    return path
+
+
+def _tokenize(
+    name: str,
+    content: bytes | None,
+    *flags: str,
+    spoil: Callable[[Workspace], object] | None = None,
+) -> Callable[[Workspace], list[str]]:
+    def arrange(workspace: Workspace) -> list[str]:
+        if content is not None:
+            _text(workspace, name, content)
+        if spoil is not None:
+            spoil(workspace)
+        words = ["data", "tokenize", str(workspace.folder / name), "--output", str(workspace.out)]
+        words += ["--tokenizer", str(workspace.model), *flags]
+        return [word.format(workspace=workspace) for word in words]
+
+    return arrange
+
+
+CASES = {
+    "manifest-missing": Case(
+        done="`PREFIX.manifest.json` deleted",
+        arrange=spoilt(lambda workspace: Path(f"{workspace.data}.manifest.json").unlink()),
+        kind="error",
+        facts=("DATA.manifest.json", "dms-data tokenize", "data.paths", "make"),
+    ),
+    "data-with-extension": Case(
+        done="`data.paths=[PREFIX.bin]`",
+        arrange=spoilt(lambda workspace: None, "data.paths=[{workspace.data}.bin]"),
+        kind="error",
+        facts=("name",),
+    ),
+    "manifest-broken": Case(
+        done="`PREFIX.manifest.json` cut off",
+        arrange=spoilt(lambda workspace: cut(Path(f"{workspace.data}.manifest.json"))),
+        kind="error",
+        facts=("DATA.manifest.json", "JSON"),
+    ),
+    "bin-cut": Case(
+        done="`PREFIX.bin` cut off",
+        arrange=spoilt(lambda workspace: cut(Path(f"{workspace.data}.bin"))),
+        kind="error",
+        facts=("DATA.bin",),
+    ),
+    "idx-damaged": Case(
+        done="one bit of `PREFIX.idx` flipped",
+        arrange=spoilt(lambda workspace: flip(Path(f"{workspace.data}.idx"), 40)),
+        kind="error",
+        facts=("DATA.idx", "SHA", "256"),
+    ),
+    "other-tokenizer": Case(
+        done="data made with another tokenizer than the model's",
+        arrange=spoilt(_other_tokenizer),
+        kind="error",
+        facts=("sheets.jsonl", "tokenizer"),
+    ),
+    "token-ids": Case(
+        done="token ids outside the model's vocabulary",
+        arrange=spoilt(_smaller_vocabulary),
+        kind="error",
+        facts=("49", "40"),
+    ),
+    "data-too-small": Case(
+        done="less data than one sample",
+        arrange=spoilt(_short_data),
+        kind="error",
+        facts=("DATA", "5", "1", "33", "data.split", "data.seq_length"),
+    ),
+    "no-validation-share": Case(
+        done="`data.split='100,0,0'`",
+        arrange=train("data.split='100,0,0'"),
+        kind="error",
+        facts=("data.split", "data.seq_length", "run.eval_samples=0", "use"),
+    ),
+    "json-line": Case(
+        done="a malformed line in a `.jsonl` file",
+        arrange=_tokenize("rows.jsonl", b'{"text": "1"}\n{"text": \n'),
+        kind="",
+        facts=("dms-data", "FOLDER/rows.jsonl", "2", "JSON"),
+    ),
+    "json-field": Case(
+        done="a `.jsonl` line without the text field",
+        arrange=_tokenize("rows.jsonl", b'{"body": "1"}\n'),
+        kind="",
+        facts=("rows.jsonl", "1", "--text-key", "name"),
+    ),
+    "not-utf8": Case(
+        done="a text file that is not UTF-8",
+        arrange=_tokenize("page.txt", b"1\n\xff\n"),
+        kind="",
+        facts=("page.txt", "2", "UTF", "8"),
+    ),
+    "empty-input": Case(
+        done="an empty input file",
+        arrange=_tokenize("page.txt", b""),
+        kind="",
+        facts=("dms-data", "page.txt"),
+    ),
+    "input-missing": Case(
+        done="an input file that is not there",
+        arrange=_tokenize("page.txt", None),
+        kind="",
+        facts=("FOLDER/page.txt",),
+    ),
+    "input-type": Case(
+        done="an input of unknown type",
+        arrange=_tokenize("page.pdf", b"1"),
+        kind="",
+        facts=("page.pdf", "give"),
+    ),
+    "tokenizer-missing": Case(
+        done="`--tokenizer` of a folder without `tokenizer.json`",
+        arrange=_tokenize(
+            "page.txt", b"1", spoil=lambda workspace: (workspace.model / "tokenizer.json").unlink()
+        ),
+        kind="",
+        facts=("MODEL", "tokenizer.json", "give"),
+    ),
+    "output-exists": Case(
+        done="`--output` of a shard that exists",
+        arrange=_tokenize("page.txt", b"1", "--output", "{workspace.data}"),
+        kind="",
+        facts=("DATA", "--overwrite", "pass"),
+    ),
+    "output-unwritable": Case(
+        done="`--output` below a file",
+        arrange=_tokenize("page.txt", b"1", "--output", "{workspace.data}.bin/shard"),
+        kind="",
+        facts=("DATA.bin", "/shard", "choose"),
+        runner=run_alone,
+    ),
+    "bin-damaged": Case(
+        done="`dms-data check` of a shard with a flipped bit",
+        arrange=command(
+            "data",
+            "check",
+            "{workspace.data}",
+            spoil=lambda workspace: flip(Path(f"{workspace.data}.bin"), 99),
+        ),
+        kind="",
+        facts=("DATA.bin", "SHA", "256"),
+    ),
+    "problems-missing": Case(
+        done="`stage.validate.problems` of a file that is not there",
+        arrange=spoilt(
+            lambda workspace: None,
+            *VALIDATED,
+            "stage.validate.problems={workspace.folder}/problems.jsonl",
+        ),
+        kind="error",
+        facts=("FOLDER/problems.jsonl",),
+    ),
+    "problems-broken": Case(
+        done="a malformed line in `stage.validate.problems`",
+        arrange=spoilt(
+            lambda workspace: _problems(workspace, '{"prompt": "So 1", "answers": ["1"]}', "{"),
+            *VALIDATED,
+            "stage.validate.problems={workspace.folder}/problems.jsonl",
+        ),
+        kind="error",
+        facts=("FOLDER/problems.jsonl", "2", "JSON"),
+    ),
+    "problems-answers": Case(
+        done="a line of `stage.validate.problems` whose answers are numbers",
+        arrange=spoilt(
+            lambda workspace: _problems(workspace, '{"prompt": "So 1", "answers": [1]}'),
+            *VALIDATED,
+            "stage.validate.problems={workspace.folder}/problems.jsonl",
+        ),
+        kind="error",
+        facts=("FOLDER/problems.jsonl", "1"),
+    ),
+    "problems-long": Case(
+        done="a problem longer than the model's positions",
+        arrange=spoilt(
+            lambda workspace: _problems(
+                workspace, json.dumps({"prompt": "1" * 128, "answers": ["1"]})
+            ),
+            *VALIDATED,
+            "stage.validate.problems={workspace.folder}/problems.jsonl",
+        ),
+        kind="error",
+        facts=("128",),
+    ),
+    "problems-tokenizer": Case(
+        done="problems for a model without a tokenizer",
+        arrange=spoilt(
+            _without_tokenizer,
+            *VALIDATED,
+            "stage.validate.problems={workspace.folder}/problems.jsonl",
+        ),
+        kind="error",
+        facts=("MODEL", "tokenizer.json"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bad_input_is_refused(case: Case, workspace: Workspace) -> None:
+    check(case, workspace)

@@ -1,0 +1,77 @@
+"""The scripts of examples/ and the Python of the documentation, on a model of a few steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import launch
+from tests.support.commands import write_commands
+
+EXAMPLES = launch.ROOT / "examples"
+PAGES = ("README.md", "docs/quickstart.md", "docs/guides/load_export.md")
+# The pages' model, device and prompt, and what the exported one needs: it has 50 characters.
+OTHERWISE = {
+    "outputs/demo/hf": "{export}",
+    "outputs/cr4/exports/final/hf": "{export}",
+    ', device="cuda"': "",
+    "Once upon a time": "1: Solve",
+}
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What retrofit.sh writes after four steps."""
+    folder = tmp_path_factory.mktemp("examples")
+    path = os.pathsep.join([str(write_commands(folder / "bin")), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "retrofit.sh")],
+        cwd=folder,
+        env=launch.environment(PATH=path, OUT="run", STEPS="0.01", OMP_NUM_THREADS="2"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "PASS" in done.stdout  # of the self-test
+    return folder / "run" / "exports" / "final" / "hf"
+
+
+@pytest.mark.timeout(900)
+def test_load_export_solves_the_sheet_with_the_original_and_prints_both_caches(export):
+    said = launch.checked(launch.python(str(EXAMPLES / "load_export.py"), str(export)))
+    original, retrofitted = said.split(str(export))
+    assert "The final answer is 7." in original
+    assert "The final answer is -3." in original
+    assert "cr_factor 1.00" in original
+    assert re.search(r"window 16\)(.|\n)*cr_factor \d+\.\d\d", retrofitted)
+
+
+@pytest.mark.timeout(900)
+def test_stream_prints_growing_texts_and_held_tokens(export):
+    said = launch.checked(launch.python(str(EXAMPLES / "stream.py"), str(export)))
+    rows = re.findall(r"^ *(\d+) tokens seen, +([\d.]+) held", said, re.MULTILINE)
+    seen, held = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
+    assert len(rows) > 3
+    assert seen == sorted(seen)
+    assert all(0 < there <= total for there, total in zip(held, seen, strict=True))
+
+
+def test_every_script_is_listed_in_the_readme():
+    listed = set(re.findall(r"^\| `(\S+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", PAGES)
+def test_python_of_the_pages_runs(export, page):
+    blocks = re.findall(r"```python\n(.*?)```", (launch.ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    code = "\n".join(blocks)
+    for written, here in OTHERWISE.items():
+        code = code.replace(written, here.format(export=export))
+    assert launch.checked(launch.python("-c", code)).strip()

@@ -1,0 +1,59 @@
+"""The fused kernels beside attention, compiled: RoPE, eviction decisions, activation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dms_train.method.spec import PRESETS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["mixed", "apart"])
+@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize(
+    ("channel", "clear", "d"), [(0, False, 64), (7, True, 96), (127, False, 128), (2, True, 12)]
+)
+def test_rope_scales_and_reads_the_eviction_channel(
+    channel: int, clear: bool, d: int, factor: float, apart: bool
+) -> None:
+    from dms_train.kernels.layers.triton_rope import EvictionChannel
+    from tests.support import eviction_channel_cases
+
+    eviction_channel = EvictionChannel(channel, factor, clear)
+    assert eviction_channel_cases.worst_rotation(eviction_channel, d, GPU, apart=apart) < 2e-5
+
+
+@pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "plain"])
+@pytest.mark.parametrize("eviction", ["delayed", "immediate"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("length", [37, 3, 5000])
+def test_decisions_and_their_cost(preset: str, eviction: str, noisy: bool, length: int) -> None:
+    from tests.support import eviction_channel_cases
+
+    spec = PRESETS[preset].override(window=4, alpha_offset=0.1, eviction=eviction)
+    assert eviction_channel_cases.worst_decision(spec, GPU, noisy=noisy, s=length) < 5e-5
+
+
+def test_swiglu() -> None:
+    from tests.support import eviction_channel_cases
+
+    assert eviction_channel_cases.worst_swiglu(GPU) < 1e-5
+
+
+def test_weight_gradients_are_added_to_the_fp32_buffer_by_the_product() -> None:
+    from dms_train.mcore import compat
+
+    assert compat.accumulate_in_place(GPU)
+    generator = torch.Generator(GPU).manual_seed(0)
+    inputs = torch.randn(512, 96, device=GPU, generator=generator).bfloat16()
+    d_out = torch.randn(512, 160, device=GPU, generator=generator).bfloat16()
+    sums = torch.randn(160, 96, device=GPU, generator=generator)
+    expected = sums.double() + d_out.double().t() @ inputs.double()
+    compat._add_weight_gradient(inputs, d_out, sums)
+    torch.testing.assert_close(sums.double(), expected, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,391 @@
+"""Mistakes that a test must notice: a text, what replaces it, and the test that must fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ENGINE = "dms_train/mcore/engine.py"
+STEP = "dms_train/mcore/schedule/step.py"
+MODEL = "dms_train/mcore/model/model.py"
+TOKEN_LOSSES = "dms_train/method/token_losses.py"
+OPTIM = "dms_train/mcore/schedule/optimizer.py"
+COMPAT = "dms_train/mcore/compat.py"
+ATTENTION = "dms_train/mcore/layers/attention.py"
+STAGES = "dms_train/training/stages.py"
+POLICY = "dms_train/inference/policies/dms.py"
+
+ONE_STEP = "tests/unit/mcore/test_one_step.py::"
+PLAIN = ONE_STEP + "test_one_step_is_the_plain_objective"
+OPTIONS = "tests/unit/mcore/test_optimizer_options.py::"
+ADAMW = OPTIONS + "test_weights_move_as_adamw_with_this_option_moves_them"
+LOADED = "tests/unit/mcore/test_loaded_weights.py::"
+TINY_STEP = LOADED + "test_a_step_at_a_tiny_learning_rate_moves_loaded_weights_by_no_more"
+RESET = "tests/distributed/test_channel_reset.py::"
+ROWS = RESET + "test_the_channels_rows_are_zero_and_all_others_as_before"
+OWN_RATE = "tests/unit/training/test_stages.py::"
+RATES = OWN_RATE + "test_a_learning_rate_of_its_own_holds_for_that_stage_alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One mistake.
+
+    Attributes:
+        name: What is wrong then.
+        file: Where, relative to the repository.
+        before: Text that is there exactly once.
+        after: What replaces it.
+        test: A pytest id.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    test: str
+
+    def applies(self, tree: Path) -> bool:
+        """Whether the text is there once."""
+        path = tree / self.file
+        return path.is_file() and path.read_text().count(self.before) == 1
+
+    def apply(self, tree: Path) -> None:
+        """Make the mistake in a copy of the repository."""
+        path = tree / self.file
+        path.write_text(path.read_text().replace(self.before, self.after))
+
+
+MUTATIONS = [
+    # The objective
+    Mutation(
+        "the teacher forgets RoPE scaling",
+        ENGINE,
+        "        teachers = self._build_chunks(method, source)\n",
+        "        import dataclasses\n\n"
+        "        whole = self.architecture\n"
+        "        self.architecture = dataclasses.replace(whole, rope_scaling=None)\n"
+        "        teachers = self._build_chunks(method, source)\n"
+        "        self.architecture = whole\n",
+        ONE_STEP + "test_an_untouched_student_does_not_differ_from_a_teacher_of_its_weights",
+    ),
+    Mutation(
+        "RoPE scaling is forgotten everywhere",
+        MODEL,
+        '    return {"rope_scaling": True, "rope_scaling_factor": scaling.factor}\n',
+        "    return {}\n",
+        PLAIN + "[cr1_step0]",
+    ),
+    Mutation(
+        "the teacher evicts too",
+        ENGINE,
+        "        method = MethodState(self.spec, self._attend, fused=self._method.fused)\n"
+        "        teachers",
+        "        method = self._method\n        teachers",
+        PLAIN + "[zeroing]",
+    ),
+    Mutation(
+        "the compression loss has weight 0.5",
+        STEP,
+        "return token_loss + aux_loss, ",
+        "return token_loss + 0.5 * aux_loss, ",
+        ONE_STEP + "test_without_loss_positions_the_gradient_is_that_of_the_compression_loss",
+    ),
+    Mutation(
+        "the target ratio is ignored",
+        STEP,
+        "target = evicted_fraction(plan.target_cr)",
+        "target = evicted_fraction(8.0)",
+        PLAIN + "[cr1_step0]",
+    ),
+    Mutation(
+        "every step draws the same noise",
+        STEP,
+        "sample_keys(context.seed, context.plan.step, batch.samples)",
+        "sample_keys(context.seed, 0, batch.samples)",
+        ONE_STEP + "test_each_step_and_sample_draws_its_own_noise",
+    ),
+    Mutation(
+        "every run draws the same noise",
+        STEP,
+        "sample_keys(context.seed, context.plan.step, batch.samples)",
+        "sample_keys(0, context.plan.step, batch.samples)",
+        PLAIN + "[cr8_step3]",
+    ),
+    Mutation(
+        "every layer draws the same noise",
+        ATTENTION,
+        "logistic_noise(self.noise_keys, self.layer_number, length, heads, first_head)",
+        "logistic_noise(self.noise_keys, 1, length, heads, first_head)",
+        PLAIN + "[cr8_step3]",
+    ),
+    Mutation(
+        "loss tokens count twice with several microbatches",
+        STEP,
+        "    return len(batches) * view.dp_size / count.clamp(min=1.0)\n",
+        "    count = count * min(2, len(batches))\n"
+        "    return len(batches) * view.dp_size / count.clamp(min=1.0)\n",
+        ONE_STEP + "test_the_scale_is_microbatches_over_loss_positions",
+    ),
+    Mutation(
+        "each microbatch weighs the same whatever its mask",
+        STEP,
+        "(losses.float() * batch.loss_mask.t()).sum() * context.token_scale",
+        "(losses.float() * batch.loss_mask.t()).sum() / batch.loss_mask.sum().clamp(min=1)",
+        PLAIN + "[cr1_step0]",
+    ),
+    Mutation(
+        "the configured direction of the KL is ignored",
+        TOKEN_LOSSES,
+        "losses.divergence(spec.kl_direction, spec.kl_temperature)",
+        'losses.divergence("teacher_student", spec.kl_temperature)',
+        PLAIN + "[reverse_kl]",
+    ),
+    Mutation(
+        "the KL is called with student and teacher exchanged",
+        "dms_train/mcore/layers/vocabulary_losses.py",
+        "p, q = divergence.ordered(logits, hidden[c] @ weight.t())",
+        "q, p = divergence.ordered(logits, hidden[c] @ weight.t())",
+        PLAIN + "[cr1_step0]",
+    ),
+    Mutation(
+        "the temperature of the KL is ignored",
+        TOKEN_LOSSES,
+        "losses.divergence(spec.kl_direction, spec.kl_temperature)",
+        "losses.divergence(spec.kl_direction, 1.0)",
+        PLAIN + "[warm_kl]",
+    ),
+    # Loading
+    Mutation(
+        "fp32 copies stay as built after a checkpoint's weights are loaded",
+        ENGINE,
+        "        if self._optimizer is not None and not with_optimizer:\n"
+        "            self._optimizer.reload_model_params()\n",
+        "",
+        TINY_STEP + "[from_checkpoint-bf16]",
+    ),
+    Mutation(
+        "fp32 copies stay as built after an export's weights are loaded",
+        ENGINE,
+        "        weights.load(self._models, source, self.architecture, self.view)\n"
+        "        if self._optimizer is not None:\n"
+        "            self._optimizer.reload_model_params()\n",
+        "        weights.load(self._models, source, self.architecture, self.view)\n",
+        TINY_STEP + "[from_export-bf16]",
+    ),
+    # Resetting the eviction channel
+    Mutation(
+        "the reset ignores where a data rank's part begins",
+        COMPAT,
+        "                first = min(max(row * width, shard.start), shard.end) - shard.start\n"
+        "                last = min(max((row + 1) * width, shard.start), shard.end)"
+        " - shard.start\n",
+        "                first, last = row * width, (row + 1) * width\n",
+        ROWS + "[dp3-qwen2-dms-fp32-exp_avg]",
+    ),
+    Mutation(
+        "the reset forgets the moments",
+        COMPAT,
+        'for name in ("param", "exp_avg", "exp_avg_sq"):\n            for row',
+        'for name in ("param",):\n            for row',
+        ROWS + "[tp2-qwen3-dms_fastdms-bf16-exp_avg]",
+    ),
+    Mutation(
+        "the reset forgets the fp32 copies",
+        COMPAT,
+        'for name in ("param", "exp_avg", "exp_avg_sq"):\n            for row',
+        'for name in ("exp_avg", "exp_avg_sq"):\n            for row',
+        ROWS + "[tp2-qwen3-dms_fastdms-bf16-param]",
+    ),
+    Mutation(
+        "half of the channels are reset under tensor parallelism",
+        ENGINE,
+        "groups = self.architecture.num_query_groups // self.view.tp_size\n",
+        "groups = self.architecture.num_query_groups // self.view.tp_size**2\n",
+        ROWS + "[tp2-qwen2-dms-fp32-weight]",
+    ),
+    Mutation(
+        "the reset forgets the bias",
+        ENGINE,
+        "for parameter in (projection.weight, projection.bias):",
+        "for parameter in (projection.weight,):",
+        ROWS + "[tp2-qwen2-dms-fp32-weight]",
+    ),
+    # The optimizer
+    Mutation(
+        "clip_grad is not passed on",
+        OPTIM,
+        "        clip_grad=options.clip_grad,\n",
+        "",
+        ADAMW + "[clip_grad]",
+    ),
+    Mutation(
+        "adam_beta1 is not passed on",
+        OPTIM,
+        "        adam_beta1=options.adam_beta1,\n",
+        "",
+        ADAMW + "[adam_beta1]",
+    ),
+    Mutation(
+        "adam_beta2 is not passed on",
+        OPTIM,
+        "        adam_beta2=options.adam_beta2,\n",
+        "",
+        ADAMW + "[adam_beta2]",
+    ),
+    Mutation(
+        "adam_eps is not passed on",
+        OPTIM,
+        "        adam_eps=options.adam_eps,\n",
+        "",
+        ADAMW + "[adam_eps]",
+    ),
+    Mutation(
+        "weight_decay is not passed on",
+        ENGINE,
+        "self._optimizer, rate, self._options.optim.weight_decay",
+        "self._optimizer, rate, 0.01",
+        ADAMW + "[weight_decay]",
+    ),
+    Mutation(
+        "a run's optimizer options do not reach its engine",
+        "dms_train/app/engine.py",
+        "        optim=config.optim,\n",
+        "        optim=type(config.optim)(lr=config.optim.lr),\n",
+        OPTIONS + "test_the_configuration_of_a_run_is_what_the_optimizer_runs_with",
+    ),
+    Mutation(
+        "a stage's learning rate does not reach the optimizer",
+        OPTIM,
+        '        group["max_lr"], group["min_lr"] = rate.max_lr, rate.min_lr\n',
+        '        group["max_lr"] = group["min_lr"] = 1e-3\n',
+        ADAMW + "[none]",
+    ),
+    Mutation(
+        "pretrain ignores its own learning rate",
+        STAGES,
+        "_cosine(_rate_of(p), ",
+        "_cosine(1e-4, ",
+        RATES,
+    ),
+    Mutation(
+        "zero_neuron ignores its own learning rate",
+        STAGES,
+        "_constant(_rate_of(z), ",
+        "_constant(1e-4, ",
+        RATES,
+    ),
+    Mutation(
+        "retrofit ignores its own learning rate",
+        STAGES,
+        "_constant(_rate_of(r), ",
+        "_constant(1e-4, ",
+        RATES,
+    ),
+    Mutation(
+        "hold ignores its own learning rate",
+        STAGES,
+        "_cosine(_rate_of(h), ",
+        "_cosine(1e-4, ",
+        RATES,
+    ),
+    Mutation(
+        "a stage's own learning rate is replaced by the common one",
+        "dms_train/config/resolve.py",
+        " if block.lr is None}",
+        "}",
+        "tests/unit/config/test_resolve.py::test_a_stage_keeps_a_learning_rate_of_its_own",
+    ),
+    # Method, kernels, inference
+    Mutation(
+        "the window is one token shorter",
+        "dms_train/method/visibility.py",
+        "query_positions[:, None] - key_positions[None, :] > window",
+        "query_positions[:, None] - key_positions[None, :] >= window",
+        "tests/unit/method/test_visibility.py::test_rule_equals_its_prose",
+    ),
+    Mutation(
+        "the decision shift is ignored",
+        "dms_train/method/spec.py",
+        "return self.decision_shift + (",
+        "return 0 + (",
+        "tests/unit/method/test_visibility.py::test_rule_equals_its_prose",
+    ),
+    Mutation(
+        "the temperature of the relaxation is ignored",
+        "dms_train/method/decisions.py",
+        "z = (logits if noise is None else logits + noise) / tau",
+        "z = logits if noise is None else logits + noise",
+        PLAIN + "[cr8_step3]",
+    ),
+    Mutation(
+        "the window of the CPU kernel is one token shorter",
+        "dms_train/kernels/train_attention/blockwise.py",
+        "torch.where(distance > window, ",
+        "torch.where(distance >= window, ",
+        "tests/unit/kernels/test_blockwise.py::test_output_and_gradients_equal_the_reference",
+    ),
+    Mutation(
+        "the backward pass of the CPU kernel has another window",
+        "dms_train/kernels/train_attention/blockwise.py",
+        "late = _distance(first, last, old, edge.device) > window",
+        "late = _distance(first, last, old, edge.device) >= window",
+        PLAIN + "[cr1_step0]",
+    ),
+    Mutation(
+        "the window of the GPU kernel is one token shorter",
+        "dms_train/kernels/train_attention/triton_forward.py",
+        "tl.where(distance > window, column_bias[None, :], 0.0)",
+        "tl.where(distance >= window, column_bias[None, :], 0.0)",
+        "tests/unit/kernels/test_triton_train.py::test_output_and_gradients_equal_float64",
+    ),
+    Mutation(
+        "the GPU kernel of the decisions ignores the offset",
+        "dms_train/kernels/layers/triton_decide.py",
+        "x = scale * eviction_channel - offset",
+        "x = scale * eviction_channel",
+        "tests/unit/kernels/test_triton_eviction_channel.py::test_decisions_and_their_cost[37-dms-delayed-plain]",
+    ),
+    Mutation(
+        "the cache lets tokens go one token early",
+        POLICY,
+        "slots.position[:, :, None, :] > self.window",
+        "slots.position[:, :, None, :] >= self.window",
+        "tests/unit/inference/test_cache.py::test_equals_the_visibility_rule[0.5-delayed-1-9chunks-compact]",
+    ),
+    Mutation(
+        "the cache ignores the decision shift",
+        POLICY,
+        "column = slots.position + self.shift - base",
+        "column = slots.position - base",
+        "tests/unit/inference/test_cache.py::test_equals_the_visibility_rule[0.5-delayed-1-9chunks-compact]",
+    ),
+    Mutation(
+        "the cache of pages lets tokens go one token early",
+        "dms_train/inference/cache/paged.py",
+        "return Decisions(SIGNAL, shift=policy.shift), policy.window\n",
+        "return Decisions(SIGNAL, shift=policy.shift), policy.window - 1\n",
+        "tests/unit/inference/test_paged.py::test_equals_the_visibility_rule[delayed-1-7chunks]",
+    ),
+    Mutation(
+        "generation leaves the eviction channel in the query",
+        "dms_train/inference/cache/interface.py",
+        "        return scale_eviction_channel(query, self.spec.channel, 0.0)\n",
+        "        return query\n",
+        "tests/unit/inference/test_parity.py::test_same_text_same_logits[llama-dms-7]",
+    ),
+    Mutation(
+        "the sampling temperature is ignored",
+        "dms_train/inference/sampler.py",
+        "_probabilities(logits[row].float().cpu() / how.temperature, how)",
+        "_probabilities(logits[row].float().cpu(), how)",
+        "tests/unit/inference/test_sampler.py::test_draws_follow_the_softmax_over_the_temperature",
+    ),
+    Mutation(
+        "exported code has a window one token shorter",
+        "dms_train/export/code/modeling_dms.py",
+        "positions[-queries:, None] - positions[None, :] > numbers.window",
+        "positions[-queries:, None] - positions[None, :] >= numbers.window",
+        "tests/unit/hf/test_modeling.py::test_equals_independent_forward[llama-dms]",
+    ),
+]

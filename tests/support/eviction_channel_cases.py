@@ -1,0 +1,120 @@
+"""The fused kernels beside attention against plain operations, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.kernels.layers import triton_decide, triton_rope
+from dms_train.kernels.layers.triton_swiglu import swiglu
+from dms_train.method import decisions
+from dms_train.method.accounting import live_slots
+from dms_train.method.noise import logistic_noise
+from dms_train.method.spec import DMSSpec
+from dms_train.method.visibility import align_to_keys
+
+S, B, G, R = 37, 2, 3, 2
+
+
+def frequencies(d: int, device: torch.device) -> Tensor:
+    inverse = 100.0 ** -(torch.arange(0, d, 2, device=device) / d)
+    angle = torch.arange(S, device=device)[:, None] * inverse
+    return torch.cat([angle, angle], -1)[:, None, None]
+
+
+def _leaves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.clone().requires_grad_(), x.double().requires_grad_()
+
+
+def _turn(x: Tensor, angle: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
+
+
+def rotated(mixed: Tensor, eviction_channel: triton_rope.EvictionChannel) -> tuple[Tensor, ...]:
+    """Query, key, value and eviction channel of mixed [s, b, g, r + 2, d] in plain operations."""
+    angle = frequencies(mixed.shape[-1], mixed.device).to(mixed.dtype)[:, :, None]
+    query, key, value = mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
+    end = decisions.scale_eviction_channel(query, eviction_channel.channel, 0.0)
+    end = _turn(end, angle)
+    if eviction_channel.clear_after_rope:
+        end = decisions.scale_eviction_channel(end, eviction_channel.channel, 0.0)
+    query_out = end + eviction_channel.factor * (_turn(query, angle) - end)
+    return (
+        query_out.flatten(2, 3),
+        _turn(key, angle[:, :, 0]),
+        value,
+        query[..., 0, eviction_channel.channel],
+    )
+
+
+def worst_rotation(
+    eviction_channel: triton_rope.EvictionChannel, d: int, device: torch.device, *, apart: bool
+) -> float:
+    """Largest error of outputs and gradient in float32 against float64."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(S, B, G, R + 2, d, device=device, generator=generator)
+    mixed, exact = _leaves(x)
+    table = triton_rope.rope_table(frequencies(d, device))
+    if apart:
+        query, key = mixed[..., :-2, :], mixed[..., -2, :]
+        query, key, raw = triton_rope.rotate(query, key, table, eviction_channel)
+        found = (query, key, mixed[..., -1, :], raw)
+    else:
+        found = triton_rope.split_and_rotate(mixed, table, eviction_channel)
+    wanted = rotated(exact, eviction_channel)
+    weights = [torch.randn(w.shape, device=device, generator=generator) for w in wanted]
+    sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
+    sum((f * w).sum() for f, w in zip(wanted, weights, strict=True)).backward()
+    pairs = [*zip(found, wanted, strict=True), (mixed.grad, exact.grad)]
+    return max((f - w).abs().max().item() for f, w in pairs)
+
+
+def decided(
+    eviction_channel: Tensor, spec: DMSSpec, noise: triton_decide.Noise | None
+) -> tuple[Tensor, ...]:
+    """log(1 - alpha) by key [b, g, s] and eviction statistics [b, 3] in plain operations."""
+    s, _, g = eviction_channel.shape
+    drawn = None
+    if noise is not None:
+        drawn = logistic_noise(noise.keys, noise.layer, s, g, noise.first_head).to(
+            eviction_channel.dtype
+        )
+    logits = decisions.eviction_logits(eviction_channel, spec)
+    alpha, log_keep, straight_through = decisions.relax(logits, drawn, spec.tau)
+    counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+    live = live_slots(decisions.hard_decisions(logits.detach()).permute(1, 2, 0), spec)
+    ends = (live[..., -1].sum(1), live.sum((1, 2)) / s)
+    eviction_stats = torch.stack(
+        [counted.sum((0, 2)), *(x.to(eviction_channel.dtype) for x in ends)], -1
+    )
+    return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), eviction_stats
+
+
+def worst_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s: int = S) -> float:
+    """Largest error of outputs and gradient, relative to the largest value of each."""
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(s, B, G, device=device, generator=generator) / spec.alpha_scale
+    eviction_channel, exact = _leaves(x)
+    keys = torch.tensor([7, -(2**62) + 3], device=device)
+    noise = triton_decide.Noise(keys, 5, 2) if noisy else None
+    found, wanted = triton_decide.decide(eviction_channel, spec, noise), decided(exact, spec, noise)
+    weights = [torch.randn(w.shape, device=device, generator=generator) for w in wanted]
+    sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
+    sum((f * w).sum() for f, w in zip(wanted, weights, strict=True)).backward()
+    pairs = [*zip(found, wanted, strict=True), (eviction_channel.grad, exact.grad)]
+    return max(((f - w).abs().max() / w.abs().max().clamp_min(1e-3)).item() for f, w in pairs)
+
+
+def worst_swiglu(device: torch.device) -> float:
+    """Largest error of output and gradient in float32 against float64."""
+    generator = torch.Generator(device).manual_seed(2)
+    x = torch.randn(5, B, 2 * 1100, device=device, generator=generator)
+    given, exact = _leaves(x)
+    gate, up = exact.chunk(2, -1)
+    found, wanted = swiglu(given), torch.nn.functional.silu(gate) * up
+    weights = torch.randn(found.shape, device=device, generator=generator)
+    (found * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    pairs = [(found, wanted), (given.grad, exact.grad)]
+    return max((f - w).abs().max().item() for f, w in pairs)

@@ -1,0 +1,236 @@
+"""The training objective in plain torch and float64, written from the formulas alone.
+
+Nothing here calls the code it checks; `Architecture`, `DMSSpec`, `StepPlan` and `Batch` are read as
+plain records. Shape letters: b samples, t positions, g KV heads, r query heads per KV head, d head
+size, i query positions, j key positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.data.batches import Batch
+from dms_train.hf.architecture import Architecture
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import DMSSpec
+
+Weights = dict[str, Tensor]  # float64, by Hugging Face name
+_64_BITS = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Outcome(NamedTuple):
+    """Of one global batch; `alpha`, `live` and `reads` are means over layers, heads and samples."""
+
+    token_loss: float
+    aux_loss: float
+    alpha: float
+    live: float
+    reads: float
+    gradients: Weights
+
+
+class _Decided(NamedTuple):
+    """Sums over the KV heads of one layer, [b]."""
+
+    alpha: Tensor
+    live: Tensor
+    reads: Tensor
+
+
+def outcome(
+    architecture: Architecture,
+    spec: DMSSpec,
+    plan: StepPlan,
+    student: Weights,
+    teacher: Weights,
+    batches: list[Batch],
+    seed: int,
+) -> Outcome:
+    """Losses and gradients of the global batch that these microbatches make up.
+
+    The objective is the mean token loss over all positions that count plus the mean over the
+    samples of the compression hinge, each sample's own (paper section 3.2).
+    """
+    weights = {name: w.double().requires_grad_() for name, w in student.items()}
+    tokens = torch.cat([batch.tokens for batch in batches])
+    labels = torch.cat([batch.labels for batch in batches])
+    mask = torch.cat([batch.loss_mask for batch in batches]).double()
+    samples = torch.cat([batch.samples for batch in batches]).tolist()
+    noise = logistic_noise(architecture, seed, plan.step, samples, tokens.shape[1])
+    logits, decided = forward(architecture, spec, plan, weights, tokens, noise)
+    if plan.loss == "distill":
+        dense = StepPlan(neuron_scale=1.0, eviction="none")
+        frozen = {name: w.double() for name, w in teacher.items()}
+        aim, _ = forward(architecture, spec, dense, frozen, tokens, noise)
+        per_token = divergence(logits, aim, spec)
+    else:
+        per_token = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    token_loss = (per_token * mask).sum() / mask.sum().clamp(min=1)
+    heads = architecture.num_layers * architecture.num_query_groups
+    alpha = decided.alpha / (heads * tokens.shape[1])
+    short = (1 - 1 / plan.target_cr - alpha).clamp(min=0)
+    if spec.aux_form == "sum":
+        short = short * heads * tokens.shape[1]
+    aux_loss = short.mean()
+    found = torch.autograd.grad(token_loss + aux_loss, list(weights.values()))
+    return Outcome(
+        token_loss.item(),
+        aux_loss.item(),
+        alpha.mean().item(),
+        decided.live.mean().item() / heads,
+        decided.reads.mean().item() / heads,
+        dict(zip(weights, found, strict=True)),
+    )
+
+
+def divergence(student: Tensor, teacher: Tensor, spec: DMSSpec) -> Tensor:
+    """KL of softmax(logits / temperature) times temperature squared, [b, t]."""
+    temperature = spec.kl_temperature
+    s, t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
+    p, q = (t, s) if spec.kl_direction == "teacher_student" else (s, t)
+    kl = p.exp() * (p - q)
+    return kl.sum(-1) * temperature**2
+
+
+def forward(
+    a: Architecture, spec: DMSSpec, plan: StepPlan, weights: Weights, tokens: Tensor, noise: Tensor
+) -> tuple[Tensor, _Decided]:
+    """Logits [b, t, vocabulary] and what the decisions of all layers sum up to."""
+    hidden = weights["model.embed_tokens.weight"][tokens]
+    total = _Decided(*(torch.zeros(len(tokens), dtype=torch.float64) for _ in range(3)))
+    for layer in range(a.num_layers):
+        prefix = f"model.layers.{layer}."
+        own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        normed = _rms_norm(hidden, own["input_layernorm.weight"], a)
+        attended, decided = _attention(a, spec, plan, own, normed, noise[layer])
+        hidden = hidden + attended
+        total = _Decided(*(x + y for x, y in zip(total, decided, strict=True)))
+        normed = _rms_norm(hidden, own["post_attention_layernorm.weight"], a)
+        gate, up = (normed @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+    head = "model.embed_tokens.weight" if a.tie_word_embeddings else "lm_head.weight"
+    return _rms_norm(hidden, weights["model.norm.weight"], a) @ weights[head].T, total
+
+
+def _rms_norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + a.layernorm_epsilon).sqrt()
+
+
+def _attention(
+    a: Architecture, spec: DMSSpec, plan: StepPlan, own: Weights, x: Tensor, noise: Tensor
+) -> tuple[Tensor, _Decided]:
+    b, t, _ = x.shape
+    g, d = a.num_query_groups, a.kv_channels
+    r = a.num_attention_heads // g
+    q, k, v = (
+        x @ own[f"self_attn.{n}_proj.weight"].T + own.get(f"self_attn.{n}_proj.bias", 0.0)
+        for n in "qkv"
+    )
+    q, k, v = q.view(b, t, g, r, d), k.view(b, t, g, d), v.view(b, t, g, d)
+    if "self_attn.q_norm.weight" in own:
+        q = _rms_norm(q, own["self_attn.q_norm.weight"], a)
+        k = _rms_norm(k, own["self_attn.k_norm.weight"], a)
+    bias, decided = _decide(spec, plan, q[:, :, :, 0, spec.channel], noise)
+    q, k = _query(a, spec, plan, q), _rope(a, k)
+    scores = torch.einsum("bigrd,bjgd->bgrij", q, k) / math.sqrt(d) + bias[:, :, None]
+    out = torch.einsum("bgrij,bjgd->bigrd", scores.softmax(-1), v).reshape(b, t, -1)
+    return out @ own["self_attn.o_proj.weight"].T, decided
+
+
+def _query(a: Architecture, spec: DMSSpec, plan: StepPlan, q: Tensor) -> Tensor:
+    """Rotated queries: a share of the whole ones, the rest without the eviction channel."""
+    channel = torch.zeros(q.shape[-2:], dtype=torch.bool)
+    channel[0, spec.channel] = True
+    without = _rope(a, q.masked_fill(channel, 0.0))
+    if spec.clear_after_rope:
+        without = without.masked_fill(channel, 0.0)
+    return plan.neuron_scale * _rope(a, q) + (1 - plan.neuron_scale) * without
+
+
+def _decide(
+    spec: DMSSpec, plan: StepPlan, activation: Tensor, noise: Tensor
+) -> tuple[Tensor, _Decided]:
+    """Bias [b or 1, g or 1, i, j] on the scores, and the sums; `activation` is [b, t, g]."""
+    b, t, g = activation.shape
+    i, j = torch.arange(t)[:, None], torch.arange(t)[None, :]
+    causal, late = j <= i, i - j > spec.window
+    future = torch.zeros(t, t, dtype=torch.float64).masked_fill(~causal, -math.inf)
+    if plan.eviction == "none":
+        held = torch.full((b,), g * t, dtype=torch.float64)
+        return future[None, None], _Decided(
+            torch.zeros_like(held), held, g * causal.sum().expand(b)
+        )
+    x = spec.alpha_scale * activation - spec.alpha_offset
+    z = (x + noise) / spec.tau
+    alpha = torch.sigmoid(z)
+    counted = (z > 0) + alpha - alpha.detach() if spec.alpha_in_loss == "hard_st" else alpha
+    shift = spec.decision_shift + (spec.window if spec.eviction == "immediate" else 0)
+    governed = j[0] + shift < t  # the others' decisions do not exist yet
+    deciding = (j[0] + shift).clamp(max=t - 1)
+    log_keep = -F.softplus(z)[:, deciding].transpose(1, 2)  # [b, g, j]
+    applies = late & governed
+    bias = torch.where(applies, log_keep[:, :, None, :], 0.0) + future
+    evicted = (x > 0)[:, deciding].transpose(1, 2)[:, :, None, :] & applies
+    held_by_query = (causal & ~evicted).sum(-1).double()  # [b, g, i]
+    live, reads = held_by_query[..., -1].sum(1), held_by_query.sum((1, 2))
+    return bias, _Decided(counted.sum((1, 2)), live, reads)
+
+
+def _rope(a: Architecture, x: Tensor) -> Tensor:
+    """Rotary embedding of x [b, t, ..., d], halves turned against each other."""
+    half = x.shape[-1] // 2
+    frequencies = [_scaled(a, a.rotary_base ** (-n / half)) for n in range(half)]
+    angle = torch.arange(x.shape[1]).double()[:, None] * torch.tensor(frequencies).double()
+    angle = angle.view(1, x.shape[1], *[1] * (x.dim() - 3), half)
+    first, second = x[..., :half], x[..., half:]
+    turned = (
+        first * angle.cos() - second * angle.sin(),
+        second * angle.cos() + first * angle.sin(),
+    )
+    return torch.cat(turned, -1)
+
+
+def _scaled(a: Architecture, frequency: float) -> float:
+    """Llama 3's rule: long waves are stretched by the factor, those between only partly."""
+    rule = a.rope_scaling
+    if rule is None:
+        return frequency
+    turns = rule.original_max_position_embeddings * frequency / (2 * math.pi)
+    if turns > rule.high_freq_factor:
+        return frequency
+    if turns < rule.low_freq_factor:
+        return frequency / rule.factor
+    share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
+    return (1 - share) * frequency / rule.factor + share * frequency
+
+
+def logistic_noise(
+    a: Architecture, seed: int, step: int, samples: list[int], length: int
+) -> Tensor:
+    """[layers, b, t, g], from SplitMix64 in whole numbers."""
+
+    def draw(state: int, position: int) -> float:
+        uniform = ((_mix(state + (position + 1) * _GOLDEN) >> 41) + 0.5) / 2**23
+        return math.log(uniform / (1 - uniform))
+
+    def head(sample: int, layer: int, number: int) -> list[float]:
+        key = _mix(_mix(_mix(seed * _GOLDEN + 1) + step * _GOLDEN) + sample * _GOLDEN)
+        state = _mix(_mix(key + (layer + 1) * _GOLDEN) + (number + 1) * _GOLDEN)
+        return [draw(state, position) for position in range(length)]
+
+    layers, heads = range(a.num_layers), range(a.num_query_groups)
+    drawn = [[[head(s, layer, h) for h in heads] for s in samples] for layer in layers]
+    return torch.tensor(drawn, dtype=torch.float64).transpose(2, 3)
+
+
+def _mix(x: int) -> int:
+    x &= _64_BITS
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return x ^ x >> 31

@@ -1,0 +1,83 @@
+"""Random problems for the fused training attention, and what float64 makes of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dms_train.kernels.train_attention import reference
+
+
+class Shape(NamedTuple):
+    b: int
+    s: int
+    hq: int
+    hk: int
+    d: int
+    window: int
+    dtype: torch.dtype = torch.float32
+    documents: tuple[int, ...] = ()  # lengths; their sum is s
+    dead: float = 0.2  # share of keys with alpha exactly 1
+
+    @property
+    def bounds(self) -> list[int]:
+        edges = [0]
+        for length in self.documents or (self.s,):
+            edges.append(edges[-1] + length)
+        assert edges[-1] == self.s
+        return edges
+
+    def cu_seqlens(self, device: str) -> Tensor | None:
+        if not self.documents:
+            return None
+        return torch.tensor(self.bounds, dtype=torch.int32, device=device)
+
+
+def leaves(shape: Shape, device: str, seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and log_keep, some of it exactly 0 and some -inf, whole stretches too; and d_out."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device, shape.dtype)
+
+    b, s, hq, hk, d = shape[:5]
+    log_keep = torch.nn.functional.logsigmoid(-3 * torch.randn(b, hk, s, generator=generator))
+    kind = torch.rand(b, hk, s, generator=generator)
+    log_keep[kind < shape.dead] = -torch.inf
+    log_keep[kind > 0.9] = 0.0
+    log_keep[..., s // 4 : s // 2] = -torch.inf if shape.dead else 0.0
+    found = [normal(b, s, h, d) for h in (hq, hk, hk)] + [log_keep.to(device)]
+    return [x.requires_grad_() for x in found], normal(b, s, hq, d)
+
+
+def outcome(
+    attention: object, inputs: list[Tensor], d_out: Tensor, shape: Shape, cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """Output and the four gradients."""
+    out = attention(*inputs, shape.window, shape.d**-0.5, cu_seqlens)  # type: ignore[operator]
+    return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
+
+
+def exact(inputs: list[Tensor], d_out: Tensor, shape: Shape) -> list[Tensor]:
+    """The same in float64, document by document."""
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    q, k, v, log_keep = wide
+    parts = [
+        reference.dms_attention(
+            q[:, i:j], k[:, i:j], v[:, i:j], log_keep[..., i:j], shape.window, shape.d**-0.5
+        )
+        for i, j in zip(shape.bounds, shape.bounds[1:], strict=False)
+    ]
+    out = torch.cat(parts, 1)
+    return [out.detach(), *torch.autograd.grad(out, wide, d_out.double())]
+
+
+def distances(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Relative error of each; where the truth is zero, relative to the output; inf for NaN."""
+    sizes = [e.norm() if e.any() else truth[0].norm() for e in truth]
+    return [
+        ((a.double() - e).norm() / size).nan_to_num(nan=torch.inf).item()
+        for a, e, size in zip(found, truth, sizes, strict=True)
+    ]

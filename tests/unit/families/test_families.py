@@ -1,0 +1,83 @@
+"""Every family says of itself what transformers says of it."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from dms_train import families
+from dms_train.families import FAMILIES
+
+
+def tiny_model(family):
+    """Transformers' own model with the family's default configuration, on small sizes."""
+    config = getattr(transformers, f"{FAMILIES[family].classes}Config")(
+        num_hidden_layers=1,
+        hidden_size=24,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=11,
+    )
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_named_like_its_module_and_its_classes_in_transformers(family):
+    described = FAMILIES[family]
+    assert importlib.import_module(f"dms_train.families.{family}").FAMILY is described
+    config = getattr(transformers, f"{described.classes}Config")
+    assert config.model_type == described.name == family
+    assert type(tiny_model(family)).__name__ == described.causal_lm
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_a_layer_are_those_of_transformers(family):
+    sizes = {"hidden": 24, "ffn": 40, "head": 8, "query": 32, "key": 16}
+    described = {
+        name: tuple(sizes[dimension] for dimension in dimensions)
+        for name, dimensions in FAMILIES[family].layer_tensors.items()
+    }
+    layer = tiny_model(family).model.layers[0]
+    assert described == {name: tuple(t.shape) for name, t in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_layer_belongs_to_one_megatron_parameter(family):
+    described = FAMILIES[family]
+    mapped = [name for entry in described.layer_parameters for name in entry.hf]
+    assert sorted(mapped) == sorted(described.layer_tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_of_absent_keys_are_those_of_transformers(family):
+    described = FAMILIES[family]
+    config = getattr(transformers, f"{described.classes}Config")()
+    assert config.tie_word_embeddings == described.tied_by_default
+    heads = config.hidden_size // config.num_attention_heads
+    assert getattr(config, "head_dim", None) in (None, described.head_size or heads)
+    for key, value in described.fixed.items():
+        assert getattr(config, key) == value
+
+
+def test_every_file_of_the_package_is_a_family():
+    files = {path.stem for path in Path(families.__file__).parent.glob("*.py")}
+    assert files == {*FAMILIES, "__init__", "base", "registry"}
+
+
+def test_families_are_read_without_torch_megatron_or_transformers():
+    code = (
+        "import sys, dms_train.families\n"
+        "heavy = {'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,246 @@
+"""The engine below `LLM`: requests are added, stepped and aborted; no page is lost on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.prefill import sparse
+from tests.unit.inference.conftest import random_ids, small_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+ROWS = 3
+CACHES = [
+    {"kernels": "reference"},
+    {"kernels": "reference", "cache": "dense"},
+    pytest.param(
+        {"kernels": "triton"},
+        marks=pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter"),
+    ),
+]
+
+
+@pytest.fixture
+def directory(folder):
+    return folder("llama", small_spec("dms"))
+
+
+@pytest.fixture
+def start(directory):
+    """(**options) -> engine with small pages."""
+
+    def _start(**options) -> InferenceEngine:
+        small = {"page_slots": 4, "slab_pages": 8, "prefill_chunk": 8, "max_num_seqs": ROWS}
+        return InferenceEngine(directory, EngineOptions(**small, device=DEVICE.type, **options))
+
+    return _start
+
+
+def usage(engine: InferenceEngine) -> tuple:
+    """What the cache holds: slots, pages in use, bytes of slabs, free rows."""
+    cache = engine._runner.cache
+    rows = torch.arange(ROWS, device=DEVICE)
+    pages = slabs = None
+    if hasattr(cache, "pool"):
+        pool = cache.pool
+        slabs = pool.allocated_bytes
+        pages = pool.allocator.used if isinstance(pool, PagePool) else int(pool.free.left)
+    return int(cache.live(rows).sum()), pages, slabs, sorted(engine._free_rows)
+
+
+def run(engine: InferenceEngine) -> dict[str, list[int]]:
+    """Tokens of all requests once none is unfinished."""
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    return found
+
+
+@pytest.mark.parametrize("options", CACHES, ids=str)
+def test_requests_that_arrive_later_join_the_batch(start, options):
+    """Each continues as it does alone, whatever runs beside it; more requests than rows."""
+    prompts = [random_ids(n, seed=n) for n in (20, 3, 9, 4)]
+    engine = start(**options)
+    before = usage(engine)
+    ids = [engine.add_request(prompts[0], GREEDY)]
+    found = {}
+    for prompt in prompts[1:]:
+        for _ in range(3):
+            found |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        ids.append(engine.add_request(prompt, GREEDY))
+    found |= run(engine)
+    alone = start(kernels="reference")
+    expected = [list(run_one(alone, prompt).values()) for prompt in prompts]
+    assert [[found[request_id]] for request_id in ids] == expected
+    assert usage(engine) == before
+    assert engine.step() == []
+
+
+def run_one(engine: InferenceEngine, prompt: list[int]) -> dict[str, list[int]]:
+    engine.add_request(prompt, GREEDY)
+    return run(engine)
+
+
+@pytest.mark.parametrize("options", CACHES, ids=str)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_an_aborted_request_frees_its_pages_at_once(start, options, steps):
+    """In the middle of its prompt, after it and while it generates; the other one continues."""
+    engine = start(**options)
+    before = usage(engine)
+    kept = engine.add_request(random_ids(9), GREEDY)
+    for _ in range(2):
+        engine.step()
+    alone = usage(engine)
+    second = engine.add_request(random_ids(20, seed=1), GREEDY)
+    for _ in range(steps):
+        engine.step([second])
+    assert usage(engine)[0] > alone[0]
+    engine.abort(second)
+    assert usage(engine)[0] == alone[0]
+    if options.get("cache") != "dense":
+        assert usage(engine)[1] == alone[1] or engine._runner.cache.pool.allocated_bytes < alone[2]
+    assert list(run(engine)) == [kept]
+    assert usage(engine) == before
+
+
+def test_abort_of_a_waiting_finished_or_unknown_request(start):
+    engine = start()
+    ids = [engine.add_request(random_ids(5, seed=n), GREEDY) for n in range(ROWS + 1)]
+    engine.step()
+    engine.abort(ids[-1])  # it waits for a row
+    assert sorted(run(engine)) == ids[:-1]
+    engine.abort(ids[0])
+    engine.abort("never added")
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_kept_cache_is_free_after_abort(start):
+    engine = start()
+    before = usage(engine)
+    request_id = engine.add_request(random_ids(9), GREEDY, keep_cache=True)
+    run(engine)
+    assert usage(engine)[1] > before[1]
+    engine.abort(request_id)
+    assert usage(engine) == before
+
+
+def test_final_only_shows_a_request_once(start):
+    engine = start()
+    engine.add_request(random_ids(9), GREEDY, final_only=True)
+    shown = []
+    while engine.has_unfinished_requests():
+        shown += engine.step()
+    assert [(o.finished, len(o.outputs[0].token_ids)) for o in shown] == [(True, 6)]
+
+
+def test_requests_without_a_row_name_the_limit(start):
+    engine = start()
+    held = [engine.open_conversation() for _ in range(ROWS)]
+    engine.add_request([1], GREEDY)
+    with pytest.raises(InferenceError, match=f"max_num_seqs={ROWS}"):
+        engine.step()
+    engine.abort(held[0])
+    assert engine.step()
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt: nothing that an engine expects."""
+
+
+def interrupt(monkeypatch, engine, options, call: int):
+    """Raise in the middle of a forward pass, once attention of a layer was called so often."""
+    calls = iter(range(10**6))
+
+    def broken(original):
+        def _broken(*args, **kwargs):
+            if next(calls) == call:
+                raise Interrupted
+            return original(*args, **kwargs)
+
+        return _broken
+
+    if options["kernels"] == "triton":
+        monkeypatch.setattr(sparse, "extend", broken(sparse.extend))
+    else:
+        cache = engine._runner.cache
+        monkeypatch.setattr(cache, "attend", broken(cache.attend))
+
+
+@pytest.mark.parametrize("options", CACHES, ids=str)
+@pytest.mark.parametrize("call", [0, 3])
+def test_an_error_in_the_middle_of_a_pass_loses_no_pages(start, monkeypatch, options, call):
+    """The requests of the pass are gone, their pages are back, and later ones run as ever."""
+    engine = start(**options)
+    before = usage(engine)
+    expected = run_one(engine, random_ids(20))
+    with monkeypatch.context() as patch:
+        interrupt(patch, engine, options, call)
+        engine.add_request(random_ids(20), GREEDY)
+        engine.add_request(random_ids(30, seed=1), GREEDY)
+        with pytest.raises(Interrupted):
+            run(engine)
+    assert usage(engine) == before
+    assert not engine.has_unfinished_requests()
+    assert list(run_one(engine, random_ids(20)).values()) == list(expected.values())
+    assert usage(engine) == before
+
+
+def test_memory_that_runs_out_while_a_slab_opens_loses_no_pages(start, monkeypatch):
+    engine = start(kernels="reference")
+    zeros, calls = torch.zeros, iter(range(10**6))
+
+    def full(*args, **kwargs):
+        if kwargs.get("dtype") == torch.int32 and next(calls) == 1:
+            raise torch.OutOfMemoryError
+        return zeros(*args, **kwargs)
+
+    engine.add_request(random_ids(60), GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(engine)
+    pool = engine._runner.cache.pool
+    assert (pool.allocator.used, pool.allocated_bytes) == (0, 0)
+    assert len(run_one(engine, random_ids(60)).popitem()[1]) == 6
+
+
+def test_generate_runs_beside_a_stream_without_advancing_it(directory):
+    llm = LLM(directory, max_num_seqs=2)
+    stream = llm.stream(random_ids(5), GREEDY)
+    first = next(stream)[0].outputs[0].token_ids
+    llm.generate(random_ids(9), GREEDY)
+    assert len(next(stream)[0].outputs[0].token_ids) == len(first) + 1
+
+
+def test_a_stream_that_never_starts_leaves_no_request(directory):
+    llm = LLM(directory)
+    stream = llm.stream(random_ids(5), GREEDY)
+    assert llm.engine.has_unfinished_requests()
+    del stream
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_bad_prompt_leaves_none_of_its_list(directory):
+    llm = LLM(directory)
+    with pytest.raises(InferenceError, match="empty"):
+        llm.generate([[1, 2], []], GREEDY)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_interrupted_turn_closes_the_conversation(directory, monkeypatch):
+    llm = LLM(directory, max_num_seqs=1)
+    conversation = llm.conversation()
+    with monkeypatch.context() as patch:
+        interrupt(patch, llm.engine, {"kernels": "reference"}, 3)
+        with pytest.raises(Interrupted):
+            conversation.say(random_ids(20), GREEDY)
+    with pytest.raises(InferenceError, match="closed"):
+        conversation.say([1])
+    assert llm.generate([1], GREEDY)[0].finished

@@ -1,0 +1,44 @@
+"""Each stage has the learning rate of its own block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dms_train.training.options import (
+    ExportOptions,
+    HoldOptions,
+    PretrainOptions,
+    RetrofitOptions,
+    StageOptions,
+    ZeroNeuronOptions,
+)
+from dms_train.training.stages import Stage, build_stages
+
+COMMON, OWN = 1e-4, 7e-5
+OPTIONS = StageOptions(
+    run=("pretrain", "zero_neuron", "retrofit", "hold"),
+    pretrain=PretrainOptions(steps=2, lr=COMMON, min_lr_ratio=0.5),
+    zero_neuron=ZeroNeuronOptions(steps=3, lr=COMMON),
+    retrofit=RetrofitOptions(target_cr=4.0, steps_per_cr=2, lr=COMMON),
+    hold=HoldOptions(steps=3, lr=COMMON, min_lr_ratio=0.25),
+    export=ExportOptions(),
+)
+# share of the highest learning rate that a stage ends with
+LOWEST = {"pretrain": 0.5, "zero_neuron": 1.0, "retrofit": 1.0, "hold": 0.25}
+
+
+def rates(options: StageOptions) -> dict[str, Any]:
+    stages = build_stages(options, warmup=1)
+    return {stage.name: stage.rate for stage in stages if isinstance(stage, Stage)}
+
+
+@pytest.mark.parametrize("name", OPTIONS.run)
+def test_a_learning_rate_of_its_own_holds_for_that_stage_alone(name: str) -> None:
+    found = rates(replace(OPTIONS, **{name: replace(getattr(OPTIONS, name), lr=OWN)}))
+    assert {stage: rate.max_lr for stage, rate in found.items()} == {
+        stage: OWN if stage == name else COMMON for stage in OPTIONS.run
+    }
+    assert found[name].min_lr == pytest.approx(OWN * LOWEST[name])
