@@ -43,7 +43,7 @@ _COPIED = (
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "dms", "transformers_version", "quantization_config")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Described:
     """Everything about an export except its tensors.
 
@@ -72,8 +72,9 @@ class _Described:
             config |= layout.config_keys(model)
         return config
 
-    def write(self, directory: Path, source: Path | None) -> None:
+    def write(self, directory: Path, source_dir: str | Path | None) -> None:
         """Write everything but the weights and the self-test."""
+        source = None if source_dir is None else Path(source_dir)
         if source is not None:
             _copy_tokenizer(source, directory)
         kind, record = "dense", self.provenance
@@ -143,16 +144,13 @@ def write_export(  # noqa: PLR0913 - all named
         )
         advice = check_export(export_format, model)
         compressed = (model, find_format(export_format))
-    described = _Described(
-        architecture=architecture, dtype=dtype, provenance=provenance, compressed=compressed
-    )
-    if spec is None and selftest is not None:
+    elif selftest is not None:
         raise HFError("a dense export has no decisions to test: pass selftest=None")
     with _published(Path(out_dir)) as directory:
         _write_weights(directory, weights, architecture, dtype)
         if selftest is not None:
             selftest.save(directory)
-        described.write(directory, None if source_dir is None else Path(source_dir))
+        _Described(architecture, dtype, provenance, compressed).write(directory, source_dir)
     return advice
 
 

@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dms_train.mcore.checkpoints import checksums
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import ParallelOptions
+from dms_train.method.spec import DMSSpec
 from dms_train.training.state import TrainState
 from tests.support import configs
 
@@ -49,7 +51,12 @@ def write(run: Path) -> None:
         torch.save({}, path / "common.pt")
         for name, size in (("a.distcp", 9000), ("b.distcp", 8000)):  # rank 1 reads the smaller
             (path / name).write_bytes(bytes(size))
-        state = {**TrainState(step=step).to_dict(), "permanent": False}
+        state = {
+            **TrainState(step=step).to_dict(),
+            "architecture": asdict(configs.architecture()),
+            "spec": DMSSpec.from_options(configs.config().method).to_dict(),
+            "permanent": False,
+        }
         checkpoint_state.seal(path, state, checksums.records(path.iterdir()))
 
 
