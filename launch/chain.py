@@ -88,7 +88,7 @@ def script(job: Job, config: RunConfig, workdir: Path) -> str:
 
 
 def needs(job: Job, config: RunConfig) -> Needs:
-    """What every node of a job is looked at for before anything starts."""
+    """What every node is checked for before a job starts on it."""
     cluster = config.cluster
     # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)

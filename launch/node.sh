@@ -5,7 +5,7 @@
 #   NNODES=2 NPROC=8 MASTER_ADDR=first-node RUN=/shared/run launch/node.sh dms_train OVERRIDE...
 # Environment: NPROC, NNODES, MASTER_ADDR, MASTER_PORT, RENDEZVOUS (the same on all nodes, new for
 # every start), NODE_NAME (as others resolve it), RUN (folder of the run), PYTHON, CODE; NODE_GPUS and
-# FREE_BYTES, what the node is looked at for before anything starts.
+# FREE_BYTES, what the node is checked for before the start.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/env.sh

@@ -11,6 +11,7 @@ batches several microbatches with unequal loss masks, so that most mistakes in a
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -29,8 +30,8 @@ from dms_train.hf.tensors import expected_shapes
 from tests.support import launch
 
 RECORD = Path(__file__).with_name("loss_curve.json")
-# With these, torch 2.13's operations of this run give the same bits on every x86-64 processor: one
-# thread, no vector code chosen by processor in ATen, MKL, oneDNN or the C library.
+# One thread, and no vector code that ATen, MKL, oneDNN or the C library choose by processor. With
+# these, a model of processor gives the same bits every time; another may still round differently.
 SAME_BITS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -180,7 +181,17 @@ def recorded() -> tuple[dict[str, str], Curve]:
 
 def versions() -> dict[str, str]:
     """What decides whether bits can be compared."""
-    return {"torch": torch.__version__.partition("+")[0], "machine": platform.machine()}
+    return {"torch": torch.__version__.partition("+")[0], "processor": _processor()}
+
+
+def _processor() -> str:
+    """What Linux says of the first processor: vendor, family, model, a hash of its features."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text().splitlines() if table.is_file() else []
+    entries = dict(reversed([line.split("\t", 1) for line in lines if "\t" in line]))
+    known = [entries.get(key, "").strip("\t :") for key in ("vendor_id", "cpu family", "model")]
+    features = hashlib.sha256(entries.get("flags", "").encode()).hexdigest()[:8]
+    return " ".join(filter(None, [platform.machine(), *known, features]))
 
 
 def differences(expected: Curve, found: Curve, *, exact: bool) -> list[str]:
@@ -188,7 +199,8 @@ def differences(expected: Curve, found: Curve, *, exact: bool) -> list[str]:
 
     Without `exact`, by more than 5 %, and by more than 0.02 where tokens are evicted: a decision
     that falls the other way moves a mean by 0.01. With the processor's own vector code and two
-    threads, no gradient norm of this run moved by more than 1.3 %, nothing else by more than 0.3 %.
+    threads, no gradient norm of this run moved by more than 1.3 %, nothing else by more than 0.3 %;
+    between two processor models with `SAME_BITS`, nothing by more than 0.3 %.
     """
     lines = []
     for part in sorted({*expected, *found}):
