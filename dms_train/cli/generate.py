@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dms_train.cli.engine_arguments import add_engine, engine_options
 from dms_train.cli.errors import run_main
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.options import CACHES, DTYPES, POLICIES, EngineOptions, SamplingParams
+from dms_train.inference.options import SamplingParams
 
 if TYPE_CHECKING:
     from dms_train.inference.accounting import RequestKV, TotalKV
@@ -58,7 +59,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="model directory or export, dense or DMS")
     _add_prompts(parser)
     _add_sampling(parser)
-    _add_engine(parser)
+    add_engine(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="PNG", help="draw cr_factor by layer and KV head"
@@ -83,27 +84,6 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
-    add(
-        "--policy",
-        choices=POLICIES,
-        default="auto",
-        help="which tokens stay in the cache; auto is what the model was trained for",
-    )
-    add("--window", type=int, help="tokens of --policy window")
-    add(
-        "--cache",
-        choices=CACHES,
-        default="compact",
-        help="compact frees evicted tokens, dense keeps and masks them (%(default)s)",
-    )
-    add("--dtype", choices=DTYPES, default="auto", help="auto is the stored one")
-    add("--device", default="cpu", help="torch device (%(default)s)")
-    add("--max-num-seqs", type=int, default=16, help="prompts run at the same time (%(default)s)")
-    add("--prefill-chunk", type=int, default=512, help="prompt tokens of one pass (%(default)s)")
-
-
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     prompts: list[Prompt] = list(args.prompt)
     if args.prompt_file is not None:
@@ -116,18 +96,6 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     if not prompts:
         raise InferenceError("no prompt; give --prompt, --prompt-file or --token-ids")
     return prompts
-
-
-def _options(args: argparse.Namespace) -> EngineOptions:
-    return EngineOptions(
-        policy=args.policy,
-        window=args.window,
-        cache=args.cache,
-        max_num_seqs=args.max_num_seqs,
-        prefill_chunk=args.prefill_chunk,
-        dtype=args.dtype,
-        device=args.device,
-    )
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
@@ -172,7 +140,7 @@ def _generate(args: argparse.Namespace) -> None:
     from dms_train.inference.heatmap import draw_heatmap
     from dms_train.inference.llm import LLM
 
-    llm = LLM(args.model, _options(args))
+    llm = LLM(args.model, engine_options(args))
     outputs = llm.generate(_prompts(args), _sampling(args))
     total = llm.kv
     assert total is not None

@@ -1,0 +1,46 @@
+"""Arguments of the engine, the same for every command that runs it."""
+
+from __future__ import annotations
+
+import argparse
+
+from dms_train.inference.options import CACHES, DTYPES, POLICIES, EngineOptions
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the group `engine` to a command."""
+    add = parser.add_argument_group("engine").add_argument
+    add(
+        "--policy",
+        choices=POLICIES,
+        default="auto",
+        help="which tokens stay in the cache; auto is what the model was trained for",
+    )
+    add("--window", type=int, help="tokens of --policy window")
+    add(
+        "--cache",
+        choices=CACHES,
+        default="compact",
+        help="compact frees evicted tokens, dense keeps and masks them (%(default)s)",
+    )
+    add("--dtype", choices=DTYPES, default="auto", help="auto is the stored one")
+    add("--device", default="cpu", help="torch device (%(default)s)")
+    add("--max-num-seqs", type=int, default=16, help="prompts run at the same time (%(default)s)")
+    add("--prefill-chunk", type=int, default=512, help="prompt tokens of one pass (%(default)s)")
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """What the arguments of `add_engine` say.
+
+    Raises:
+        InferenceError: A value is out of its range.
+    """
+    return EngineOptions(
+        policy=args.policy,
+        window=args.window,
+        cache=args.cache,
+        max_num_seqs=args.max_num_seqs,
+        prefill_chunk=args.prefill_chunk,
+        dtype=args.dtype,
+        device=args.device,
+    )
