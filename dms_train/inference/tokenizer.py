@@ -9,6 +9,8 @@ from dms_train.hf.json_files import read_config, read_json
 from dms_train.inference.errors import InferenceError
 
 _UNSEEN = 8
+_CONTEXT = 32  # tokens of the prompt that are decoded with the first generated one
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer:
@@ -38,9 +40,9 @@ class Tokenizer:
         ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
-        text: str = self._inner.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """Text, with special tokens if `special`."""
+        text: str = self._inner.decode(ids, skip_special_tokens=not special)
         return text
 
     def continuation(self, before: list[int], ids: list[int]) -> str:
@@ -57,6 +59,52 @@ class Tokenizer:
             return False
         text = self.continuation(tokens[:start], tokens[start:])
         return until(text, stops) != text
+
+
+class IncrementalDetokenizer:
+    """Text of generated tokens, one token at a time.
+
+    A text that was returned never changes: bytes of a character whose rest has not come yet are
+    held back. Bytes that form no character are left out, so that no replacement character is
+    returned.
+
+    Args:
+        tokenizer: Of the model.
+        before: Tokens that the generated ones follow; they decide how the first word is decoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._known = _context(tokenizer, before)  # decoded together with the pending tokens
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._pending.append(token)
+        head, text = self._decoded()
+        if not text or text.endswith(_REPLACEMENT):
+            return ""
+        before = self._known if head.endswith(_REPLACEMENT) else []  # the start of a character
+        self._known, self._pending = before + self._pending, []
+        return text.replace(_REPLACEMENT, "")
+
+    def finish(self) -> str:
+        """What was held back, without an incomplete character at its end."""
+        return self._decoded()[1].replace(_REPLACEMENT, "")
+
+    def _decoded(self) -> tuple[str, str]:
+        """Text of the known tokens and of the pending ones behind them."""
+        head = self._tokenizer.decode(self._known)
+        whole = self._tokenizer.decode(self._known + self._pending)
+        return head, whole[len(head.rstrip(_REPLACEMENT)) :]
+
+
+def _context(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """The last tokens of a text, from the start of a character on."""
+    size = _CONTEXT
+    while size < len(tokens) and tokenizer.decode(tokens[-size:]).startswith(_REPLACEMENT):
+        size *= 2
+    return tokens[-size:]
 
 
 def until(text: str, stops: tuple[str, ...]) -> str:
