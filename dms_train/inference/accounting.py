@@ -55,7 +55,7 @@ class TotalKV:
     """All requests of an engine together.
 
     Attributes:
-        requests: Finished ones.
+        requests: Finished ones; each of `n` continuations counts.
         tokens: Tokens seen by them.
         kv_reads: As in `RequestKV`, summed.
         prefill_reads: Likewise.
@@ -113,6 +113,11 @@ class Meter:
         self._peak = (0.0, 0, 0)
         self._last = (0.0, 0, 0)
         self._live = torch.zeros(0, 0)
+
+    @property
+    def live_tokens(self) -> float:
+        """Tokens held after the last forward pass."""
+        return self._last[0]
 
     def step(self, counts: PassCounts, index: int, slot_bytes: int, prefill: bool) -> None:
         """Count one forward pass.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Collection
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,26 @@ import torch
 from torch import Tensor
 
 from dms_train.hf.directory import resolve
-from dms_train.inference.accounting import Meter, TotalKV
+from dms_train.inference.accounting import TotalKV
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput
 from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sampler import sample
-from dms_train.inference.sequence import Sequence
+from dms_train.inference.scheduler import Scheduler
+from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids, until
 
 Prompt = str | list[int] | dict[str, Any]
 
-_NO_ROW = "max_num_seqs={}: all cache rows are in use; close a conversation or end a stream"
-
 
 class InferenceEngine:
-    """Continues requests, one forward pass at a time.
+    """Continues requests, one step at a time.
 
-    A request waits for a cache row, in order of arrival; from then on it takes part in every pass
-    until it finishes or is aborted.
+    A request waits until the cache has room for it, by priority and order of arrival. From then on
+    it takes part in every step until it finishes or is aborted. Where the cache becomes full, the
+    last requests lose their part of it and compute it again later; their tokens stay the same.
 
     Args:
         model: Directory or hub id (local cache only), of a family in `families`, dense or exported
@@ -53,15 +54,24 @@ class InferenceEngine:
         self.tokenizer = Tokenizer.load(directory)
         self._stop_ids = read_stop_ids(directory)
         self._runner = ModelRunner(loaded, options)
-        self._free_rows = list(range(options.max_num_seqs - 1, -1, -1))
-        self._waiting: dict[str, Sequence] = {}  # without a cache row, in order of arrival
-        self._placed: dict[str, Sequence] = {}  # with one
+        self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits)
+        self._requests: dict[str, Request] = {}
         self._arrived = 0
 
     @property
     def kv(self) -> TotalKV | None:
         """What the cache has cost so far; None before any request has finished."""
         return self._runner.total.report()
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its part of the cache and had to compute it again."""
+        return self._scheduler.preemptions
+
+    @property
+    def free_rows(self) -> int:
+        """Cache rows that no sequence has."""
+        return len(self._scheduler.free_rows)
 
     @property
     def allocated_bytes(self) -> int:
@@ -73,6 +83,8 @@ class InferenceEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        priority: int = 0,
+        timeout_s: float | None = None,
         final_only: bool = False,
         keep_cache: bool = False,
     ) -> str:
@@ -81,6 +93,8 @@ class InferenceEngine:
         Args:
             prompt: Text, token ids or `{"prompt_token_ids": [...]}`.
             params: How to continue it.
+            priority: Lower ones go first.
+            timeout_s: Seconds after which it ends with what it has.
             final_only: Have `step` return the request only when it has finished.
             keep_cache: Keep the cache of the finished request until `abort`.
 
@@ -90,22 +104,25 @@ class InferenceEngine:
         Raises:
             InferenceError: The prompt is empty, too long or not of this vocabulary.
         """
-        sequence = self._sequence(final_only=final_only, keep_cache=keep_cache)
-        self._add_prompt(sequence, prompt, params or SamplingParams())
-        self._waiting[sequence.request_id] = sequence
-        return sequence.request_id
+        params = params or SamplingParams()
+        request = self._request(params, priority=priority, timeout_s=timeout_s)
+        request.final_only, request.keep_cache = final_only, keep_cache
+        self._add_prompt(request, prompt, params)
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
+            self._scheduler.add(sequence)
+        return request.request_id
 
     def open_conversation(self) -> str:
-        """Reserve a cache row for a request whose prompts come with `add_turn`; its id.
+        """Prepare a request whose prompts come with `add_turn`; its id.
 
-        Its cache is kept from turn to turn until `abort`.
-
-        Raises:
-            InferenceError: No row is free.
+        Its cache is kept from turn to turn until `abort`, while there is room for it; else it is
+        computed again at the next turn.
         """
-        sequence = self._sequence(final_only=True, keep_cache=True)
-        self._place(sequence)
-        return sequence.request_id
+        request = self._request(SamplingParams())
+        request.final_only = request.keep_cache = True
+        self._requests[request.request_id] = request
+        return request.request_id
 
     def add_turn(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> None:
         """Give the next prompt of a conversation, which follows all of its tokens so far.
@@ -113,55 +130,61 @@ class InferenceEngine:
         Args:
             request_id: From `open_conversation`; its last turn has finished.
             prompt: Text or token ids of this turn only.
-            params: How to continue it.
+            params: How to continue it; `n` must be 1.
 
         Raises:
             InferenceError: The conversation was aborted, or as in `add_request`.
         """
-        if request_id not in self._placed:
+        if request_id not in self._requests:
             raise InferenceError("the conversation is closed; start another one")
-        self._add_prompt(self._placed[request_id], prompt, params or SamplingParams())
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise InferenceError(f"n={params.n}: a conversation has one continuation")
+        request = self._requests[request_id]
+        self._add_prompt(request, prompt, params)
+        for sequence in request.sequences:
+            if sequence.row is None:
+                self._scheduler.remove(sequence)  # it waits already if its cache was taken
+                self._scheduler.add(sequence)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._waiting) or any(s.runnable for s in self._placed.values())
+        return self._scheduler.has_work
 
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """Run one forward pass: a chunk of every prompt not computed yet, else one token each.
+        """Compute one token of every decoding sequence and parts of prompts, as there is room.
 
-        A request that finishes frees its cache, unless it was added with `keep_cache`. If the pass
+        A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
 
         Args:
             request_ids: Requests that may take part; None for all.
 
         Returns:
-            Outputs of the requests that took part, by cache row; empty if there is nothing to do.
-
-        Raises:
-            InferenceError: Requests wait, but every cache row is in use by others.
+            Outputs of the requests that took part or ended; empty if there is nothing to do.
         """
-        batch = self._schedule(request_ids)
+        plan = self._scheduler.schedule(time.monotonic(), self._sequences(request_ids))
+        for _, row in plan.preempted:
+            self._runner.free(row)
+        taking_part = [*(sequence for sequence, _ in plan.batch), *plan.ended]
+        ids = list(dict.fromkeys(sequence.request_id for sequence in taking_part))
         try:
-            self._advance(batch)
-            shown = [s for s in batch if s.finish_reason is not None or not s.final_only]
-            outputs = [self._output(s) for s in shown]
+            self._advance(plan.batch)
+            requests = [self._requests[request_id] for request_id in ids]
+            outputs = [self._output(r) for r in requests if r.finished or not r.final_only]
         except BaseException:
-            for sequence in batch:
-                self.abort(sequence.request_id)
+            for request_id in ids:
+                self.abort(request_id)
             raise
-        for sequence, output in zip(shown, outputs, strict=True):
-            if output.finished:
-                self._runner.total.finish(output.kv)
-                if not sequence.keep_cache:
-                    self.abort(sequence.request_id)
+        for sequence in taking_part:
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
         return outputs
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its cache at once; an id that is not known is ignored."""
-        self._waiting.pop(request_id, None)
-        sequence = self._placed.pop(request_id, None)
-        if sequence is not None:
+        request = self._requests.pop(request_id, None)
+        for sequence in request.sequences if request is not None else ():
             self._free(sequence)
 
     def logits(self, token_ids: list[int]) -> Tensor:
@@ -172,45 +195,72 @@ class InferenceEngine:
 
         Returns:
             float [len(token_ids), vocab].
+
+        Raises:
+            InferenceError: The text is empty, too long or not of this vocabulary, or the cache is
+                too small for it.
         """
-        sequence = self._sequence(final_only=True, keep_cache=True)
-        self._add_prompt(sequence, token_ids, SamplingParams(), new_tokens=0)
-        self._place(sequence)
+        request = self._request(SamplingParams())
+        self._add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
+        (sequence,) = request.sequences
+        self._scheduler.add(sequence)
         try:
             parts = []
-            while sequence.prefilling:
-                parts.append(self._runner.step([sequence], every=True)[0])
+            while sequence.remaining:
+                plan = self._scheduler.schedule(time.monotonic(), {sequence})
+                for _, row in plan.preempted:
+                    self._runner.free(row)
+                if not plan.batch:
+                    raise InferenceError("the cache is too small for the text; raise cache_bytes")
+                parts.append(self._runner.step(plan.batch, every=True))
             self._runner.total.finish(sequence.meter.report(sequence.computed))
         finally:
-            self.abort(sequence.request_id)
+            self._free(sequence)
         return torch.cat(parts)
 
-    def _sequence(self, *, final_only: bool, keep_cache: bool) -> Sequence:
+    def _sequences(self, request_ids: Collection[str] | None) -> set[Sequence] | None:
+        """The sequences of these requests; None for all."""
+        if request_ids is None:
+            return None
+        known = (self._requests[i] for i in request_ids if i in self._requests)
+        return {sequence for request in known for sequence in request.sequences}
+
+    def _request(
+        self, params: SamplingParams, *, priority: int = 0, timeout_s: float | None = None
+    ) -> Request:
         """A request without tokens."""
-        generator = torch.Generator()
-        generator.seed()
-        self._arrived += 1
-        return Sequence(
-            request_id=str(self._arrived - 1),
-            params=SamplingParams(),
-            generator=generator,
-            meter=Meter(),
-            final_only=final_only,
-            keep_cache=keep_cache,
-        )
+        request_id, self._arrived = str(self._arrived), self._arrived + 1
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                seed=seed,
+                arrival=int(request_id),
+                priority=priority,
+                deadline=deadline,
+            )
+            for index in range(params.n)
+        ]
+        return Request(request_id=request_id, sequences=sequences)
 
     def _add_prompt(
-        self, sequence: Sequence, prompt: Prompt, params: SamplingParams, *, new_tokens: int = 1
+        self, request: Request, prompt: Prompt, params: SamplingParams, *, new_tokens: int = 1
     ) -> None:
         """Append a prompt that leaves room for `new_tokens` more tokens."""
-        text, tokens = self._encode(prompt, first=not sequence.tokens)
+        before = request.sequences[0].tokens
+        text, tokens = self._encode(prompt, first=not before)
         longest = self.architecture.max_position_embeddings
-        length = len(sequence.tokens) + len(tokens)
+        length = len(before) + len(tokens)
         if length + new_tokens > longest:
             raise InferenceError(f"a prompt of {length} tokens: the model takes {longest}")
         if params.stop and self.tokenizer is None:
             raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
-        sequence.add_prompt(text, tokens, params)
+        self._require_ids("logit_bias", params.logit_bias)
+        request.prompt = text
+        for sequence in request.sequences:
+            sequence.add_prompt(tokens, params)
 
     def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
         """Text and tokens of a prompt, checked."""
@@ -223,49 +273,39 @@ class InferenceEngine:
             text, tokens = None, list(ids)
         if not tokens:
             raise InferenceError("a prompt is empty; give at least one token")
-        if not all(0 <= token < self.architecture.vocab_size for token in tokens):
-            size = self.architecture.vocab_size
-            raise InferenceError(f"a prompt has token ids outside 0..{size - 1}")
+        self._require_ids("a prompt", tokens)
         return text, tokens
 
-    def _schedule(self, request_ids: Collection[str] | None) -> list[Sequence]:
-        """Requests of the next pass, by cache row: those with prompt tokens left, else all."""
-
-        def takes_part(sequence: Sequence) -> bool:
-            return request_ids is None or sequence.request_id in request_ids
-
-        waiting = (s for s in self._waiting.values() if takes_part(s))
-        for sequence in list(islice(waiting, len(self._free_rows))):
-            del self._waiting[sequence.request_id]
-            self._place(sequence)
-        running = [s for s in self._placed.values() if s.runnable and takes_part(s)]
-        if not running and any(takes_part(s) for s in self._waiting.values()):
-            raise InferenceError(_NO_ROW.format(self.options.max_num_seqs))
-        running.sort(key=lambda s: s.row or 0)  # a full dense cache is read in place
-        return [s for s in running if s.prefilling] or running
-
-    def _place(self, sequence: Sequence) -> None:
-        """Give a request a cache row."""
-        if not self._free_rows:
-            raise InferenceError(_NO_ROW.format(self.options.max_num_seqs))
-        sequence.row = self._free_rows.pop()
-        self._placed[sequence.request_id] = sequence
+    def _require_ids(self, where: str, token_ids: Collection[int]) -> None:
+        size = self.architecture.vocab_size
+        if not all(0 <= token < size for token in token_ids):
+            raise InferenceError(f"{where} has token ids outside 0..{size - 1}")
 
     def _free(self, sequence: Sequence) -> None:
-        """Take the cache row of a request back."""
-        assert sequence.row is not None
-        self._runner.free(sequence.row)
-        self._free_rows.append(sequence.row)
+        """Take a sequence out of the scheduler and free its cache."""
+        row = self._scheduler.remove(sequence)
+        if row is not None:
+            self._runner.free(row)
 
-    def _advance(self, batch: list[Sequence]) -> None:
-        """Compute a pass and sample a token for each sequence whose prompt is complete."""
+    def _finish(self, sequence: Sequence) -> None:
+        """Count a sequence that has ended, and free its cache unless it is to be kept."""
+        self._runner.total.finish(sequence.meter.report(sequence.computed))
+        request = self._requests[sequence.request_id]
+        if not request.keep_cache:
+            self._free(sequence)
+            if request.finished:
+                del self._requests[request.request_id]
+
+    def _advance(self, batch: list[tuple[Sequence, int]]) -> None:
+        """Compute a step and sample a token for each sequence that has no tokens left."""
         if not batch:
             return
         logits = self._runner.step(batch)
-        ready = [index for index, s in enumerate(batch) if not s.prefilling]
-        chosen = [batch[index] for index in ready]
-        tokens = sample(logits[ready], [s.params for s in chosen], [s.generator for s in chosen])
-        for sequence, token in zip(chosen, tokens, strict=True):
+        ready = [index for index, (s, _) in enumerate(batch) if not s.remaining]
+        chosen = [batch[index][0] for index in ready]
+        sampled = sample(logits[ready], [s.sampling_row() for s in chosen])
+        for sequence, token in zip(chosen, sampled, strict=True):
+            self._scheduler.observe(sequence.computed, sequence.meter.live_tokens)
             params = sequence.params
             stops = frozenset() if params.ignore_eos else self._stop_ids
             longest = self.architecture.max_position_embeddings
@@ -275,17 +315,25 @@ class InferenceEngine:
                 if tokenizer.reached(sequence.tokens, start, params.stop):
                     sequence.finish_reason = "stop"
 
-    def _output(self, sequence: Sequence) -> RequestOutput:
+    def _output(self, request: Request) -> RequestOutput:
+        first = request.sequences[0]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=first.tokens[first.prompt_start : first.prompt_end],
+            outputs=[self._continuation(sequence) for sequence in request.sequences],
+            finished=request.finished,
+        )
+
+    def _continuation(self, sequence: Sequence) -> CompletionOutput:
         ids = sequence.output
         before = sequence.tokens[: sequence.prompt_end]
         text = "" if self.tokenizer is None else self.tokenizer.continuation(before, ids)
-        text = until(text, sequence.params.stop)
-        reason = sequence.finish_reason
-        return RequestOutput(
-            request_id=sequence.request_id,
-            prompt=sequence.prompt,
-            prompt_token_ids=sequence.tokens[sequence.prompt_start : sequence.prompt_end],
-            outputs=[CompletionOutput(index=0, text=text, token_ids=ids, finish_reason=reason)],
-            finished=reason is not None,
+        return CompletionOutput(
+            index=sequence.index,
+            text=until(text, sequence.params.stop),
+            token_ids=ids,
+            finish_reason=sequence.finish_reason,
+            logprobs=None if sequence.params.logprobs is None else list(sequence.logprobs),
             kv=sequence.meter.report(sequence.computed),
         )

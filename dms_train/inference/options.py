@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from dms_train.inference.errors import InferenceError
 
@@ -11,6 +12,16 @@ CACHES = ("compact", "dense")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "reference")
 CACHE_DTYPES = ("auto", "fp8")
+_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "page_slots", "slab_pages")
+_LARGEST = 1e6  # of a temperature or penalty; no sensible value is near it
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "n": (1, math.inf, "at least 1"),
+    "max_tokens": (1, math.inf, "at least 1"),
+    "temperature": (0, _LARGEST, "0 or more"),
+    "min_p": (0, 1, "from 0 to 1"),
+    "presence_penalty": (-_LARGEST, _LARGEST, "a finite number"),
+    "frequency_penalty": (-_LARGEST, _LARGEST, "a finite number"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +33,10 @@ class EngineOptions:
         window: Tokens of the `window` policy; None takes the model's own.
         cache: `compact` frees what is evicted, `dense` masks it (the full-size baseline).
         max_num_seqs: Sequences in the cache at the same time.
-        prefill_chunk: Most prompt tokens of a sequence in one forward pass.
+        max_num_batched_tokens: Most tokens of a step, over all sequences.
+        prefill_chunk: Most prompt tokens of a sequence in a step.
+        cache_bytes: Most bytes of keys and values in a compact cache; sequences wait, or are
+            preempted and computed again, where they do not fit. None sets no limit.
         page_slots: Tokens of one page of one KV head.
         slab_pages: Pages by which memory is taken and returned.
         dtype: Compute and cache dtype; `auto` is the stored one.
@@ -36,7 +50,9 @@ class EngineOptions:
     window: int | None = None
     cache: str = "compact"
     max_num_seqs: int = 16
+    max_num_batched_tokens: int = 8192
     prefill_chunk: int = 512
+    cache_bytes: int | None = None
     page_slots: int = 16
     slab_pages: int = 256
     dtype: str = "auto"
@@ -56,9 +72,11 @@ class EngineOptions:
                 raise InferenceError(
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}"
                 )
-        for name in ("max_num_seqs", "prefill_chunk", "page_slots", "slab_pages"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise InferenceError(f"{name}={getattr(self, name)}: at least 1")
+        if self.cache_bytes is not None and self.cache == "dense":
+            raise InferenceError("cache_bytes: a dense cache has no limit; use cache=compact")
         if self.window is not None and self.window < 1:
             raise InferenceError(f"window={self.window}: at least 1 token")
 
@@ -68,33 +86,61 @@ class SamplingParams:
     """How one request continues.
 
     Attributes:
+        n: Continuations of the prompt.
         max_tokens: Most tokens to generate.
         temperature: 0 takes the most likely token.
         top_p: Share of the probability that is sampled from.
         top_k: Tokens that are sampled from; -1 takes all.
-        seed: Of this request's own generator; None draws one.
+        min_p: Tokens below this share of the most likely token's probability are not sampled.
+        presence_penalty: Taken from the logit of every token that was generated before.
+        frequency_penalty: The same for each time it was generated.
+        repetition_penalty: Divides a positive logit, and multiplies a negative one, of every token
+            of the prompt and of the generated text.
+        logit_bias: Added to the logits of these tokens.
+        logprobs: How many of the most likely tokens to return at each position, with their
+            log-probabilities; 0 returns that of the chosen token only, None nothing.
+        seed: Of this request's random numbers; None draws one. The same seed gives the same tokens
+            alone and in any batch.
         stop: Texts that end the request; the output's text ends before them.
         stop_token_ids: Tokens that end the request besides the model's own.
         ignore_eos: Do not stop at the model's end-of-text tokens.
     """
 
+    n: int = 1
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InferenceError(f"max_tokens={self.max_tokens}: at least 1")
-        if not self.temperature >= 0:
-            raise InferenceError(f"temperature={self.temperature}: 0 or more")
+        for name, (least, most, words) in _RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise InferenceError(f"{name}={value}: {words}")
         if not 0 < self.top_p <= 1:
             raise InferenceError(f"top_p={self.top_p}: above 0 and up to 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InferenceError(f"repetition_penalty={self.repetition_penalty}: above 0")
         if self.top_k < 1 and self.top_k != -1:
             raise InferenceError(f"top_k={self.top_k}: at least 1, or -1 for all")
+        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
+            raise InferenceError("logit_bias: finite numbers by token id")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise InferenceError(f"logprobs={self.logprobs}: 0 or more")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InferenceError(f"stop={self.stop!r}: a tuple of texts that are not empty")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the logits depend on the tokens so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

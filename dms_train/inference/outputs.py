@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dms_train.inference.accounting import RequestKV
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one generated token, before temperature, penalties and bias.
+
+    Attributes:
+        logprob: Of the token itself.
+        top: Of the most likely tokens, by token id, the most likely first.
+    """
+
+    logprob: float
+    top: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,16 +25,21 @@ class CompletionOutput:
     """One continuation.
 
     Attributes:
-        index: Always 0.
+        index: Its number among the `n` of the request.
         text: Decoded tokens up to a stop text; empty for a model without a tokenizer.
         token_ids: Generated tokens, the one that stopped them included.
-        finish_reason: `stop`, `length`, or None while it runs.
+        finish_reason: `stop`, `length`, `timeout` (the request's time was over), `memory` (the
+            cache cannot hold it), or None while it runs.
+        logprobs: One entry for each generated token; None unless asked for.
+        kv: What the cache has cost so far.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    logprobs: list[TokenLogprobs] | None
+    kv: RequestKV = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +50,9 @@ class RequestOutput:
         request_id: Number in the order of arrival.
         prompt: Text, or None for a prompt of token ids.
         prompt_token_ids: Its tokens.
-        outputs: One continuation.
-        finished: False for the intermediate outputs of `LLM.stream` and `InferenceEngine.step`.
-        kv: What the cache has cost so far.
+        outputs: The `n` continuations.
+        finished: Whether all have finished; False for the intermediate outputs of `LLM.stream` and
+            `InferenceEngine.step`.
     """
 
     request_id: str
@@ -42,4 +60,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    kv: RequestKV
+
+    @property
+    def kv(self) -> RequestKV:
+        """What the cache of the first continuation has cost so far."""
+        return self.outputs[0].kv

@@ -18,6 +18,7 @@ from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.registry import build_policy
+from dms_train.inference.scheduler import SchedulerLimits
 from dms_train.inference.sequence import Sequence
 from dms_train.kernels.decode import kernels as decode
 from dms_train.kernels.decode.paged import FP8
@@ -38,6 +39,7 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
             page_slots=options.page_slots,
             slab_pages=options.slab_pages,
         )
+        _limit(slabs, options)
         return PagedKVCache(slabs, policy, **sizes)
     pool = PagePool(
         head_size=a.kv_channels,
@@ -47,7 +49,23 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
         page_slots=options.page_slots,
         slab_pages=options.slab_pages,
     )
+    _limit(pool, options)
     return CompactCache(pool, policy, **sizes)
+
+
+def _limit(pool: PagePool | PageSlabs, options: EngineOptions) -> None:
+    """Keep a pool within `cache_bytes`.
+
+    Raises:
+        InferenceError: They do not hold one slab.
+    """
+    if options.cache_bytes is not None:
+        if options.cache_bytes < pool.slab_bytes:
+            raise InferenceError(
+                f"cache_bytes={options.cache_bytes}: at least {pool.slab_bytes}, or choose a "
+                "smaller slab_pages or page_slots"
+            )
+        pool.limit(options.cache_bytes // pool.slab_bytes)
 
 
 def _uses_kernels(policy: CachePolicy, options: EngineOptions) -> bool:
@@ -79,6 +97,12 @@ class ModelRunner:
     Args:
         model: The model.
         options: How the engine is set up.
+
+    Attributes:
+        model: As given.
+        cache: Its cache.
+        total: What the cache has cost so far.
+        limits: What a step may take.
     """
 
     def __init__(self, model: LoadedModel, options: EngineOptions) -> None:
@@ -90,35 +114,60 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         if isinstance(self.cache, PagedKVCache) and self._device.type == "cuda":
             self._graphs = DecodeGraphs(model.decoder, self.cache)
-        self._chunk = min(options.prefill_chunk, policy.max_chunk or options.prefill_chunk)
+        a = model.architecture
+        self.limits = SchedulerLimits(
+            rows=options.max_num_seqs,
+            batch_tokens=options.max_num_batched_tokens,
+            chunk=min(options.prefill_chunk, policy.max_chunk or options.prefill_chunk),
+            kv_lists=a.num_layers * a.num_query_groups,
+            page_slots=options.page_slots,
+            window=policy.window,
+            pages=self.cache.max_pages,
+        )
 
     @torch.no_grad()
-    def step(self, sequences: list[Sequence], *, every: bool = False) -> Tensor:
-        """Compute the next tokens of sequences that all have some; advances `computed`.
+    def step(self, batch: list[tuple[Sequence, int]], *, every: bool = False) -> Tensor:
+        """Compute the next tokens of sequences; advances `computed` and updates `pages`.
 
         Args:
-            sequences: Either all prefilling or none.
+            batch: Sequences with rows and how many tokens each computes.
             every: Return the logits of every token instead of each sequence's last.
 
         Returns:
-            float [b, vocab], or [b, n, vocab] with padding behind shorter rows.
+            float [b, vocab] in the order of the batch; of one sequence with `every`, [n, vocab].
         """
-        parts = [s.take(self._chunk) for s in sequences]
-        lengths = torch.tensor([len(part) for part in parts], device=self._device)
-        tokens, position = self._padded(sequences, parts)
-        rows = torch.tensor([s.row for s in sequences], device=self._device)
-        if self._graphs is not None and tokens.shape[1] == 1:
-            hidden, reads = self._graphs.step(tokens, position, rows)
-        else:
-            hidden, reads = self.model.decoder(tokens, position, rows, self.cache)
-        self._count(sequences, parts, rows, reads)
-        if not every:
-            hidden = hidden[torch.arange(len(parts), device=self._device), lengths - 1]
-        return self.model.decoder.logits(hidden)
+        found: dict[int, Tensor] = {}
+        order = sorted(range(len(batch)), key=lambda i: batch[i][0].row or 0)
+        for single in (True, False):  # one token each, then parts of prompts
+            chosen = [i for i in order if (batch[i][1] == 1) == single]
+            if chosen:
+                hidden = self._forward([batch[i] for i in chosen])
+                for place, i in enumerate(chosen):
+                    part = hidden[place, : batch[i][1]]
+                    found[i] = part if every else part[-1:]
+        return self.model.decoder.logits(torch.cat([found[i] for i in range(len(batch))]))
 
     def free(self, row: int) -> None:
         """Empty a cache row."""
         self.cache.free(torch.tensor([row], device=self._device))
+
+    def _forward(self, batch: list[tuple[Sequence, int]]) -> Tensor:
+        """The last hidden states [b, n, hidden], with padding behind shorter sequences."""
+        parts = [sequence.take(count) for sequence, count in batch]
+        tokens, position = self._padded([sequence for sequence, _ in batch], parts)
+        rows = torch.tensor([sequence.row for sequence, _ in batch], device=self._device)
+        if self._graphs is not None and tokens.shape[1] == 1:
+            hidden, reads = self._graphs.step(tokens, position, rows)
+        else:
+            hidden, reads = self.model.decoder(tokens, position, rows, self.cache)
+        counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
+        for index, (sequence, count) in enumerate(batch):
+            prompt = sequence.prefilling or count > 1
+            sequence.meter.step(counts, index, self.cache.slot_bytes, prompt)
+            sequence.computed += count
+            sequence.pages = counts.sums[index][2] // self.limits.page_slots
+        self.total.step()
+        return hidden
 
     def _padded(self, sequences: list[Sequence], parts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Token ids and positions [b, n], padded at the right with 0 and -1."""
@@ -132,12 +181,3 @@ class ModelRunner:
             torch.tensor(tokens, device=self._device),
             torch.tensor(position, device=self._device),
         )
-
-    def _count(
-        self, sequences: list[Sequence], parts: list[list[int]], rows: Tensor, reads: Tensor
-    ) -> None:
-        counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
-        for index, (sequence, part) in enumerate(zip(sequences, parts, strict=True)):
-            sequence.meter.step(counts, index, self.cache.slot_bytes, sequence.prefilling)
-            sequence.computed += len(part)
-        self.total.step()

@@ -1,39 +1,136 @@
-"""From logits to the next token of each sequence."""
+"""From logits to the next token of each sequence, on the device of the logits.
+
+A token is drawn by the Gumbel-max trick with numbers that depend on the sequence's seed, its index
+and the number of the generated token only. A row of a batch therefore gives the token that it
+gives alone.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dms_train.inference.options import SamplingParams
+from dms_train.inference.outputs import TokenLogprobs
+from dms_train.method.splitmix import GOLDEN, mix, uniform
 
 
-def sample(
-    logits: Tensor, params: list[SamplingParams], generators: list[torch.Generator]
-) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One sequence whose next token is sampled.
+
+    Attributes:
+        params: How.
+        seed: Of its random numbers.
+        index: Its number among the continuations of a request.
+        prompt: Tokens before the generated ones.
+        output: Generated tokens so far.
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int
+    prompt: list[int]
+    output: list[int]
+
+
+class SampledToken(NamedTuple):
+    """A token and, if asked for, the log-probabilities at its place."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
     """Draw one token per row.
 
     Args:
-        logits: float [b, vocab].
-        params: Sampling parameters of each row.
-        generators: CPU generators, one for each row, so that rows are independent.
+        logits: [b, vocab].
+        rows: One for each of them.
     """
-    tokens: list[int] = logits.argmax(-1).tolist()
-    for row, (how, generator) in enumerate(zip(params, generators, strict=True)):
-        if how.temperature > 0:
-            share = _probabilities(logits[row].float().cpu() / how.temperature, how)
-            tokens[row] = int(torch.multinomial(share, 1, generator=generator))
-    return tokens
+    scores = _adjusted(logits.float(), rows)
+    tokens = scores.argmax(-1)
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if drawn:
+        tokens[drawn] = _draw(scores[drawn], [rows[i] for i in drawn])
+    logprobs = _logprobs(logits, tokens, rows)
+    return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
 
 
-def _probabilities(scores: Tensor, how: SamplingParams) -> Tensor:
-    """softmax(scores) [vocab] after top-k, with 0 for the tokens that top-p excludes."""
-    if 0 < how.top_k < len(scores):
-        least = scores.topk(how.top_k).values[-1]
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    share = scores.softmax(-1)
-    if how.top_p < 1:
-        ordered, index = share.sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= how.top_p
-        share[index[beyond]] = 0
-    return share
+def _adjusted(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """Scores [b, vocab] after logit bias and penalties."""
+    changed = [i for i, row in enumerate(rows) if row.params.penalizes or row.params.logit_bias]
+    if changed:
+        scores = scores.clone()
+    for i in changed:
+        bias = rows[i].params.logit_bias
+        ids = torch.tensor(list(bias), dtype=torch.int64, device=scores.device)
+        scores[i, ids] += torch.tensor(list(bias.values()), device=scores.device)
+        if rows[i].params.penalizes:
+            scores[i] = _penalized(scores[i], rows[i])
+    return scores
+
+
+def _penalized(scores: Tensor, row: SamplingRow) -> Tensor:
+    """One row of scores, [vocab], after its penalties."""
+    params = row.params
+    counts = [
+        torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=len(scores))
+        for ids in (row.prompt, row.output)
+    ]
+    prompt, output = torch.stack(counts).to(scores.device)
+    repeated = torch.where(
+        scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
+    )
+    scores = torch.where(prompt + output > 0, repeated, scores)
+    return scores - params.frequency_penalty * output - params.presence_penalty * (output > 0)
+
+
+def _draw(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """Tokens [b] drawn from the softmax of scores [b, vocab] over the temperature."""
+    vocab = scores.shape[1]
+    temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64)
+    scores = scores.double() / temperature[:, None].to(scores.device)
+    if any(row.params.top_p < 1 or row.params.min_p > 0 or row.params.top_k > 0 for row in rows):
+        scores = _restricted(scores, [row.params for row in rows])
+    noise = uniform(_keys(rows).to(scores.device), vocab)
+    return (scores - (-noise.log()).log()).argmax(-1)
+
+
+def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Scores [b, vocab] with -inf for what top-k, then top-p and min-p exclude."""
+    vocab = scores.shape[1]
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params])
+    shares = torch.tensor([[p.top_p, p.min_p] for p in params], dtype=torch.float64)
+    top_k, shares = top_k.to(scores.device), shares.to(scores.device)
+    ordered, index = scores.sort(stable=True, dim=-1, descending=True)
+    rank = torch.arange(vocab, device=scores.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
+    share = ordered.softmax(-1)
+    excluded = share.cumsum(-1) - share >= shares[:, :1]
+    excluded |= share < shares[:, 1:] * share[:, :1]
+    return scores.scatter(1, index, ordered.masked_fill(excluded, -torch.inf))
+
+
+def _keys(rows: list[SamplingRow]) -> Tensor:
+    """Which random numbers the next token of each row draws, int64 [b]."""
+    seeds = [(row.seed + 2**63) % 2**64 - 2**63 for row in rows]  # a seed may be any integer
+    places = [len(row.output) for row in rows]
+    seed, index, place = torch.tensor([seeds, [row.index for row in rows], places]) * GOLDEN
+    return mix(mix(mix(seed + 1) + index) + place)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, rows: list[SamplingRow]) -> dict[int, TokenLogprobs]:
+    """Log-probabilities of the rows that ask for them, by row."""
+    found = {}
+    for i, row in enumerate(rows):
+        wanted = row.params.logprobs
+        if wanted is not None:
+            shares = logits[i].float().log_softmax(-1)
+            values, ids = shares.topk(min(wanted, len(shares)))
+            top = dict(zip(ids.tolist(), values.tolist(), strict=True))
+            found[i] = TokenLogprobs(float(shares[tokens[i]]), top)
+    return found

@@ -1,48 +1,37 @@
-"""The state of one request: integers, no tensors except its random generator."""
+"""Requests and the sequences that continue their prompts: token ids and counts, no tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from dms_train.inference.accounting import Meter
 from dms_train.inference.options import SamplingParams
+from dms_train.inference.outputs import TokenLogprobs
+from dms_train.inference.sampler import SampledToken, SamplingRow
+from dms_train.inference.scheduler import SequenceState
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Sequence:
-    """Tokens of a request or conversation and how many of them the cache has taken.
+class Sequence(SequenceState):
+    """One continuation of a request, or a conversation.
 
     Attributes:
-        request_id: Name in outputs.
+        request_id: The request's.
+        index: Its number among the continuations of the request.
+        seed: Of its random numbers.
         params: How to continue.
-        generator: Source of its random numbers.
         meter: What it has cost since the prompt started.
-        final_only: Whether it is returned only when it has finished.
-        keep_cache: Whether its cache stays when it has finished.
-        prompt: Text of the prompt, or None.
-        tokens: All prompts and generated tokens so far.
         prompt_start: Where the current prompt starts in `tokens`.
-        prompt_end: Where it ends.
-        row: Cache row, or None while it waits.
-        computed: Tokens that are in the cache or were evicted from it.
-        finish_reason: `stop`, `length`, or None while it runs.
+        logprobs: Of the generated tokens, if asked for.
     """
 
     request_id: str
-    params: SamplingParams
-    generator: torch.Generator
-    meter: Meter
-    final_only: bool = False
-    keep_cache: bool = False
-    prompt: str | None = None
-    tokens: list[int] = field(default_factory=list)
+    index: int
+    seed: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+    meter: Meter = field(default_factory=Meter)
     prompt_start: int = 0
-    prompt_end: int = 0
-    row: int | None = None
-    computed: int = 0
-    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -54,30 +43,57 @@ class Sequence:
         """Whether part of the prompt is not in the cache yet."""
         return self.computed < self.prompt_end
 
-    @property
-    def runnable(self) -> bool:
-        """Whether it has tokens to compute."""
-        return self.finish_reason is None and self.computed < len(self.tokens)
+    def take(self, count: int) -> list[int]:
+        """The next tokens to compute."""
+        return self.tokens[self.computed : self.computed + count]
 
-    def take(self, limit: int) -> list[int]:
-        """The next tokens to compute, at most `limit`."""
-        return self.tokens[self.computed : self.computed + limit]
-
-    def add_prompt(self, text: str | None, tokens: list[int], params: SamplingParams) -> None:
+    def add_prompt(self, tokens: list[int], params: SamplingParams) -> None:
         """Append a prompt to all tokens so far; costs are counted from here on."""
-        self.prompt, self.params = text, params
+        self.params = params
         self.prompt_start = len(self.tokens)
         self.tokens += tokens
         self.prompt_end = len(self.tokens)
         self.finish_reason = None
+        self.logprobs = []
         self.meter.restart()
         if params.seed is not None:
-            self.generator.manual_seed(params.seed)
+            self.seed = params.seed
 
-    def append(self, token: int, stops: frozenset[int], longest: int) -> None:
+    def sampling_row(self) -> SamplingRow:
+        """What the sampler needs for the next token."""
+        before, output = self.tokens[: self.prompt_end], self.output
+        return SamplingRow(self.params, self.seed, self.index, before, output)
+
+    def append(self, sampled: SampledToken, stops: frozenset[int], longest: int) -> None:
         """Add a sampled token and say whether it was the last; `longest` is the model's limit."""
-        self.tokens.append(token)
-        if token in stops:
+        self.tokens.append(sampled.token)
+        if sampled.logprobs is not None:
+            self.logprobs.append(sampled.logprobs)
+        if sampled.token in stops:
             self.finish_reason = "stop"
         elif len(self.output) >= self.params.max_tokens or len(self.tokens) >= longest:
             self.finish_reason = "length"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt with its continuations.
+
+    Attributes:
+        request_id: Name in outputs.
+        sequences: One for each continuation.
+        prompt: Text of the prompt, or None.
+        final_only: Whether it is returned only when it has finished.
+        keep_cache: Whether its cache stays when it has finished.
+    """
+
+    request_id: str
+    sequences: list[Sequence]
+    prompt: str | None = None
+    final_only: bool = False
+    keep_cache: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether all continuations have ended."""
+        return all(s.finish_reason is not None for s in self.sequences)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.accounting import Meter
 from dms_train.inference.models.decoder import Decoder
 from dms_train.inference.models.loader import LoadedModel
-from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.options import EngineOptions
 from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sequence import Sequence
 from dms_train.method.spec import PRESETS
@@ -40,13 +39,12 @@ def sequences() -> list[Sequence]:
     return [
         Sequence(
             request_id=str(row),
-            prompt=None,
+            index=0,
+            seed=row,
+            arrival=row,
             tokens=torch.randint(0, tiny.VOCAB, (n,), generator=draw).tolist(),
             prompt_start=0,
             prompt_end=n,
-            params=SamplingParams(),
-            generator=draw,
-            meter=Meter(),
             row=row,
         )
         for row, n in enumerate(PROMPTS)
@@ -59,11 +57,11 @@ def run(preset: str | None, feed: list[list[int]] | None, **how: str):
     runner, running, logits = ModelRunner(model(preset), options), sequences(), []
     for step in range(STEPS):
         while waiting := [s for s in running if s.prefilling]:
-            found = runner.step(waiting)
+            found = runner.step([(s, min(s.remaining, 16)) for s in waiting])
             for s, row in zip(waiting, found, strict=True):
                 if not s.prefilling:
                     s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][0])
-        logits.append(runner.step(running).cpu())
+        logits.append(runner.step([(s, 1) for s in running]).cpu())
         for s, row in zip(running, logits[-1], strict=True):
             s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][step + 1])
     rows = torch.arange(len(PROMPTS), device=DEVICE)

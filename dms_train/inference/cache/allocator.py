@@ -16,12 +16,17 @@ class PageAllocator:
 
     Args:
         slab_pages: Pages of one slab.
+
+    Attributes:
+        slab_pages: As given.
+        max_slabs: Most slabs open at the same time; None for no limit.
     """
 
     def __init__(self, slab_pages: int) -> None:
         if slab_pages < 1:
             raise ValueError(f"slab_pages={slab_pages}: at least 1")
         self.slab_pages = slab_pages
+        self.max_slabs: int | None = None
         self._free: dict[int, list[int]] = {}  # by open slab
         self._owned: set[int] = set()
         self._fillable: list[int] = []  # heap of slabs; entries may be out of date
@@ -39,7 +44,13 @@ class PageAllocator:
         return sorted(self._free)
 
     def allocate(self, count: int) -> tuple[list[int], list[int]]:
-        """Take `count` pages. Returns their numbers and those of the slabs opened for them."""
+        """Take `count` pages. Returns their numbers and those of the slabs opened for them.
+
+        Raises:
+            RuntimeError: `max_slabs` leaves fewer; nothing was taken.
+        """
+        if self.max_slabs is not None and self.used + count > self.max_slabs * self.slab_pages:
+            raise RuntimeError(f"the cache is full: {self.used} pages in use, {count} asked for")
         pages: list[int] = []
         opened: list[int] = []
         while len(pages) < count:

@@ -61,6 +61,11 @@ class CompactCache:
         return self.pool.slot_bytes
 
     @property
+    def max_pages(self) -> int | None:
+        """Pages of the pool at its largest; None without a limit."""
+        return self.pool.max_pages
+
+    @property
     def _table_bytes(self) -> int:
         return sum(table.numel() for table in self._tables) * 8 + self._lengths.numel() * 8
 

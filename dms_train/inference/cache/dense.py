@@ -47,6 +47,11 @@ class DenseCache:
         self._live = torch.zeros(layers, rows, heads, dtype=torch.int64, device=device)
 
     @property
+    def max_pages(self) -> int | None:
+        """None: its memory has no limit."""
+        return None
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of all layers now."""
         return sum(evicted.numel() for evicted in self._evicted) * self.slot_bytes

@@ -104,6 +104,11 @@ class KVCache(Protocol):
         """Bytes of one slot of one KV head."""
         ...
 
+    @property
+    def max_pages(self) -> int | None:
+        """Most pages of all sequences together; None where there is no limit."""
+        ...
+
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store the tokens of a layer and let them attend; layers are visited in order."""
         ...

@@ -39,6 +39,7 @@ class PageSlabs:
         self.slab_pages = slab_pages
         self.slot_bytes = 2 * head_size * dtype.itemsize
         self.peak_bytes = 0
+        self._max_slabs: int | None = None
         self._shape = (slab_pages, 2, page_slots, head_size)
         self._dtype = dtype
         self._origin: int | None = None
@@ -49,14 +50,28 @@ class PageSlabs:
         self._open()
 
     @property
+    def max_pages(self) -> int | None:
+        """Pages of all slabs that may be open, without page 0; None without a limit."""
+        return None if self._max_slabs is None else self._max_slabs * self.slab_pages - 1
+
+    def limit(self, slabs: int) -> None:
+        """Open no more slabs than this at the same time."""
+        self._max_slabs = slabs
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of one slab, with the page lost to alignment."""
+        return (self.slab_pages + 1) * self.page_bytes
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return self.page_slots * self.slot_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the slabs that exist now, with the page lost to alignment in each."""
-        return len(self._slabs) * (self.slab_pages + 1) * self.page_bytes
+        """Bytes of the slabs that exist now."""
+        return len(self._slabs) * self.slab_bytes
 
     @property
     def pages(self) -> Tensor:
@@ -73,7 +88,8 @@ class PageSlabs:
         """Have `count` free pages ready, which kernels may pop from now on.
 
         Raises:
-            RuntimeError: A kernel found no page for a token; the contents of its cache are invalid.
+            RuntimeError: A kernel found no page for a token, so that the contents of its cache are
+                invalid; or the limit of slabs leaves fewer pages.
         """
         if self._at_least < count:
             self._at_least, fault = torch.cat([self.free.left, self.free.fault]).tolist()
@@ -128,6 +144,8 @@ class PageSlabs:
 
     def _open(self) -> None:
         """Take another slab from the system and push its pages."""
+        if self._max_slabs is not None and len(self._slabs) >= self._max_slabs:
+            raise RuntimeError(f"the cache is full: {len(self._slabs)} slabs are open")
         size = self.page_bytes
         memory = torch.empty((self.slab_pages + 1) * size, dtype=torch.uint8, device=self.device)
         address = memory.data_ptr()

@@ -97,6 +97,11 @@ class PagedKVCache:
         return self.pool.slot_bytes
 
     @property
+    def max_pages(self) -> int | None:
+        """Pages of the pool at its largest; None without a limit."""
+        return self.pool.max_pages
+
+    @property
     def _table_bytes(self) -> int:
         tensors = (self._tables, self._lengths, self._rings, self.pool.free.numbers)
         exponents = self._exponents.numel() if self._quantised else 0

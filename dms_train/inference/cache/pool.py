@@ -60,6 +60,21 @@ class PagePool:
         self._slabs: dict[int, dict[str, Tensor]] = {}
 
     @property
+    def max_pages(self) -> int | None:
+        """Pages of all slabs that may be open; None without a limit."""
+        slabs = self.allocator.max_slabs
+        return None if slabs is None else slabs * self.allocator.slab_pages
+
+    def limit(self, slabs: int) -> None:
+        """Open no more slabs than this at the same time."""
+        self.allocator.max_slabs = slabs
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of one slab."""
+        return self._slab_slots * self.slot_bytes
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, all fields together."""
         sizes = (torch.Size(tail).numel() * t.itemsize for tail, t in self._fields.values())
@@ -73,7 +88,7 @@ class PagePool:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the slabs that exist now."""
-        return len(self._slabs) * self._slab_slots * self.slot_bytes
+        return len(self._slabs) * self.slab_bytes
 
     def allocate(self, count: int) -> Tensor:
         """Take pages. Returns their numbers, int64 [count]."""

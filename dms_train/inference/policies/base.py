@@ -88,12 +88,14 @@ class CachePolicy(Protocol):
         scored: Whether tokens are evicted by the attention they receive, that is, after it.
         needs_content: Whether the hooks read keys and values.
         max_chunk: Most tokens of a sequence per forward pass, or None.
+        window: Newest tokens that are never evicted.
     """
 
     state_width: int = 0
     scored: bool = False
     needs_content: bool = False
     max_chunk: int | None = None
+    window: int = 0
 
     def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
         """The state once the arrival, already among the slots, is known: [b, h, s, w]."""

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.method.noise import GOLDEN, MIX_1, MIX_2, UNIFORM_BITS
+from dms_train.method.noise import UNIFORM_BITS
 from dms_train.method.spec import DMSSpec
+from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
 _POSITIONS = 1024
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(x % 2**64) for x in (GOLDEN, MIX_1, MIX_2))

@@ -7,13 +7,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.inference.sampler import sample
 from tests.unit.inference.conftest import random_ids, small_spec
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -106,9 +104,9 @@ def test_stream_shows_every_pass(folder):
 def test_a_stream_that_is_dropped_frees_its_rows(llm):
     stream = llm.stream([random_ids(5), random_ids(7)], GREEDY)
     next(stream)
-    assert len(llm.engine._free_rows) == llm.options.max_num_seqs - 2
+    assert llm.engine.free_rows == llm.options.max_num_seqs - 2
     stream.close()
-    assert len(llm.engine._free_rows) == llm.options.max_num_seqs
+    assert llm.engine.free_rows == llm.options.max_num_seqs
     with pytest.raises(InferenceError, match="empty"):
         llm.stream([[]])
 
@@ -122,31 +120,20 @@ def test_policies_need_what_they_need(folder):
     assert kv.live_tokens == 4
 
 
-def test_rows_of_conversations(folder):
+def test_a_conversation_that_loses_its_row_computes_its_cache_again(folder):
+    ids, turn = random_ids(30), random_ids(7, seed=1)
+    alone = LLM(folder("llama", small_spec("dms")), max_num_seqs=1).conversation()
+    expected = [alone.say(part, GREEDY).outputs[0].token_ids for part in (ids, turn)]
     llm = LLM(folder("llama", small_spec("dms")), max_num_seqs=1)
     conversation = llm.conversation()
-    for call in (llm.conversation, lambda: llm.generate([1]), lambda: llm.logits([1])):
-        with pytest.raises(InferenceError, match=r"in use|close one"):
-            call()
-    conversation.close()
+    found = [conversation.say(ids, GREEDY).outputs[0].token_ids]
     assert llm.generate([1], GREEDY)[0].finished
+    found.append(conversation.say(turn, GREEDY).outputs[0].token_ids)
+    assert found == expected
+    assert llm.engine.preemptions == 1
+    conversation.close()
     with pytest.raises(InferenceError, match="closed"):
         conversation.say([1])
-
-
-def test_sampling():
-    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(4, 1)
-    params = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(top_k=1),
-        SamplingParams(top_p=0.5),
-        SamplingParams(temperature=1e-4),
-    ]
-    draws = [torch.Generator().manual_seed(i) for i in range(4)]
-    assert sample(logits, params, draws) == [3, 3, 3, 3]
-    many = sample(logits[:1].repeat(4000, 1), [SamplingParams()] * 4000, [draws[0]] * 4000)
-    share = torch.bincount(torch.tensor(many), minlength=4) / 4000
-    torch.testing.assert_close(share, logits[0].softmax(-1), atol=0.03, rtol=0)
 
 
 def test_a_seed_fixes_a_request(llm):

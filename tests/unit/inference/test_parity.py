@@ -8,7 +8,7 @@ import torch
 from dms_train.families import FAMILIES
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
-from dms_train.inference.sampler import sample
+from dms_train.inference.sampler import SamplingRow, sample
 from tests.unit.inference.conftest import WINDOW, random_ids, small_spec
 
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
@@ -132,8 +132,8 @@ def test_sampled(folder, oracle, family, preset):
     for prompt, how, output in zip(prompts, params, outputs, strict=True):
         ids = output.outputs[0].token_ids
         logits, decisions = oracle(directory, prompt + ids)
-        draw = torch.Generator().manual_seed(how.seed)
-        replayed = [sample(row[None], [how], [draw])[0] for row in logits[len(prompt) - 1 : -1]]
+        rows = [SamplingRow(how, how.seed, 0, prompt, ids[:place]) for place in range(len(ids))]
+        replayed = [drawn.token for drawn in sample(logits[len(prompt) - 1 : -1], rows)]
         assert replayed == ids
         assert len(set(ids)) > 15
         assert decisions.double().mean() >= 0.3

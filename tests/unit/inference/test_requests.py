@@ -52,7 +52,7 @@ def usage(engine: InferenceEngine) -> tuple:
         pool = cache.pool
         slabs = pool.allocated_bytes
         pages = pool.allocator.used if isinstance(pool, PagePool) else int(pool.free.left)
-    return int(cache.live(rows).sum()), pages, slabs, sorted(engine._free_rows)
+    return int(cache.live(rows).sum()), pages, slabs, engine.free_rows
 
 
 def run(engine: InferenceEngine) -> dict[str, list[int]]:
@@ -140,14 +140,15 @@ def test_final_only_shows_a_request_once(start):
     assert [(o.finished, len(o.outputs[0].token_ids)) for o in shown] == [(True, 6)]
 
 
-def test_requests_without_a_row_name_the_limit(start):
+def test_idle_conversations_give_their_rows_to_requests(start):
     engine = start()
     held = [engine.open_conversation() for _ in range(ROWS)]
-    engine.add_request([1], GREEDY)
-    with pytest.raises(InferenceError, match=f"max_num_seqs={ROWS}"):
-        engine.step()
-    engine.abort(held[0])
-    assert engine.step()
+    for request_id in held:
+        engine.add_turn(request_id, random_ids(9), GREEDY)
+    run(engine)
+    assert engine.free_rows == 0
+    assert len(run_one(engine, random_ids(5)).popitem()[1]) == 6
+    assert engine.preemptions == 1
 
 
 class Interrupted(BaseException):

@@ -1,0 +1,309 @@
+"""Which sequences compute how many tokens in the next step; integers only, no tensors.
+
+A sequence waits for a cache row and pages. Once admitted it computes its prompt in chunks and then
+one token a step, until it ends or is preempted: its cache is freed and computed again later, with
+the same result. A step holds at most `batch_tokens` tokens, of decoding sequences first. Lower
+priorities go first, then earlier arrivals.
+
+How many pages a sequence will take is not known before, because the model decides what is evicted.
+Sequences are admitted by the share of tokens that survived so far, with a margin; where that was
+too little, the last ones are preempted. A step itself never lacks a page: it is planned with the
+most that its tokens can take.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+_MARGIN = 1.2  # of the pages that a sequence is expected to take
+_WATERMARK = 0.01  # share of the pool that admission leaves free
+_DECAY = 0.98  # weight of the earlier observations of the survival rate
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """What the scheduler knows of a sequence.
+
+    Attributes:
+        arrival: Its number in the order of arrival.
+        priority: Lower ones go first.
+        deadline: When it ends unfinished, on the clock of `Scheduler.schedule`; None for never.
+        tokens: All prompts and generated tokens so far.
+        prompt_end: Where the current prompt ends.
+        computed: Tokens that are in the cache or were evicted from it.
+        row: Cache row, or None while it has none.
+        pages: Pages it holds.
+        finish_reason: Why it ended; None while it runs.
+    """
+
+    arrival: int
+    priority: int = 0
+    deadline: float | None = None
+    tokens: list[int] = field(default_factory=list)
+    prompt_end: int = 0
+    computed: int = 0
+    row: int | None = None
+    pages: int = 0
+    finish_reason: str | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it has tokens to compute."""
+        return self.finish_reason is None and self.remaining > 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller ones go first."""
+        return self.priority, self.arrival
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What the steps of an engine may take.
+
+    Attributes:
+        rows: Sequences in the cache at the same time.
+        batch_tokens: Tokens of a step.
+        chunk: Tokens of one sequence in a step.
+        kv_lists: Lists of pages of one sequence: layers times KV heads.
+        page_slots: Tokens of a page of one KV list.
+        window: Newest tokens of a sequence that are always kept.
+        pages: Pages of the pool; None for no limit.
+    """
+
+    rows: int
+    batch_tokens: int
+    chunk: int
+    kv_lists: int
+    page_slots: int
+    window: int = 0
+    pages: int | None = None
+
+    def most_pages(self, tokens: int) -> int:
+        """Most pages that this many more tokens of a sequence can take."""
+        return self.kv_lists * -(-tokens // self.page_slots)
+
+    def tokens_within(self, pages: int) -> int:
+        """Most tokens of a sequence that take no more than these pages."""
+        return pages // self.kv_lists * self.page_slots
+
+
+State = TypeVar("State", bound=SequenceState)
+
+
+@dataclass(slots=True, kw_only=True)
+class Schedule(Generic[State]):
+    """The next step.
+
+    Attributes:
+        batch: Sequences that take part and the number of their tokens.
+        preempted: Sequences whose cache must be freed before the step, with their rows.
+        ended: Sequences with a `finish_reason` set by the scheduler; their cache is still theirs.
+    """
+
+    batch: list[tuple[State, int]] = field(default_factory=list)
+    preempted: list[tuple[State, int]] = field(default_factory=list)
+    ended: list[State] = field(default_factory=list)
+
+
+class Scheduler(Generic[State]):
+    """Admits, orders and preempts sequences.
+
+    Args:
+        limits: Of the engine.
+
+    Attributes:
+        limits: As given.
+        preemptions: How many there were.
+        survival: Measured share of the tokens behind the window that stay in the cache.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.preemptions = 0
+        self.survival = 1.0
+        self.waiting: list[State] = []  # without a row, in their order
+        self.placed: list[State] = []  # with a row; idle ones among them
+        self._free_rows = list(range(limits.rows - 1, -1, -1))
+        self._seen = self._survived = 0.0
+
+    @property
+    def free_rows(self) -> list[int]:
+        """Rows that no sequence has, ascending."""
+        return sorted(self._free_rows)
+
+    @property
+    def free_pages(self) -> float:
+        """Pages that no sequence holds; infinite without a limit."""
+        if self.limits.pages is None:
+            return float("inf")
+        return self.limits.pages - sum(s.pages for s in self.placed)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do."""
+        return any(s.runnable for s in self.waiting) or any(s.runnable for s in self.placed)
+
+    def add(self, sequence: State) -> None:
+        """Queue a sequence without a row."""
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def remove(self, sequence: State) -> int | None:
+        """Forget a sequence. Returns its row, if it had one; the caller frees its cache."""
+        if sequence.row is None:
+            self.waiting = [s for s in self.waiting if s is not sequence]
+            return None
+        row, sequence.row, sequence.pages, sequence.computed = sequence.row, None, 0, 0
+        self.placed = [s for s in self.placed if s is not sequence]
+        self._free_rows.append(row)
+        return row
+
+    def place(self, sequence: State) -> None:
+        """Move a waiting sequence to a free row."""
+        self.remove(sequence)
+        sequence.row = self._free_rows.pop()
+        self.placed.append(sequence)
+
+    def observe(self, tokens: int, live: float) -> None:
+        """Note that `live` of a sequence's `tokens` are in the cache, mean over its KV lists."""
+        behind = tokens - self.limits.window
+        if behind > 0:
+            survived = min(behind, max(0.0, live - self.limits.window))
+            self._seen = _DECAY * self._seen + behind
+            self._survived = _DECAY * self._survived + survived
+            self.survival = self._survived / self._seen
+
+    def expected_pages(self, tokens: int) -> int:
+        """Pages that a sequence of this length is expected to hold, with the margin."""
+        kept = min(tokens, self.limits.window)
+        kept += math.ceil(self.survival * _MARGIN * (tokens - kept))
+        return self.limits.most_pages(min(tokens, kept))
+
+    def schedule(self, now: float, allowed: Collection[State] | None = None) -> Schedule[State]:
+        """Plan the next step.
+
+        Args:
+            now: Seconds, on the clock of the deadlines.
+            allowed: Sequences that may take part; None for all.
+
+        Returns:
+            The step; its batch is empty if there is nothing to do.
+        """
+        step = _Step(self, allowed)
+        step.end_late(now)
+        step.extend()
+        step.admit()
+        return step.plan
+
+
+class _Step(Generic[State]):
+    """A step while it is planned.
+
+    Attributes:
+        plan: What is decided so far.
+    """
+
+    def __init__(self, scheduler: Scheduler[State], allowed: Collection[State] | None) -> None:
+        self.plan: Schedule[State] = Schedule()
+        self._scheduler, self._limits = scheduler, scheduler.limits
+        self._allowed = allowed
+        self._budget = scheduler.limits.batch_tokens
+        self._free = scheduler.free_pages
+
+    def end_late(self, now: float) -> None:
+        """End the sequences whose time is over."""
+        for sequence in filter(self._may_run, self._scheduler.placed + self._scheduler.waiting):
+            if sequence.deadline is not None and now >= sequence.deadline:
+                self._end(sequence, "timeout")
+
+    def extend(self) -> None:
+        """Plan the sequences that have rows: those that decode, then those with prompts."""
+        running = sorted(filter(self._may_run, self._scheduler.placed), key=lambda s: s.order)
+        for prefills in (False, True):
+            for sequence in running:
+                if (
+                    sequence.row is not None
+                    and (sequence.computed < sequence.prompt_end) == prefills
+                ):
+                    self._compute(sequence)
+
+    def admit(self) -> None:
+        """Give rows to waiting sequences, in their order, while they are expected to fit."""
+        limits, scheduler = self._limits, self._scheduler
+        spare = self._free - self._promised() - _WATERMARK * (limits.pages or 0)
+        for sequence in list(filter(self._may_run, scheduler.waiting)):
+            spare -= scheduler.expected_pages(len(sequence.tokens))
+            full = spare < 0 or self._budget == 0 or self.plan.preempted
+            if full and self.plan.batch:
+                return
+            if not scheduler.free_rows and not self._preempt(self._idle()):
+                return
+            scheduler.place(sequence)
+            self._compute(sequence)
+
+    def _may_run(self, sequence: State) -> bool:
+        return sequence.runnable and (self._allowed is None or sequence in self._allowed)
+
+    def _end(self, sequence: State, reason: str) -> None:
+        sequence.finish_reason = reason
+        self.plan.ended.append(sequence)
+
+    def _compute(self, sequence: State) -> None:
+        """Add a sequence with a row to the batch, with as many tokens as have room.
+
+        Others are preempted if it has no room otherwise. One that has no room alone in the cache
+        ends.
+        """
+        count = min(sequence.remaining, self._limits.chunk, self._budget)
+        if count == 0:
+            return
+        while self._limits.most_pages(1) > self._free:
+            if not self._preempt(self._victim(sequence)):
+                if self._scheduler.placed == [sequence]:
+                    self._end(sequence, "memory")
+                return
+        if self._limits.most_pages(count) > self._free:
+            count = self._limits.tokens_within(int(self._free))
+        self.plan.batch.append((sequence, count))
+        self._free -= self._limits.most_pages(count)
+        self._budget -= count
+
+    def _idle(self) -> State | None:
+        """The last of the sequences with a row that cannot take part; None if there is none."""
+        idle = [s for s in self._scheduler.placed if not self._may_run(s)]
+        return max(idle, key=lambda s: s.order, default=None)
+
+    def _victim(self, sequence: State) -> State | None:
+        """Whom to preempt for a sequence: an idle one, else the last of those that come after."""
+        planned = [s for s, _ in self.plan.batch]
+        after = [s for s in self._scheduler.placed if s.order > sequence.order and s not in planned]
+        return self._idle() or max(after, key=lambda s: s.order, default=None)
+
+    def _preempt(self, victim: State | None) -> bool:
+        """Take the cache of a sequence, which is computed again later. False for no sequence."""
+        if victim is None:
+            return False
+        self._free += victim.pages
+        row = self._scheduler.remove(victim)
+        assert row is not None
+        self.plan.preempted.append((victim, row))
+        self._scheduler.preemptions += 1
+        self._scheduler.add(victim)
+        return True
+
+    def _promised(self) -> int:
+        """Pages that the sequences with rows are expected to take beyond this step."""
+        step = {id(s): self._limits.most_pages(count) for s, count in self.plan.batch}
+        return sum(
+            max(0, self._scheduler.expected_pages(len(s.tokens)) - s.pages - step.get(id(s), 0))
+            for s in self._scheduler.placed
+        )

@@ -1,0 +1,48 @@
+"""SplitMix64, a counter-based generator in wrapping int64 arithmetic.
+
+A draw depends on its keys alone, so that CPU and GPU, and every order of computation, see the same
+numbers, and no generator state has to be kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_DOUBLE_BITS = 52  # so that (bits + 0.5) / 2**52 is exact in float64 and never 0 or 1
+
+
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64; torch's `>>` copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def steps(like: Tensor, value: int) -> Tensor:
+    """`value` steps along the stream, in the shape of `like`; a tensor, where int64 wraps."""
+    signed = (value + 2**63) % 2**64 - 2**63  # a seed may be any integer
+    return torch.full_like(like, signed) * GOLDEN
+
+
+def mix(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64, int64 to int64."""
+    x = (x ^ shift_right(x, 30)) * MIX_1
+    x = (x ^ shift_right(x, 27)) * MIX_2
+    return x ^ shift_right(x, 31)
+
+
+def uniform(keys: Tensor, count: int) -> Tensor:
+    """Numbers between 0 and 1, both excluded.
+
+    Args:
+        keys: int64 [b], one stream each.
+        count: Numbers of each stream.
+
+    Returns:
+        float64 [b, count] on the device of `keys`.
+    """
+    place = torch.arange(1, count + 1, device=keys.device) * GOLDEN
+    bits = shift_right(mix(keys[:, None] + place), 64 - _DOUBLE_BITS)
+    return (bits.double() + 0.5) * 2.0**-_DOUBLE_BITS

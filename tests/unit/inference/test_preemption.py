@@ -1,0 +1,145 @@
+"""A cache that is too small for all requests: they wait or compute again, and stay the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.kernels.decode import kernels as decode
+from tests.unit.inference.conftest import random_ids, small_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = {"page_slots": 4, "slab_pages": 8, "prefill_chunk": 16, "device": DEVICE.type}
+NEEDS_TRITON = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+
+
+def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of mixed lengths, half of them sampled."""
+    draw = random.Random(seed)
+    return [
+        (
+            random_ids(draw.randint(1, longest // 2), seed=i),
+            SamplingParams(
+                max_tokens=draw.randint(1, longest),
+                temperature=float(i % 2),
+                seed=i,
+                ignore_eos=True,
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def run(engine: InferenceEngine, work: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """Tokens of all requests, added while others run."""
+    waiting, ids, found = list(work), [], {}
+    while waiting or engine.has_unfinished_requests():
+        for prompt, params in waiting[:3]:
+            ids.append(engine.add_request(prompt, params))
+        del waiting[:3]
+        found |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+    return [found[i] for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "count", "longest"),
+    [("reference", 40, 60), pytest.param("triton", 7, 16, marks=NEEDS_TRITON)],
+)
+@pytest.mark.parametrize("policy", ["dms", "keep_all"])
+def test_a_pool_for_a_third_of_the_requests_changes_no_token(
+    folder, policy, kernels, count, longest
+):
+    directory = folder("llama", small_spec("dms"))
+    work = requests(count, longest, seed=1)
+    alone = LLM(directory, policy=policy, kernels="reference", **SIZES)
+    single = [alone.generate(prompt, params)[0] for prompt, params in work]
+    held = [output.kv.peak_allocated_bytes for output in single]
+    third = max(sum(held) // 3, 2 * max(held))
+    options = {"max_num_seqs": count, "cache_bytes": third, **SIZES}
+    engine = InferenceEngine(directory, EngineOptions(policy=policy, kernels=kernels, **options))
+    assert run(engine, work) == [output.outputs[0].token_ids for output in single]
+    assert engine.preemptions > 0
+    assert engine.free_rows == count
+    pool = engine._runner.cache.pool
+    assert engine.kv.live_bytes == 0
+    assert pool.peak_bytes <= third
+    if kernels == "reference":
+        assert (pool.allocator.used, pool.allocated_bytes) == (0, 0)
+
+
+def test_a_request_that_outgrows_the_cache_keeps_what_it_has(folder):
+    directory = folder("llama", small_spec("dms"))
+    llm = LLM(directory, policy="keep_all", cache_bytes=70_000, **SIZES)
+    long = SamplingParams(max_tokens=800, temperature=0.0, ignore_eos=True)
+    first, second = llm.generate(
+        [random_ids(5), random_ids(9)], [long, SamplingParams(max_tokens=4)]
+    )
+    assert first.outputs[0].finish_reason == "memory"
+    assert 20 < len(first.outputs[0].token_ids) < 800
+    assert second.outputs[0].finish_reason == "length"
+    with pytest.raises(InferenceError, match="cache_bytes"):
+        llm.logits(random_ids(900))
+    assert llm.allocated_bytes <= 70_000 + llm.engine._runner.cache._table_bytes
+    assert llm.generate(random_ids(5), SamplingParams(max_tokens=2))[0].finished
+
+
+def test_a_cache_without_room_for_a_slab_is_refused(folder):
+    with pytest.raises(InferenceError, match="cache_bytes=100"):
+        LLM(folder("llama", None), cache_bytes=100)
+    with pytest.raises(InferenceError, match="cache_bytes"):
+        LLM(folder("llama", None), cache_bytes=10**9, cache="dense")
+
+
+def test_a_request_ends_when_its_time_is_over(folder):
+    engine = InferenceEngine(folder("llama", None), EngineOptions(**SIZES))
+    late = engine.add_request(random_ids(5), SamplingParams(max_tokens=9), timeout_s=0.0)
+    other = engine.add_request(random_ids(5), SamplingParams(max_tokens=9), timeout_s=1e6)
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+    assert (ended[late].finish_reason, ended[late].token_ids) == ("timeout", [])
+    assert ended[other].finish_reason == "length"
+    assert engine.free_rows == engine.options.max_num_seqs
+
+
+def test_lower_priority_numbers_start_first(folder):
+    engine = InferenceEngine(folder("llama", None), EngineOptions(max_num_seqs=1, **SIZES))
+    ids = [engine.add_request(random_ids(5), priority=priority) for priority in (1, 0, -1)]
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [o.request_id for o in engine.step() if o.finished]
+    assert ended == ids[::-1]
+
+
+def test_continuations_of_a_prompt_differ_by_their_index_alone(folder):
+    directory = folder("llama", small_spec("dms"))
+    llm, prompt = LLM(directory, **SIZES), random_ids(20)
+    several = SamplingParams(n=3, seed=5, max_tokens=12, logprobs=1)
+    (request,) = llm.generate(prompt, several)
+    first, second, third = (o.token_ids for o in request.outputs)
+    assert [o.index for o in request.outputs] == [0, 1, 2]
+    assert first != second != third != first
+    single = SamplingParams(seed=5, max_tokens=12)
+    assert llm.generate(prompt, single)[0].outputs[0].token_ids == first
+    greedy = SamplingParams(n=3, temperature=0.0, max_tokens=12, seed=1)
+    assert len({tuple(o.token_ids) for o in llm.generate(prompt, greedy)[0].outputs}) == 1
+    assert llm.generate(prompt, several)[0].outputs == request.outputs
+
+
+def test_logprobs_are_those_of_the_masked_model(folder, oracle):
+    directory, prompt = folder("llama", small_spec("dms")), random_ids(30)
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
+    (output,) = LLM(directory, **SIZES).generate(prompt, params)[0].outputs
+    logits, _ = oracle(directory, prompt + output.token_ids)
+    exact = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    for place, (token, found) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        assert found.logprob == pytest.approx(exact[place, token].item(), abs=1e-4)
+        top = exact[place].topk(4)
+        assert list(found.top.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+        assert next(iter(found.top)) == token
