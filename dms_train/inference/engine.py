@@ -179,6 +179,9 @@ class InferenceEngine:
         for sequence in taking_part:
             if sequence.finish_reason is not None:
                 self._finish(sequence)
+        for request in requests:
+            if request.finished and not request.keep_cache:
+                del self._requests[request.request_id]
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -290,11 +293,8 @@ class InferenceEngine:
     def _finish(self, sequence: Sequence) -> None:
         """Count a sequence that has ended, and free its cache unless it is to be kept."""
         self._runner.total.finish(sequence.meter.report(sequence.computed))
-        request = self._requests[sequence.request_id]
-        if not request.keep_cache:
+        if not self._requests[sequence.request_id].keep_cache:
             self._free(sequence)
-            if request.finished:
-                del self._requests[request.request_id]
 
     def _advance(self, batch: list[tuple[Sequence, int]]) -> None:
         """Compute a step and sample a token for each sequence that has no tokens left."""

@@ -13,7 +13,7 @@ from tests.support import launch
 from tests.support.commands import write_commands
 
 EXAMPLES = launch.ROOT / "examples"
-PAGES = ("README.md", "docs/quickstart.md", "docs/guides/load_export.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/guides/load_export.md", "docs/concepts/engine.md")
 # The pages' model, device and prompt, and what the exported one needs: it has 50 characters.
 OTHERWISE = {
     "outputs/demo/hf": "{export}",

@@ -132,6 +132,22 @@ def test_continuations_of_a_prompt_differ_by_their_index_alone(folder):
     assert llm.generate(prompt, several)[0].outputs == request.outputs
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_continuations_end_together_or_one_by_one_and_are_forgotten(folder, temperature):
+    engine = InferenceEngine(folder("llama", small_spec("dms")), EngineOptions(**SIZES))
+    several = SamplingParams(
+        n=3, seed=2, max_tokens=9, temperature=temperature, stop_token_ids=(48,)
+    )
+    engine.add_request(random_ids(20), several)
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [output for output in engine.step() if output.finished]
+    assert [len(output.outputs) for output in ended] == [3]
+    assert engine.free_rows == engine.options.max_num_seqs
+    assert engine.kv.requests == 3
+    assert engine.step() == []
+
+
 def test_logprobs_are_those_of_the_masked_model(folder, oracle):
     directory, prompt = folder("llama", small_spec("dms")), random_ids(30)
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
