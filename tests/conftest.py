@@ -13,6 +13,10 @@ import tempfile
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # an example may be slow beside other work
+settings.load_profile("untimed")
 
 # Here and not below: conftest files of folders named on the command line are imported before that
 # is called, and megatron imports triton.

@@ -73,11 +73,6 @@ class Throughput:
         idle = self._clock() - self._marks[-1][0]
         self._marks = deque(((t + idle, n) for t, n in self._marks), maxlen=self._marks.maxlen)
 
-    def seconds_per_step(self) -> float | None:
-        """Mean duration of the steps in the window; None before the first."""
-        steps = len(self._marks) - 1
-        return (self._marks[-1][0] - self._marks[0][0]) / steps if steps else None
-
 
 def duration(seconds: float) -> str:
     """`42s`, `3m07s` or `2h05m`."""

@@ -61,7 +61,7 @@ def check_solution(p: ExamProblem, match: re.Match[str]) -> None:
     assert p.a * x + p.b == p.c * x + p.d
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=SEEDS, n=st.integers(1, 12), split=SPLITS)
 def test_sheets_are_right(seed: int, n: int, split: Split) -> None:
     text = sheet(random.Random(seed), n, split)
@@ -77,7 +77,7 @@ def test_sheets_are_right(seed: int, n: int, split: Split) -> None:
         check_solution(p, match)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=SEEDS, split=SPLITS)
 def test_problems_keep_their_ranges_and_split(seed: int, split: Split) -> None:
     p = problem(random.Random(seed), split)
@@ -90,7 +90,7 @@ def test_problems_keep_their_ranges_and_split(seed: int, split: Split) -> None:
     assert p.held_out == (split == "held_out")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=SEEDS)
 def test_held_out_equations_never_occur_in_training(seed: int) -> None:
     text = sheet(random.Random(seed), 20, "train")
@@ -154,7 +154,7 @@ def test_tokenizer_has_one_token_per_character(tokenizer: PreTrainedTokenizerFas
     assert tokenizer.encode(ALPHABET) == list(range(1, 50))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=SEEDS, n=st.integers(1, 12), split=SPLITS)
 def test_tokenizer_loses_nothing(
     tokenizer: PreTrainedTokenizerFast, seed: int, n: int, split: Split

@@ -67,7 +67,7 @@ def spoken(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[str]
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_an_encoded_text_comes_back(name, text):
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode(text)
@@ -77,7 +77,7 @@ def test_an_encoded_text_comes_back(name, text):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, at=st.integers(0, 60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_text_is_continued_behind_a_prompt(name, text, at):
     """Wherever the prompt ends, a half character at its end included."""
     tokenizer = TOKENIZERS[name]()
@@ -87,7 +87,7 @@ def test_a_text_is_continued_behind_a_prompt(name, text, at):
 
 
 @given(ids=st.lists(st.integers(1, 256), max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_bytes_that_form_no_character_are_left_out(ids):
     """Any bytes; Python's own decoder says which of them are text."""
     tokenizer = byte_level()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dms_train.method import accounting
@@ -39,7 +39,6 @@ def test_nvidias_eight_tokens_compress_by_one_point_six() -> None:
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
 )
-@settings(deadline=None)
 def test_every_count_equals_the_visible_keys(
     length: int, window: int, shift: int, eviction: str, seed: int, share: float
 ) -> None:

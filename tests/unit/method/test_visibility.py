@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -93,13 +93,11 @@ bits = st.lists(st.booleans(), min_size=1, max_size=14)
 
 
 @given(evicts=bits, s=specs)
-@settings(deadline=None)
 def test_rule_equals_its_prose(evicts: list[bool], s: DMSSpec) -> None:
     assert torch.equal(visible(torch.tensor(evicts), s), by_loop(evicts, s))
 
 
 @given(evicts=bits, s=specs, shorter=st.integers(1, 14))
-@settings(deadline=None)
 def test_more_tokens_never_change_earlier_rows(
     evicts: list[bool], s: DMSSpec, shorter: int
 ) -> None:
@@ -109,7 +107,6 @@ def test_more_tokens_never_change_earlier_rows(
 
 
 @given(evicts=bits, s=specs)
-@settings(deadline=None)
 def test_a_key_that_is_gone_stays_gone(evicts: list[bool], s: DMSSpec) -> None:
     rows = visible(torch.tensor(evicts), s)
     returned = rows[1:] & ~rows[:-1]
