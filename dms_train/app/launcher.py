@@ -21,3 +21,8 @@ def world_size() -> int:
 def attempt() -> str | None:
     """Which start of a run this is, as the launch scripts count them; None without them."""
     return os.environ.get("DMS_ATTEMPT")
+
+
+def api_key() -> str | None:
+    """What clients of `dms-serve` must send, unless an argument says it; None for nothing."""
+    return os.environ.get("DMS_API_KEY") or None

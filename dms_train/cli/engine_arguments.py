@@ -23,6 +23,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         default="compact",
         help="compact frees evicted tokens, dense keeps and masks them (%(default)s)",
     )
+    add("--cache-bytes", type=int, metavar="N", help="most bytes of a compact cache (no limit)")
     add("--dtype", choices=DTYPES, default="auto", help="auto is the stored one")
     add("--device", default="cpu", help="torch device (%(default)s)")
     add("--max-num-seqs", type=int, default=16, help="prompts run at the same time (%(default)s)")
@@ -39,6 +40,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         policy=args.policy,
         window=args.window,
         cache=args.cache,
+        cache_bytes=args.cache_bytes,
         max_num_seqs=args.max_num_seqs,
         prefill_chunk=args.prefill_chunk,
         dtype=args.dtype,

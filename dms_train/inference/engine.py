@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dms_train.hf.directory import resolve
 from dms_train.inference.accounting import TotalKV
+from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -189,6 +190,26 @@ class InferenceEngine:
         request = self._requests.pop(request_id, None)
         for sequence in request.sequences if request is not None else ():
             self._free(sequence)
+
+    def live_positions(self, request_id: str) -> list[list[Tensor]] | None:
+        """Which tokens of a request the cache holds now, as positions from its beginning.
+
+        Args:
+            request_id: Of a request; with several continuations the first one counts.
+
+        Returns:
+            int64 [live] on the CPU for each layer and KV head; None while the request waits, and
+            where the cache does not keep positions.
+
+        Raises:
+            InferenceError: There is no such request.
+        """
+        if request_id not in self._requests:
+            raise InferenceError(f"request {request_id}: not known, or freed")
+        row, cache = self._requests[request_id].sequences[0].row, self._runner.cache
+        if row is None or not isinstance(cache, CompactCache):
+            return None
+        return [[head.cpu() for head in layer] for layer in cache.positions(row)]
 
     def logits(self, token_ids: list[int]) -> Tensor:
         """Logits at every token of a text, computed through the cache.

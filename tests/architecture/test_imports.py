@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("dms_train",)
-OPTIONAL = ("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers")
+OPTIONAL = (
+    *("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers"),
+    *("starlette", "uvicorn", "prometheus_client"),
+)
 
 
 def modules() -> list[str]:

@@ -37,6 +37,7 @@ COMMANDS = {
     "report": "dms_train.cli.report",
     "export": "dms_train.checkpoints_tools.megatron_to_hf",
     "import": "dms_train.checkpoints_tools.hf_to_megatron",
+    "serve": "dms_train.cli.serve",
     "submit": "dms_train.launch.submit",
     "preflight": "dms_train.launch.preflight",
 }

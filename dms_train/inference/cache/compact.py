@@ -77,6 +77,16 @@ class CompactCache:
         """Slots of the pages held, int64 [layers, b, h]."""
         return _pages(self._lengths[:, rows], self.pool.page_slots) * self.pool.page_slots
 
+    def positions(self, row: int) -> list[list[Tensor]]:
+        """Positions of the live tokens of a row by layer and head, int64 [live], ascending."""
+        rows = torch.tensor([row], device=self.pool.device)
+        found = []
+        for layer in range(len(self._tables)):
+            numbers = self._numbers(*self._kv_lists(layer, rows))[0]
+            heads = [self.pool.read("position", slots[slots >= 0]).long() for slots in numbers]
+            found.append([head.sort().values for head in heads])
+        return found
+
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
         for layer, table in enumerate(self._tables):

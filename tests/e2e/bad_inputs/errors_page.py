@@ -13,6 +13,7 @@ from tests.e2e.bad_inputs import (
     test_data,
     test_model,
     test_run,
+    test_server,
     test_tools,
 )
 from tests.e2e.bad_inputs.cases import Case, answer, told
@@ -25,6 +26,7 @@ GROUPS = {
     "Data": test_data.CASES,
     "Run": test_run.CASES,
     "Tools": test_tools.CASES,
+    "Server": test_server.CASES,
     "Cluster": test_cluster.CASES,
 }
 _VARYING = (
@@ -32,6 +34,7 @@ _VARYING = (
     (re.compile(r"\d+ bytes"), "N bytes"),
     (re.compile(r"(promises|says|instead of) \d+"), r"\1 N"),
     (re.compile(r"step \d+:"), "step N:"),
+    (re.compile(r"127\.0\.0\.1 port \d+:"), "127.0.0.1 port N:"),
     (re.compile(r"KL \S+ nats"), "KL N nats"),
     (re.compile(r"\d+\.\d [GM]iB"), "N GiB"),
     (re.compile(r"80 GB: .* \(\S+ s a step\)"), "80 GB: OVERRIDES (N s a step)"),

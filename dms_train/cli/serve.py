@@ -1,0 +1,124 @@
+"""Serve a model, dense or DMS, over HTTP in the shapes of OpenAI's API.
+
+A DMS export runs on the compact cache, which frees the tokens that the model evicts. The answers
+say what the cache of each request cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+
+from dms_train.app import launcher
+from dms_train.cli.engine_arguments import add_engine, engine_options
+from dms_train.cli.errors import run_main
+from dms_train.observe import log
+from dms_train.server.errors import ServerError
+from dms_train.server.options import ServerOptions
+
+_DEFAULTS = ServerOptions()
+_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "tokenizers")
+_EPILOG = """\
+examples:
+  dms-serve outputs/demo/hf
+  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "1x+2=5:", "max_tokens": 32}'
+
+  dms-serve outputs/cr4/exports/final/hf --device cuda --host 0.0.0.0 --max-num-seqs 64
+  DMS_API_KEY=secret dms-serve MODEL        # clients send Authorization: Bearer secret
+
+http://127.0.0.1:8000/ in a browser shows a text and which of its tokens the cache still holds.
+SIGTERM stops the server after the requests that run. docs/guides/serving.md describes routes,
+limits and metrics.
+"""
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dms-serve",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="model directory or export, dense or DMS")
+    _add_server(parser)
+    _add_limits(parser)
+    add_engine(parser)
+    return parser.parse_args(arguments)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default=_DEFAULTS.host, help="address to listen on (%(default)s)")
+    add("--port", type=int, default=_DEFAULTS.port, help="0 takes a free one (%(default)s)")
+    add("--served-model-name", metavar="NAME", help="name in requests (default: MODEL as given)")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send (default: the environment variable DMS_API_KEY, else nothing)",
+    )
+    add(
+        "--drain-seconds",
+        type=float,
+        default=_DEFAULTS.drain_seconds,
+        help="how long running requests may go on after SIGTERM (%(default)s)",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    add(
+        "--max-queue",
+        type=int,
+        default=_DEFAULTS.max_queue,
+        help="sequences that may wait for --max-num-seqs; more are answered with 429 (%(default)s)",
+    )
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=_DEFAULTS.max_body_bytes,
+        help="of a request; more is answered with 413 (%(default)s)",
+    )
+    add("--max-prompt-tokens", type=int, help="of a prompt (default: what the model takes)")
+    add(
+        "--request-seconds",
+        type=float,
+        default=_DEFAULTS.request_seconds,
+        help="time after which a request is ended (%(default)s)",
+    )
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    return ServerOptions(
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key if args.api_key is not None else launcher.api_key(),
+        max_queue=args.max_queue,
+        max_body_bytes=args.max_body_bytes,
+        max_prompt_tokens=args.max_prompt_tokens,
+        request_seconds=args.request_seconds,
+        drain_seconds=args.drain_seconds,
+    )
+
+
+def _serve(args: argparse.Namespace) -> None:
+    options, engine = _options(args), engine_options(args)
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ServerError(
+            f"dms-serve needs {', '.join(missing)}; install them: pip install 'dms-train[serve]'"
+        )
+    from dms_train.server.run import serve
+
+    log.configure()
+    serve(args.model, args.served_model_name or args.model, engine, options)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0 after SIGTERM or Ctrl-C, or 2 with one line."""
+    args = _parse(arguments)
+    return run_main(lambda: _serve(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Answers in OpenAI's shapes, whole and as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from dms_train.inference.tokenizer import Tokenizer
+from dms_train.server.generation import KVView, Part, TokenEntry
+
+Json = dict[str, Any]
+
+
+class AnswerShape(Protocol):
+    """How one route writes continuations."""
+
+    def opening(self, index: int) -> Json | None:
+        """The chunk choice that precedes a continuation; None for none."""
+        ...
+
+    def chunk(self, part: Part) -> Json:
+        """A choice of a chunk."""
+        ...
+
+    def choice(self, index: int, parts: list[Part]) -> Json:
+        """A choice of a whole answer."""
+        ...
+
+    def envelope(self, *, chunk: bool) -> Json:
+        """Everything but choices and usage."""
+        ...
+
+
+class _Shape:
+    prefix = ""
+    names = ("", "")  # of a whole answer and of a chunk
+
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer | None) -> None:
+        self._id, self._model = f"{self.prefix}-{request_id}", model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+
+    def envelope(self, *, chunk: bool) -> Json:
+        """Everything but choices and usage."""
+        return {
+            "id": self._id,
+            "object": self.names[chunk],
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def _extension(self, view: KVView | None) -> Json:
+        """`kv` of a chunk."""
+        return {} if view is None else {"kv": asdict(view)}
+
+    def _piece(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode([token], special=True)
+
+
+class CompletionShape(_Shape):
+    """`/v1/completions`."""
+
+    prefix = "cmpl"
+    names = ("text_completion", "text_completion")
+
+    def opening(self, index: int) -> Json | None:
+        """None: a text needs no opening."""
+        return None
+
+    def chunk(self, part: Part) -> Json:
+        """A choice of a chunk."""
+        return {
+            "index": part.index,
+            "text": part.text,
+            "logprobs": self._logprobs(part.entries),
+            "finish_reason": part.finish_reason,
+            **self._extension(part.kv),
+        }
+
+    def choice(self, index: int, parts: list[Part]) -> Json:
+        """A choice of a whole answer."""
+        return self.chunk(_joined(index, parts))
+
+    def _logprobs(self, entries: list[TokenEntry] | None) -> Json | None:
+        if entries is None:
+            return None
+        return {
+            "tokens": [self._piece(entry.token) for entry in entries],
+            "token_logprobs": [entry.logprobs.logprob for entry in entries],
+            "top_logprobs": [self._by_piece(entry.logprobs.top) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _by_piece(self, top: dict[int, float]) -> dict[str, float]:
+        """Of tokens with the same text the most likely one stays."""
+        values: dict[str, float] = {}
+        for token, value in top.items():
+            values.setdefault(self._piece(token), value)
+        return values
+
+
+class ChatShape(_Shape):
+    """`/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+    names = ("chat.completion", "chat.completion.chunk")
+
+    def opening(self, index: int) -> Json | None:
+        """The role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, part: Part) -> Json:
+        """A choice of a chunk."""
+        return {
+            "index": part.index,
+            "delta": {"content": part.text} if part.text else {},
+            "logprobs": self._logprobs(part.entries),
+            "finish_reason": part.finish_reason,
+            **self._extension(part.kv),
+        }
+
+    def choice(self, index: int, parts: list[Part]) -> Json:
+        """A choice of a whole answer."""
+        whole = _joined(index, parts)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "logprobs": self._logprobs(whole.entries),
+            "finish_reason": whole.finish_reason,
+        }
+
+    def _logprobs(self, entries: list[TokenEntry] | None) -> Json | None:
+        if entries is None:
+            return None
+        content = [
+            {
+                **self._token(entry.token, entry.logprobs.logprob),
+                "top_logprobs": [self._token(t, v) for t, v in entry.logprobs.top.items()],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        piece = self._piece(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in piece  # else the token is a part of a character
+        return {
+            "token": piece,
+            "logprob": logprob,
+            "bytes": list(piece.encode()) if whole else None,
+        }
+
+
+def _joined(index: int, parts: list[Part]) -> Part:
+    """The parts of one continuation as one."""
+    entries = [entry for part in parts for entry in part.entries or ()]
+    return Part(
+        index=index,
+        text="".join(part.text for part in parts),
+        entries=entries if parts and parts[0].entries is not None else None,
+        finish_reason=parts[-1].finish_reason if parts else None,
+    )

@@ -1,0 +1,382 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from dms_train.inference.tokenizer import Tokenizer
+from dms_train.server.access import Access
+from dms_train.server.admission import Admission
+from dms_train.server.answers import AnswerShape, ChatShape, CompletionShape, Json
+from dms_train.server.chat import ChatTemplate
+from dms_train.server.errors import ApiError
+from dms_train.server.generation import Generation, Job, Part
+from dms_train.server.metrics import Metrics, seconds_text
+from dms_train.server.options import ServerOptions
+from dms_train.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    parse,
+)
+from dms_train.server.worker import EngineThread
+
+T = TypeVar("T")
+_BODY_SECONDS = 30.0
+_PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css")} | {
+    "/page.js": ("page.js", "text/javascript")
+}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the routes know about the model.
+
+    Attributes:
+        name: In requests and answers.
+        longest: Most tokens of a sequence.
+        vocabulary: Token ids are below this number.
+        tokenizer: None if the directory has none.
+        template: Of chats.
+        created: Seconds since 1970 when it was loaded.
+    """
+
+    name: str
+    longest: int
+    vocabulary: int
+    tokenizer: Tokenizer | None
+    template: ChatTemplate
+    created: int
+
+
+class Api:
+    """Answers the routes.
+
+    Args:
+        model: What is served.
+        engine: Runs it.
+        options: Limits.
+        admission: Places for sequences.
+        metrics: Counters.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineThread,
+        options: ServerOptions,
+        admission: Admission,
+        metrics: Metrics,
+    ) -> None:
+        self._model, self._engine, self._options = model, engine, options
+        self._admission, self._metrics = admission, metrics
+
+    async def completions(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        body = parse(await self._body(request), CompletionBody)
+        self._check_model(body.model)
+        if body.best_of not in (None, body.n):
+            raise ApiError(400, "best_of: only the value of n is supported", param="best_of")
+        prompts = [await self._tokens(prompt) for prompt in body.prompts]
+        max_tokens = body.max_tokens or 16
+        shape = CompletionShape(_id_of(request), self._model.name, self._model.tokenizer)
+        return await self._generate(request, self._job(body, prompts, max_tokens), shape)
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        body = parse(await self._body(request), ChatBody)
+        self._check_model(body.model)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
+        messages = [message.plain() for message in body.messages]
+        text = await asyncio.to_thread(self._model.template.render, messages)
+        prompt = await self._tokens(text, special=False)
+        rest = max(1, self._model.longest - len(prompt))
+        max_tokens = body.max_completion_tokens or body.max_tokens or rest
+        shape = ChatShape(_id_of(request), self._model.name, self._model.tokenizer)
+        return await self._generate(request, self._job(body, [prompt], max_tokens), shape)
+
+    async def embeddings(self, request: Request) -> Response:
+        """`/v1/embeddings`: refused."""
+        raise ApiError(400, "embeddings: this server generates text only", code="unsupported")
+
+    async def models(self, request: Request) -> Response:
+        """`/v1/models`: the one model."""
+        model = self._model
+        entry = {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "dms-train",
+            "max_model_len": model.longest,
+        }
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def tokenize(self, request: Request) -> Response:
+        """`/tokenize`."""
+        body = parse(await self._body(request), TokenizeBody)
+        self._check_model(body.model)
+        tokenizer = self._tokenizer()
+        ids = await asyncio.to_thread(
+            tokenizer.encode, body.prompt, special=body.add_special_tokens
+        )
+        answer = {"count": len(ids), "max_model_len": self._model.longest, "tokens": ids}
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """`/detokenize`."""
+        body = parse(await self._body(request), DetokenizeBody)
+        self._check_model(body.model)
+        self._check_ids(body.tokens, "tokens")
+        tokenizer = self._tokenizer()
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, special=True)
+        return JSONResponse({"prompt": text})
+
+    async def health(self, request: Request) -> Response:
+        """`/health`: 200, or 503 while draining."""
+        if self._admission.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """`/metrics`."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        """The page in the browser and its files."""
+        name, kind = _PAGE[request.url.path]
+        content = files("dms_train.server").joinpath("page", name).read_bytes()
+        return Response(content, media_type=kind, headers=_PAGE_HEADERS)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, up to the limit."""
+        most = self._options.max_body_bytes
+        too_large = ApiError(413, f"the body has more than {most} bytes")
+        stated = request.headers.get("content-length", "")
+        if stated.isdigit() and int(stated[:20]) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {_BODY_SECONDS:.0f} s") from None
+        return bytes(body)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model.name):
+            raise ApiError(
+                404, f"this server has the model {self._model.name}", code="model_not_found"
+            )
+
+    def _check_ids(self, ids: list[int], field: str) -> None:
+        if any(token >= self._model.vocabulary for token in ids):
+            most = self._model.vocabulary - 1
+            raise ApiError(400, f"{field}: token ids lie in 0..{most}", param=field)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._model.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer.json; send token ids")
+        return self._model.tokenizer
+
+    async def _tokens(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
+        """A prompt as checked token ids."""
+        if isinstance(prompt, str):
+            tokenizer = self._tokenizer()
+            tokens = await asyncio.to_thread(tokenizer.encode, prompt, special=special)
+        else:
+            self._check_ids(prompt, "prompt")
+            tokens = prompt
+        most = self._options.max_prompt_tokens or self._model.longest
+        most = min(most, self._model.longest - 1)
+        if not tokens:
+            raise ApiError(400, "the prompt is empty; give at least one token", param="prompt")
+        if len(tokens) > most:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens; this server takes {most}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return tokens
+
+    def _job(self, body: GenerationBody, prompts: list[list[int]], max_tokens: int) -> Job:
+        params = body.sampling(max_tokens)
+        self._check_ids(list(params.logit_bias), "logit_bias")
+        self._check_ids(list(params.stop_token_ids), "stop_token_ids")
+        if params.stop:
+            self._tokenizer()
+        if body.kv_positions and (not body.stream or len(prompts) * params.n > 1):
+            raise ApiError(400, "kv_positions: needs stream=true, one prompt and n=1")
+        return Job(
+            prompts=prompts,
+            params=params,
+            priority=body.priority,
+            seconds=self._options.request_seconds,
+            stream=body.stream,
+            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            kv_positions=body.kv_positions,
+        )
+
+    async def _generate(self, request: Request, job: Job, shape: AnswerShape) -> Response:
+        """Run a job; its places are free again when the answer has ended in any way."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._admission.enter(job.sequences))
+            generation = Generation(self._engine, self._model.tokenizer, job)
+            stack.callback(self._ended, request, generation)
+            await stack.enter_async_context(generation)
+            if job.stream:
+                held = stack.pop_all()
+                return _EventStream(_events(generation, shape), held)
+            answer = await _until_disconnect(request.receive, _whole(generation, shape))
+            return JSONResponse(answer)
+
+    def _ended(self, request: Request, generation: Generation) -> None:
+        now = time.monotonic()
+        self._admission.note(now - generation.timing.started)
+        self._metrics.finished(generation, now)
+        request.state.notes.append(seconds_text(generation.usage()))
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events, and what to close when they have ended or the client has left."""
+
+    def __init__(self, events: AsyncIterator[str], held: contextlib.AsyncExitStack) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them until they end or the client leaves."""
+        async with self._held:
+            with contextlib.suppress(ClientDisconnect):
+                await _until_disconnect(receive, self.stream_response(send))
+
+
+async def _whole(generation: Generation, shape: AnswerShape) -> Json:
+    parts: dict[int, list[Part]] = {index: [] for index in range(generation.job.sequences)}
+    async for part in generation.parts():
+        parts[part.index].append(part)
+    choices = [shape.choice(index, items) for index, items in parts.items()]
+    return {**shape.envelope(chunk=False), "choices": choices, "usage": generation.usage()}
+
+
+async def _events(generation: Generation, shape: AnswerShape) -> AsyncIterator[str]:
+    envelope = shape.envelope(chunk=True)
+    try:
+        for index in range(generation.job.sequences):
+            opening = shape.opening(index)
+            if opening is not None:
+                yield _event({**envelope, "choices": [opening]})
+        async for part in generation.parts():
+            if part.text or part.entries or part.finish_reason or part.kv:
+                yield _event({**envelope, "choices": [shape.chunk(part)]})
+    except ApiError as error:  # the status has been sent
+        yield _event(error.body())
+        return
+    if generation.job.include_usage:
+        yield _event({**envelope, "choices": [], "usage": generation.usage()})
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+async def _until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: It has left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _id_of(request: Request) -> str:
+    request_id: str = request.state.request_id
+    return request_id
+
+
+def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
+    """The ASGI application."""
+    routes = [
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/embeddings", api.embeddings, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+        *(Route(path, api.page) for path in _PAGE),
+    ]
+    access = Middleware(
+        Access,
+        api_key=options.api_key,
+        metrics=metrics,
+        routes=frozenset(route.path for route in routes),
+    )
+    return Starlette(
+        routes=routes,
+        middleware=[access],
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_left,
+        },
+    )
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    found = ApiError(error.status_code, str(error.detail))
+    return JSONResponse(found.body(), error.status_code, error.headers)
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,281 @@
+"""One HTTP request as requests of the engine: its parts as they come, its end, its cost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.options import SamplingParams
+from dms_train.inference.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from dms_train.inference.tokenizer import Tokenizer
+from dms_train.server.errors import ApiError
+from dms_train.server.texts import GeneratedText, TokenPieces
+from dms_train.server.worker import EngineThread, Positions, Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a client asked for, checked.
+
+    Attributes:
+        prompts: Token ids, one list or several.
+        params: For each of them.
+        priority: As in `InferenceEngine.add_request`.
+        seconds: Time that the request has.
+        stream: Whether the answer is sent as it is generated.
+        include_usage: Whether a stream ends with the usage.
+        kv_positions: Whether the parts of a stream say which tokens are live.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    priority: int
+    seconds: float
+    stream: bool
+    include_usage: bool
+    kv_positions: bool
+
+    @property
+    def sequences(self) -> int:
+        """Continuations in all."""
+        return len(self.prompts) * self.params.n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEntry:
+    """A generated token with its log-probabilities, and where its text starts."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVView:
+    """What the cache holds after a part of a stream.
+
+    Attributes:
+        pieces: Texts of the tokens that are new in this part; in the first one the prompt's too.
+        positions: Live positions by layer and head; None where the cache does not keep them.
+        tokens: Tokens seen.
+        cr_factor: Tokens seen over tokens held.
+        live_bytes: Of the tokens held.
+    """
+
+    pieces: list[str]
+    positions: Positions | None
+    tokens: int
+    cr_factor: float
+    live_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is new in one continuation.
+
+    Attributes:
+        index: Number of the continuation.
+        text: New text.
+        entries: Of the new tokens, if log-probabilities were asked for.
+        finish_reason: None while it runs.
+        kv: If it was asked for.
+    """
+
+    index: int
+    text: str
+    entries: list[TokenEntry] | None
+    finish_reason: str | None
+    kv: KVView | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Choice:
+    """A continuation so far."""
+
+    index: int
+    text: GeneratedText
+    taken: int = 0
+    finish_reason: str | None = None
+
+    def advance(self, output: CompletionOutput) -> Part | None:
+        """What is new; None if nothing is."""
+        if self.finish_reason is not None:
+            return None
+        pieces, entries = [], []
+        for at in range(self.taken, len(output.token_ids)):
+            if output.logprobs is not None:
+                entries.append(
+                    TokenEntry(
+                        token=output.token_ids[at],
+                        logprobs=output.logprobs[at],
+                        offset=self.text.decoded,
+                    )
+                )
+            pieces.append(self.text.add(output.token_ids[at]))
+            if self.text.stopped:
+                break
+        if len(output.token_ids) == self.taken and output.finish_reason is None:
+            return None
+        self.taken = len(output.token_ids)
+        self.finish_reason = "stop" if self.text.stopped else output.finish_reason
+        if self.finish_reason is not None:
+            pieces.append(self.text.finish())
+        return Part(
+            index=self.index,
+            text="".join(pieces),
+            entries=None if output.logprobs is None else entries,
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prompt:
+    """One prompt of a request and its continuations."""
+
+    ticket: Ticket
+    choices: list[_Choice]
+    pieces: TokenPieces
+    shown: int = 0  # tokens that a KVView has named
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+
+@dataclass(slots=True, kw_only=True)
+class Timing:
+    """When things happened, in seconds of a clock that never goes back."""
+
+    started: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+
+
+class Generation:
+    """The engine's requests of a job; a context manager that aborts what still runs.
+
+    Args:
+        engine: Runs them.
+        tokenizer: Of the model; None if it has none.
+        job: What to run.
+    """
+
+    def __init__(self, engine: EngineThread, tokenizer: Tokenizer | None, job: Job) -> None:
+        self._engine, self.job = engine, job
+        self._changed = asyncio.Event()
+        self.timing = Timing()
+        n, stops = job.params.n, job.params.stop
+        self._prompts = [
+            _Prompt(
+                ticket=Ticket(changed=self._changed, wants_positions=job.kv_positions),
+                choices=[
+                    _Choice(index=at * n + i, text=GeneratedText(tokenizer, tokens, stops))
+                    for i in range(n)
+                ],
+                pieces=TokenPieces(tokenizer),
+            )
+            for at, tokens in enumerate(job.prompts)
+        ]
+
+    async def __aenter__(self) -> Generation:
+        """Hand the prompts to the engine.
+
+        Raises:
+            ApiError: 400 if it refuses one.
+        """
+        job = self.job
+        try:
+            for prompt, tokens in zip(self._prompts, job.prompts, strict=True):
+                await self._engine.add(prompt.ticket, tokens, job.params, job.priority, job.seconds)
+        except BaseException as error:
+            self._abort()
+            if isinstance(error, InferenceError):
+                raise ApiError(400, str(error)) from None
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Abort what has not finished."""
+        self._abort()
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """New parts as they come, until every continuation has finished.
+
+        Raises:
+            ApiError: 500 if a step failed, 503 if the server stopped.
+        """
+        waiting = self._prompts
+        while waiting:
+            await self._changed.wait()
+            self._changed.clear()
+            for prompt in waiting:
+                for part in self._news(prompt):
+                    yield part
+            waiting = [prompt for prompt in waiting if not prompt.done]
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens and cache of the request, summed over its prompts and continuations."""
+        outputs = [p.ticket.output for p in self._prompts if p.ticket.output is not None]
+        prompt = sum(map(len, self.job.prompts))
+        completion = sum(len(done.token_ids) for output in outputs for done in output.outputs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "kv": _kv_usage(outputs),
+        }
+
+    def _news(self, prompt: _Prompt) -> list[Part]:
+        ticket = prompt.ticket
+        if ticket.failure is not None:
+            raise ticket.failure
+        output = ticket.output
+        if output is None:
+            return []
+        if self.timing.first_token is None:
+            self.timing.first_token = time.monotonic()
+        found = [c.advance(done) for c, done in zip(prompt.choices, output.outputs, strict=True)]
+        parts = [part for part in found if part is not None]
+        if prompt.done and not ticket.done:  # a stop text that the engine does not see
+            self._engine.abort(ticket)
+        if self.job.kv_positions:
+            parts = [_with_view(part, prompt, output) for part in parts]
+        return parts
+
+    def _abort(self) -> None:
+        for prompt in self._prompts:
+            if not prompt.ticket.done:
+                self._engine.abort(prompt.ticket)
+
+
+def _with_view(part: Part, prompt: _Prompt, output: RequestOutput) -> Part:
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    view = KVView(
+        pieces=[prompt.pieces.add(token) for token in tokens[prompt.shown :]],
+        positions=prompt.ticket.positions,
+        tokens=output.kv.tokens,
+        cr_factor=output.kv.cr_factor,
+        live_bytes=output.kv.live_bytes,
+    )
+    prompt.shown = len(tokens)
+    return Part(
+        index=part.index,
+        text=part.text,
+        entries=part.entries,
+        finish_reason=part.finish_reason,
+        kv=view,
+    )
+
+
+def _kv_usage(outputs: list[RequestOutput]) -> dict[str, Any]:
+    costs = [done.kv for output in outputs for done in output.outputs]
+    live = sum(kv.live_tokens for kv in costs)
+    return {
+        "kv_reads": sum(kv.kv_reads for kv in costs),
+        "peak_live_tokens": sum(kv.peak_live_tokens for kv in costs),
+        "peak_live_bytes": sum(kv.peak_live_bytes for kv in costs),
+        "cr_factor": sum(kv.tokens for kv in costs) / live if live else 1.0,
+    }

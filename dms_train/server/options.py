@@ -1,0 +1,55 @@
+"""How the server is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dms_train.server.errors import ServerError
+
+_MOST = {"port": 65535}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Addresses and limits of a server.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        api_key: What clients must send as `Authorization: Bearer KEY`; None asks for nothing.
+        max_queue: Sequences that may wait for a cache row; further ones are answered with 429.
+        max_body_bytes: Of a request's body.
+        max_prompt_tokens: Of one prompt; None leaves the model's own limit.
+        request_seconds: Time after which a request is ended.
+        drain_seconds: How long running requests may go on after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_queue: int = 128
+    max_body_bytes: int = 4 * 2**20
+    max_prompt_tokens: int | None = None
+    request_seconds: float = 600.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("port", 0),
+            ("max_queue", 0),
+            ("max_body_bytes", 1),
+            ("max_prompt_tokens", 1),
+            ("drain_seconds", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= _MOST.get(name, float("inf")):
+                raise ServerError(f"--{name.replace('_', '-')} {value}: {_range(name, least)}")
+        if not self.request_seconds > 0:
+            raise ServerError(f"--request-seconds {self.request_seconds}: above 0")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ServerError("--api-key: ASCII characters that are not all spaces")
+
+
+def _range(name: str, least: int) -> str:
+    most = _MOST.get(name)
+    return f"at least {least}" if most is None else f"from {least} to {most}"

@@ -1,0 +1,175 @@
+"""A server from its model to the end of its last request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from dms_train.hf.directory import resolve
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import EngineOptions
+from dms_train.observe.log import logger
+from dms_train.server.admission import Admission
+from dms_train.server.app import Api, ServedModel, build_app
+from dms_train.server.chat import ChatTemplate
+from dms_train.server.errors import ServerError
+from dms_train.server.metrics import Metrics
+from dms_train.server.options import ServerOptions
+from dms_train.server.worker import EngineThread
+
+_CLOSING_SECONDS = 5
+_BACKLOG = 2048  # connections that wait to be accepted
+
+
+def serve(model: str, name: str, engine_options: EngineOptions, options: ServerOptions) -> None:
+    """Load a model and serve it until SIGTERM or SIGINT.
+
+    Args:
+        model: Directory or hub id (local cache only).
+        name: Of the model in requests and answers.
+        engine_options: How to run it.
+        options: Address and limits.
+
+    Raises:
+        ServerError: The address cannot be used.
+        InferenceError: The model or an option cannot be used.
+    """
+    with bound_socket(options) as sock:
+        engine = InferenceEngine(model, engine_options)
+        served = describe(engine, resolve(model), name)
+        asyncio.run(_until_signal(engine, served, options, sock))
+
+
+def bound_socket(options: ServerOptions) -> socket.socket:
+    """A socket on the address of the options; nobody can connect yet.
+
+    Raises:
+        ServerError: The address is in use or not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((options.host, options.port))
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise ServerError(
+            f"{options.host} port {options.port}: {reason}; choose --host and --port"
+        ) from None
+    return sock
+
+
+def describe(engine: InferenceEngine, directory: Path, name: str) -> ServedModel:
+    """What the routes need to know about a loaded model."""
+    return ServedModel(
+        name=name,
+        longest=engine.architecture.max_position_embeddings,
+        vocabulary=engine.architecture.vocab_size,
+        tokenizer=engine.tokenizer,
+        template=ChatTemplate.load(directory),
+        created=int(time.time()),
+    )
+
+
+class Server:
+    """HTTP in front of an engine, from its first request to its last.
+
+    Args:
+        engine: Used by this server alone.
+        model: What the routes know about it.
+        options: Limits.
+
+    Attributes:
+        admission: Places for sequences.
+    """
+
+    def __init__(self, engine: InferenceEngine, model: ServedModel, options: ServerOptions) -> None:
+        self.admission = Admission(engine.options.max_num_seqs, options.max_queue)
+        self._name, self._drain_seconds = model.name, options.drain_seconds
+        self._thread = EngineThread(engine)
+        metrics = self._metrics()
+        api = Api(model, self._thread, options, self.admission, metrics)
+        config = uvicorn.Config(
+            build_app(api, options, metrics),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
+        self._http = _Http(config)
+        self._hurry = asyncio.Event()
+        self._drained: asyncio.Task[None] | None = None
+
+    async def run(self, sock: socket.socket) -> None:
+        """Serve on a bound socket until `stop` was called and what runs has finished."""
+        self._thread.start(asyncio.get_running_loop())
+        host, port = sock.getsockname()[:2]
+        sock.listen(_BACKLOG)
+        logger().info("serving %s on http://%s:%d", self._name, host, port)
+        try:
+            await self._http.serve(sockets=[sock])
+        finally:
+            await (self._thread.stop() if self._drained is None else self._drained)
+
+    def stop(self) -> None:
+        """Take no more requests and end after those that run; asked again, end at once.
+
+        Called on the event loop.
+        """
+        if self._drained is not None:
+            self._hurry.set()
+            return
+        self.admission.draining = True
+        running, seconds = self.admission.inside, self._drain_seconds
+        logger().info("stopping: %d sequences may take %g s more", running, seconds)
+        self._drained = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        ends = [
+            asyncio.ensure_future(self.admission.wait_until_empty()),
+            asyncio.ensure_future(self._hurry.wait()),
+        ]
+        await asyncio.wait(ends, timeout=self._drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        await self._thread.stop()
+        self._http.should_exit = True
+
+    def _metrics(self) -> Metrics:
+        metrics, admission, thread = Metrics(), self.admission, self._thread
+        watch, rows = metrics.watch, admission.rows
+        watch("dms_sequences_running", "With a cache row", lambda: min(admission.inside, rows))
+        watch("dms_sequences_waiting", "Without one", lambda: max(0, admission.inside - rows))
+        watch("dms_cache_allocated_bytes", "Of the KV cache", lambda: thread.allocated_bytes)
+        watch("dms_failed_steps", "Steps that raised an exception", lambda: thread.failures)
+        return metrics
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its own handling of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+async def _until_signal(
+    engine: InferenceEngine, model: ServedModel, options: ServerOptions, sock: socket.socket
+) -> None:
+    server, loop = Server(engine, model, options), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    await server.run(sock)
