@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from dms_train.app.failures import REFUSED, message
+from dms_train.cli.known_warnings import hide_known_warnings
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import (
     Manifest,
@@ -76,6 +77,7 @@ class TokenizeJob:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 on success, 2 on a refused input or a wrong command line."""
     args = _parser().parse_args(argv)
+    hide_known_warnings()
     try:
         args.run(args)
     except (DataError, OSError) as error:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from megatron.core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
 
 from dms_train.data.errors import DataError
 
@@ -21,6 +20,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _BYTES_PER_SEQUENCE = 4 + 8
 _BYTES_PER_BOUNDARY = 8
+_DTYPES = {4: "int32", 8: "uint16"}  # megatron-core's codes of those that are written here
 
 
 class ShardIndex(NamedTuple):
@@ -47,12 +47,12 @@ class ShardIndex(NamedTuple):
 
 def bin_path(prefix: str | Path) -> Path:
     """The file with the tokens."""
-    return Path(get_bin_path(str(prefix)))
+    return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
     """The file with the document lengths."""
-    return Path(get_idx_path(str(prefix)))
+    return Path(f"{prefix}.idx")
 
 
 def read_index(prefix: str | Path) -> ShardIndex:
@@ -87,9 +87,9 @@ def _read_header(path: Path) -> tuple[str, int, int]:
     if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
         raise DataError(f"{path}: not a Megatron index file; tokenise the data again")
     _, version, code, sequences, boundaries = _HEADER.unpack(head)
-    if version != 1 or code not in {DType.uint16.value, DType.int32.value}:
+    if version != 1 or code not in _DTYPES:
         raise DataError(
             f"{path}: index version {version}, token type code {code}; "
             "only version 1 with uint16 or int32 tokens is supported; tokenise the data again"
         )
-    return DType(code).name, sequences, boundaries
+    return _DTYPES[code], sequences, boundaries

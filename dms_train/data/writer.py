@@ -10,7 +10,6 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from dms_train.data.errors import DataError
 from dms_train.data.index_file import bin_path, idx_path
@@ -43,6 +42,9 @@ class ShardWriter:
         Raises:
             DataError: The shard exists and `overwrite` is not set, or a file cannot be written.
         """
+        # not at the top of the file: it imports torch, which `dms-data --help` needs not
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
         if manifest_path(prefix).exists() and not overwrite:
             raise DataError(f"{prefix}: exists already; pass --overwrite to replace it")
         self._prefix = prefix
