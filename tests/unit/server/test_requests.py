@@ -97,6 +97,7 @@ def test_a_large_body_is_refused_whether_or_not_its_length_is_stated(server: Run
         )
         for _ in range(17):
             connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+        connection.sendall(b"0\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
