@@ -29,3 +29,4 @@ dms-train experiment=demo "method=$METHOD" run.dir="$OUT" "data.paths=[$OUT/data
 
 ln -sfn exports/final/hf "$OUT/hf"
 printf '\n%s seconds. The model is in %s/hf, the report in %s/report.md\n' "$SECONDS" "$OUT" "$OUT"
+printf 'dms-serve %s/hf serves it, and shows at http://127.0.0.1:8000/ which tokens it evicts.\n' "$OUT"
