@@ -27,14 +27,14 @@ class ChatTemplate:
         """Read the local files of a directory; code in it is never run."""
         if not _has_template(directory):
             return cls(None)
-        # of the class that tokenizer.json needs; AutoTokenizer would also read the model's config
-        from transformers import PreTrainedTokenizerFast
-
         try:
+            # this class reads tokenizer files only; AutoTokenizer reads the model's config too
+            from transformers import PreTrainedTokenizerFast
+
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 os.fspath(directory), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # of any kind: files of others, read by transformers
+        except Exception as error:  # no transformers, or files that it cannot read
             logger().warning("the chat template cannot be read: %s", error)
             return cls(None)
         return cls(tokenizer if tokenizer.chat_template else None)
