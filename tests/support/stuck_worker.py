@@ -54,10 +54,10 @@ def train_with_a_dead_disk(words: list[str]) -> None:
 
 
 class Together:
-    """Two ranks with signs of life and a short timeout."""
+    """Two ranks with signs of life, and a process group that gives up after `timeout` seconds."""
 
-    def __init__(self, folder: Path) -> None:
-        options = ParallelOptions(distributed_timeout_minutes=TIMEOUT_SECONDS / 60)
+    def __init__(self, folder: Path, timeout: float) -> None:
+        options = ParallelOptions(distributed_timeout_minutes=timeout / 60)
         self.view = groups.start(options, 0)
         self.heartbeats = Heartbeats(
             folder=folder / "ranks",
@@ -96,11 +96,14 @@ def main() -> None:
     if mode == "reads":
         train_with_a_dead_disk(words)
         return
-    ranks = Together(Path(words[0]))
+    folder = Path(words[0])
     if mode == "patient":
+        ranks = Together(folder, TIMEOUT_SECONDS)
         with ranks.heartbeats.phase("other" if ranks.view.rank == 0 else "step"):
             assert groups.of_rank_0(ranks.take_long) == "done"
     else:
+        # on a busy machine the stall may be noticed late, but before the process group gives up
+        ranks = Together(folder, 10 * TIMEOUT_SECONDS)
         ranks.wait_for_each_other()
     ranks.heartbeats.stop()
     groups.stop()
