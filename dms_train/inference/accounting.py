@@ -156,11 +156,13 @@ class Meter:
 
 
 class TotalMeter:
-    """Counts for an engine."""
+    """Counts for an engine; what it keeps does not grow with the requests."""
 
     def __init__(self, cache: KVCache, rows: Tensor) -> None:
         self._cache, self._rows = cache, rows
-        self._finished: list[RequestKV] = []
+        self._requests = self._tokens = 0
+        self._reads = self._prefill_reads = 0.0
+        self._held: Tensor | None = None  # float64 [l, h], summed over finished requests
         self._peak_tokens, self._peak_bytes = 0.0, 0
 
     def step(self) -> None:
@@ -171,25 +173,28 @@ class TotalMeter:
         self._peak_bytes = max(self._peak_bytes, total * self._cache.slot_bytes)
 
     def finish(self, request: RequestKV) -> None:
-        """Add a finished request."""
-        self._finished.append(request)
+        """Add a finished request; one without a computed token holds nothing."""
+        self._requests += 1
+        self._tokens += request.tokens
+        self._reads += request.kv_reads
+        self._prefill_reads += request.prefill_reads
+        if request.tokens:
+            held = request.tokens / request.cr_factors
+            self._held = held if self._held is None else self._held + held
 
     def report(self) -> TotalKV | None:
-        """The totals; None before any request has finished."""
-        done = self._finished
-        if not done:
+        """The totals; None before any request with a computed token has finished."""
+        if self._held is None:
             return None
-        tokens = sum(r.tokens for r in done)
-        held = torch.stack([r.tokens / r.cr_factors for r in done]).sum(0)
         return TotalKV(
-            requests=len(done),
-            tokens=tokens,
-            kv_reads=sum(r.kv_reads for r in done),
-            prefill_reads=sum(r.prefill_reads for r in done),
+            requests=self._requests,
+            tokens=self._tokens,
+            kv_reads=self._reads,
+            prefill_reads=self._prefill_reads,
             peak_live_tokens=self._peak_tokens,
             live_bytes=int(self._cache.live(self._rows).sum()) * self._cache.slot_bytes,
             peak_live_bytes=self._peak_bytes,
             allocated_bytes=self._cache.allocated_bytes,
             peak_allocated_bytes=self._cache.peak_bytes,
-            cr_factors=tokens / held,
+            cr_factors=self._tokens / self._held,
         )

@@ -105,6 +105,7 @@ def test_a_request_ends_when_its_time_is_over(folder):
         ended |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
     assert (ended[late].finish_reason, ended[late].token_ids) == ("timeout", [])
     assert ended[other].finish_reason == "length"
+    assert (engine.kv.requests, engine.kv.tokens) == (2, 5 + 8)
     assert engine.free_rows == engine.options.max_num_seqs
 
 
