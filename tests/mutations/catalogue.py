@@ -377,8 +377,8 @@ MUTATIONS = [
     Mutation(
         "the sampling temperature is ignored",
         "dms_train/inference/sampler.py",
-        "_probabilities(logits[row].float().cpu() / how.temperature, how)",
-        "_probabilities(logits[row].float().cpu(), how)",
+        "scores = scores.double() / temperature[:, None].to(scores.device)",
+        "scores = scores.double()",
         "tests/unit/inference/test_sampler.py::test_draws_follow_the_softmax_over_the_temperature",
     ),
     Mutation(

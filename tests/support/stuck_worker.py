@@ -23,6 +23,7 @@ from dms_train.mcore.options import ParallelOptions
 from dms_train.observe import log
 from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.state_files import StateFiles
+from tests.support.meeting import meet
 
 TIMEOUT_SECONDS = 12.0
 STEP = 3  # the last one that the dead disk has the samples of
@@ -58,6 +59,7 @@ class Together:
 
     def __init__(self, folder: Path, timeout: float) -> None:
         options = ParallelOptions(distributed_timeout_minutes=timeout / 60)
+        meet()
         self.view = groups.start(options, 0)
         self.heartbeats = Heartbeats(
             folder=folder / "ranks",

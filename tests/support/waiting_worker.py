@@ -10,11 +10,13 @@ import time
 
 from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
+from tests.support.meeting import meet
 
-TIMEOUT_SECONDS = 2.0
+TIMEOUT_SECONDS = 4.0
 
 
 def main() -> None:
+    meet()
     view = groups.start(ParallelOptions(distributed_timeout_minutes=TIMEOUT_SECONDS / 60), 0)
     begin = time.monotonic()
 
