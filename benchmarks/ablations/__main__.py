@@ -30,7 +30,7 @@ from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import ANSWER_PATTERN
 from dms_train.evaluation.problems import Sheet, read_problems, solved
-from dms_train.inference.tokenizer import until
+from dms_train.inference.texts import until
 
 _EXPORT = Path("exports") / "final" / "hf"
 _RESULT = "accuracy.json"

@@ -54,10 +54,10 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
 def from_hydra(node: Any) -> RunConfig:
     """The frozen form of what Hydra composed, resolved; what does not fit is refused."""
     try:
-        plain = OmegaConf.to_container(node, resolve=True)
+        plain: Any = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_own_words(error)) from error
-    return resolved(build(plain))  # type: ignore[arg-type]
+    return resolved(build(plain))
 
 
 def explain(overrides: Sequence[str], config_dir: Path | None = None) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dms_train.hf.directory import resolve
 from dms_train.inference.accounting import TotalKV
-from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -22,7 +21,7 @@ from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.scheduler import Scheduler
 from dms_train.inference.sequence import Request, Sequence
-from dms_train.inference.tokenizer import Tokenizer, read_stop_ids, until
+from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -30,7 +29,7 @@ Prompt = str | list[int] | dict[str, Any]
 class InferenceEngine:
     """Continues requests, one step at a time.
 
-    A request waits until the cache has room for it, by priority and order of arrival. From then on
+    A request waits until it fits into the cache, by priority and order of arrival. From then on
     it takes part in every step until it finishes or is aborted. Where the cache becomes full, the
     last requests lose their part of it and compute it again later; their tokens stay the same.
 
@@ -117,8 +116,8 @@ class InferenceEngine:
     def open_conversation(self) -> str:
         """Prepare a request whose prompts come with `add_turn`; its id.
 
-        Its cache is kept from turn to turn until `abort`, while there is room for it; else it is
-        computed again at the next turn.
+        Its cache is kept from turn to turn until `abort`. If another request needs the memory, the
+        cache is freed and computed again at the next turn.
         """
         request = self._request(SamplingParams())
         request.final_only = request.keep_cache = True
@@ -153,7 +152,7 @@ class InferenceEngine:
         return self._scheduler.has_work
 
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """Compute one token of every decoding sequence and parts of prompts, as there is room.
+        """Compute one token of every decoding sequence, and parts of prompts within the limits.
 
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
@@ -171,6 +170,9 @@ class InferenceEngine:
         ids = list(dict.fromkeys(sequence.request_id for sequence in taking_part))
         try:
             self._advance(plan.batch)
+            for sequence in taking_part:
+                if sequence.finish_reason is not None:
+                    sequence.text.finish()
             requests = [self._requests[request_id] for request_id in ids]
             outputs = [self._output(r) for r in requests if r.finished or not r.final_only]
         except BaseException:
@@ -191,6 +193,10 @@ class InferenceEngine:
         for sequence in request.sequences if request is not None else ():
             self._free(sequence)
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request is waiting, running, or finished with its cache kept."""
+        return request_id in self._requests
+
     def live_positions(self, request_id: str) -> list[list[Tensor]] | None:
         """Which tokens of a request the cache holds now, as positions from its beginning.
 
@@ -206,10 +212,8 @@ class InferenceEngine:
         """
         if request_id not in self._requests:
             raise InferenceError(f"request {request_id}: not known, or freed")
-        row, cache = self._requests[request_id].sequences[0].row, self._runner.cache
-        if row is None or not isinstance(cache, CompactCache):
-            return None
-        return [[head.cpu() for head in layer] for layer in cache.positions(row)]
+        row = self._requests[request_id].sequences[0].row
+        return None if row is None else self._runner.cache.positions(row)
 
     def logits(self, token_ids: list[int]) -> Tensor:
         """Logits at every token of a text, computed through the cache.
@@ -272,7 +276,7 @@ class InferenceEngine:
     def _add_prompt(
         self, request: Request, prompt: Prompt, params: SamplingParams, *, new_tokens: int = 1
     ) -> None:
-        """Append a prompt that leaves room for `new_tokens` more tokens."""
+        """Append a prompt; the model must take `new_tokens` more tokens after it."""
         before = request.sequences[0].tokens
         text, tokens = self._encode(prompt, first=not before)
         longest = self.architecture.max_position_embeddings
@@ -284,7 +288,7 @@ class InferenceEngine:
         self._require_ids("logit_bias", params.logit_bias)
         request.prompt = text
         for sequence in request.sequences:
-            sequence.add_prompt(tokens, params)
+            sequence.add_prompt(tokens, params, self.tokenizer)
 
     def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
         """Text and tokens of a prompt, checked."""
@@ -331,10 +335,6 @@ class InferenceEngine:
             stops = frozenset() if params.ignore_eos else self._stop_ids
             longest = self.architecture.max_position_embeddings
             sequence.append(token, stops | frozenset(params.stop_token_ids), longest)
-            if params.stop and self.tokenizer is not None:
-                tokenizer, start = self.tokenizer, sequence.prompt_end
-                if tokenizer.reached(sequence.tokens, start, params.stop):
-                    sequence.finish_reason = "stop"
 
     def _output(self, request: Request) -> RequestOutput:
         first = request.sequences[0]
@@ -347,13 +347,10 @@ class InferenceEngine:
         )
 
     def _continuation(self, sequence: Sequence) -> CompletionOutput:
-        ids = sequence.output
-        before = sequence.tokens[: sequence.prompt_end]
-        text = "" if self.tokenizer is None else self.tokenizer.continuation(before, ids)
         return CompletionOutput(
             index=sequence.index,
-            text=until(text, sequence.params.stop),
-            token_ids=ids,
+            text=sequence.text.text,
+            token_ids=sequence.output,
             finish_reason=sequence.finish_reason,
             logprobs=None if sequence.params.logprobs is None else list(sequence.logprobs),
             kv=sequence.meter.report(sequence.computed),

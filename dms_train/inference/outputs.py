@@ -14,10 +14,12 @@ class TokenLogprobs(NamedTuple):
     Attributes:
         logprob: Of the token itself.
         top: Of the most likely tokens, by token id, the most likely first.
+        text_offset: Where the text of the token starts in the text of the continuation.
     """
 
     logprob: float
     top: dict[int, float]
+    text_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,8 @@ class CompletionOutput:
 
     Attributes:
         index: Its number among the `n` of the request.
-        text: Decoded tokens up to a stop text; empty for a model without a tokenizer.
+        text: Decoded tokens up to a stop text; empty for a model without a tokenizer. While it
+            runs, it only grows: what may still change is left out.
         token_ids: Generated tokens, the one that stopped them included.
         finish_reason: `stop`, `length`, `timeout` (the request's time was over), `memory` (the
             cache cannot hold it), or None while it runs.

@@ -258,10 +258,10 @@ class _Step(Generic[State]):
         self.plan.ended.append(sequence)
 
     def _compute(self, sequence: State) -> None:
-        """Add a sequence with a row to the batch, with as many tokens as have room.
+        """Add a sequence with a row to the batch, with as many tokens as there are pages for.
 
-        Others are preempted if it has no room otherwise. One that has no room alone in the cache
-        ends.
+        Others are preempted if there is no page otherwise. A sequence for which the whole cache is
+        too small ends.
         """
         count = min(sequence.remaining, self._limits.chunk, self._budget)
         if count == 0:

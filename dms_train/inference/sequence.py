@@ -1,4 +1,4 @@
-"""Requests and the sequences that continue their prompts: token ids and counts, no tensors."""
+"""Requests and the sequences that continue their prompts: tokens, texts and counts, no tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
 from dms_train.inference.sampler import SampledToken, SamplingRow
 from dms_train.inference.scheduler import SequenceState
+from dms_train.inference.texts import GeneratedText
+from dms_train.inference.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,6 +25,7 @@ class Sequence(SequenceState):
         meter: What it has cost since the prompt started.
         prompt_start: Where the current prompt starts in `tokens`.
         logprobs: Of the generated tokens, if asked for.
+        text: Of the generated tokens.
     """
 
     request_id: str
@@ -32,6 +35,7 @@ class Sequence(SequenceState):
     meter: Meter = field(default_factory=Meter)
     prompt_start: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: GeneratedText = field(default_factory=lambda: GeneratedText(None, [], ()))
 
     @property
     def output(self) -> list[int]:
@@ -47,7 +51,9 @@ class Sequence(SequenceState):
         """The next tokens to compute."""
         return self.tokens[self.computed : self.computed + count]
 
-    def add_prompt(self, tokens: list[int], params: SamplingParams) -> None:
+    def add_prompt(
+        self, tokens: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
         """Append a prompt to all tokens so far; costs are counted from here on."""
         self.params = params
         self.prompt_start = len(self.tokens)
@@ -55,6 +61,7 @@ class Sequence(SequenceState):
         self.prompt_end = len(self.tokens)
         self.finish_reason = None
         self.logprobs = []
+        self.text = GeneratedText(tokenizer, self.tokens, params.stop)
         self.meter.restart()
         if params.seed is not None:
             self.seed = params.seed
@@ -68,8 +75,9 @@ class Sequence(SequenceState):
         """Add a sampled token and say whether it was the last; `longest` is the model's limit."""
         self.tokens.append(sampled.token)
         if sampled.logprobs is not None:
-            self.logprobs.append(sampled.logprobs)
-        if sampled.token in stops:
+            self.logprobs.append(sampled.logprobs._replace(text_offset=self.text.decoded))
+        self.text.add(sampled.token)
+        if sampled.token in stops or self.text.stopped:
             self.finish_reason = "stop"
         elif len(self.output) >= self.params.max_tokens or len(self.tokens) >= longest:
             self.finish_reason = "length"

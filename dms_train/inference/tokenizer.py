@@ -8,7 +8,6 @@ from typing import Any
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.inference.errors import InferenceError
 
-_UNSEEN = 8
 _CONTEXT = 32  # tokens of the prompt that are decoded with the first generated one
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -44,21 +43,6 @@ class Tokenizer:
         """Text, with special tokens if `special`."""
         text: str = self._inner.decode(ids, skip_special_tokens=not special)
         return text
-
-    def continuation(self, before: list[int], ids: list[int]) -> str:
-        """Text of `ids` after `before`; a tokenizer may decode a first word differently."""
-        head, whole = self.decode(before), self.decode(before + ids)
-        return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
-
-    def reached(self, tokens: list[int], start: int, stops: tuple[str, ...]) -> bool:
-        """Whether the last of `tokens`, generated from `start` on, completes one of the texts."""
-        longest = max(len(stop.encode()) for stop in stops)
-        # a token is at least a byte; _UNSEEN more allow for special tokens, which decode to nothing
-        tail = self.decode(tokens[max(start, len(tokens) - longest - _UNSEEN) :])
-        if not any(stop in tail for stop in stops):
-            return False
-        text = self.continuation(tokens[:start], tokens[start:])
-        return until(text, stops) != text
 
 
 class IncrementalDetokenizer:
@@ -105,12 +89,6 @@ def _context(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
     while size < len(tokens) and tokenizer.decode(tokens[-size:]).startswith(_REPLACEMENT):
         size *= 2
     return tokens[-size:]
-
-
-def until(text: str, stops: tuple[str, ...]) -> str:
-    """A text up to the first of the stops in it."""
-    ends = [at for at in map(text.find, stops) if at >= 0]
-    return text[: min(ends)] if ends else text
 
 
 def read_stop_ids(directory: Path) -> frozenset[int]:

@@ -89,7 +89,7 @@ class CompletionShape(_Shape):
             "tokens": [self._piece(entry.token) for entry in entries],
             "token_logprobs": [entry.logprobs.logprob for entry in entries],
             "top_logprobs": [self._by_piece(entry.logprobs.top) for entry in entries],
-            "text_offset": [entry.offset for entry in entries],
+            "text_offset": [entry.logprobs.text_offset for entry in entries],
         }
 
     def _by_piece(self, top: dict[int, float]) -> dict[str, float]:

@@ -101,8 +101,9 @@ class Api:
             raise ApiError(400, "best_of: only the value of n is supported", param="best_of")
         prompts = [await self._tokens(prompt) for prompt in body.prompts]
         max_tokens = body.max_tokens or 16
+        job = self._job(body, prompts, max_tokens, body.logprobs)
         shape = CompletionShape(_id_of(request), self._model.name, self._model.tokenizer)
-        return await self._generate(request, self._job(body, prompts, max_tokens), shape)
+        return await self._generate(request, job, shape)
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
@@ -115,8 +116,10 @@ class Api:
         prompt = await self._tokens(text, special=False)
         rest = max(1, self._model.longest - len(prompt))
         max_tokens = body.max_completion_tokens or body.max_tokens or rest
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        job = self._job(body, [prompt], max_tokens, logprobs)
         shape = ChatShape(_id_of(request), self._model.name, self._model.tokenizer)
-        return await self._generate(request, self._job(body, [prompt], max_tokens), shape)
+        return await self._generate(request, job, shape)
 
     async def embeddings(self, request: Request) -> Response:
         """`/v1/embeddings`: refused."""
@@ -227,8 +230,10 @@ class Api:
             )
         return tokens
 
-    def _job(self, body: GenerationBody, prompts: list[list[int]], max_tokens: int) -> Job:
-        params = body.sampling(max_tokens)
+    def _job(
+        self, body: GenerationBody, prompts: list[list[int]], max_tokens: int, logprobs: int | None
+    ) -> Job:
+        params = body.sampling(max_tokens, logprobs)
         self._check_ids(list(params.logit_bias), "logit_bias")
         self._check_ids(list(params.stop_token_ids), "stop_token_ids")
         if params.stop:

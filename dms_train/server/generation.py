@@ -6,14 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from dms_train.inference.tokenizer import Tokenizer
 from dms_train.server.errors import ApiError
-from dms_train.server.texts import GeneratedText, TokenPieces
+from dms_train.server.token_pieces import TokenPieces
 from dms_train.server.worker import EngineThread, Positions, Ticket
 
 
@@ -45,13 +46,11 @@ class Job:
         return len(self.prompts) * self.params.n
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEntry:
-    """A generated token with its log-probabilities, and where its text starts."""
+class TokenEntry(NamedTuple):
+    """A generated token with its log-probabilities."""
 
     token: int
     logprobs: TokenLogprobs
-    offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,42 +93,25 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class _Choice:
-    """A continuation so far."""
+    """What was sent of a continuation."""
 
     index: int
-    text: GeneratedText
-    taken: int = 0
+    characters: int = 0
+    tokens: int = 0
     finish_reason: str | None = None
 
     def advance(self, output: CompletionOutput) -> Part | None:
         """What is new; None if nothing is."""
-        if self.finish_reason is not None:
+        ended = self.finish_reason is not None
+        if ended or (len(output.token_ids) == self.tokens and output.finish_reason is None):
             return None
-        pieces, entries = [], []
-        for at in range(self.taken, len(output.token_ids)):
-            if output.logprobs is not None:
-                entries.append(
-                    TokenEntry(
-                        token=output.token_ids[at],
-                        logprobs=output.logprobs[at],
-                        offset=self.text.decoded,
-                    )
-                )
-            pieces.append(self.text.add(output.token_ids[at]))
-            if self.text.stopped:
-                break
-        if len(output.token_ids) == self.taken and output.finish_reason is None:
-            return None
-        self.taken = len(output.token_ids)
-        self.finish_reason = "stop" if self.text.stopped else output.finish_reason
-        if self.finish_reason is not None:
-            pieces.append(self.text.finish())
-        return Part(
-            index=self.index,
-            text="".join(pieces),
-            entries=None if output.logprobs is None else entries,
-            finish_reason=self.finish_reason,
-        )
+        text, entries = output.text[self.characters :], None
+        if output.logprobs is not None:
+            pairs = zip(output.token_ids, output.logprobs, strict=True)
+            entries = [TokenEntry(*pair) for pair in islice(pairs, self.tokens, None)]
+        self.characters, self.tokens = len(output.text), len(output.token_ids)
+        self.finish_reason = output.finish_reason
+        return Part(index=self.index, text=text, entries=entries, finish_reason=self.finish_reason)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,17 +149,14 @@ class Generation:
         self._engine, self.job = engine, job
         self._changed = asyncio.Event()
         self.timing = Timing()
-        n, stops = job.params.n, job.params.stop
+        n = job.params.n
         self._prompts = [
             _Prompt(
                 ticket=Ticket(changed=self._changed, wants_positions=job.kv_positions),
-                choices=[
-                    _Choice(index=at * n + i, text=GeneratedText(tokenizer, tokens, stops))
-                    for i in range(n)
-                ],
+                choices=[_Choice(index=at * n + i) for i in range(n)],
                 pieces=TokenPieces(tokenizer),
             )
-            for at, tokens in enumerate(job.prompts)
+            for at in range(len(job.prompts))
         ]
 
     async def __aenter__(self) -> Generation:
@@ -239,8 +218,6 @@ class Generation:
             self.timing.first_token = time.monotonic()
         found = [c.advance(done) for c, done in zip(prompt.choices, output.outputs, strict=True)]
         parts = [part for part in found if part is not None]
-        if prompt.done and not ticket.done:  # a stop text that the engine does not see
-            self._engine.abort(ticket)
         if self.job.kv_positions:
             parts = [_with_view(part, prompt, output) for part in parts]
         return parts

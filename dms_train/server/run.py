@@ -48,7 +48,7 @@ def serve(model: str, name: str, engine_options: EngineOptions, options: ServerO
 
 
 def bound_socket(options: ServerOptions) -> socket.socket:
-    """A socket on the address of the options; nobody can connect yet.
+    """A socket bound to the address of the options; it does not listen yet.
 
     Raises:
         ServerError: The address is in use or not one of this machine.

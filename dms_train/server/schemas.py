@@ -6,7 +6,7 @@ other field that this server does not know is refused, so that no option is igno
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -89,13 +89,12 @@ class GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     kv_positions: bool = False
 
-    @property
-    def logprobs_wanted(self) -> int | None:
-        """Alternatives to return with every token; None for no log-probabilities."""
-        raise NotImplementedError
-
-    def sampling(self, max_tokens: int) -> SamplingParams:
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.
+
+        Args:
+            max_tokens: Most tokens to generate.
+            logprobs: Alternatives to return with every token; None for no log-probabilities.
 
         Raises:
             ApiError: `logit_bias` has a key that is no token id.
@@ -112,7 +111,7 @@ class GenerationBody(_Body):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()},
-            logprobs=self.logprobs_wanted,
+            logprobs=logprobs,
             seed=self.seed,
             stop=tuple(stops),
             stop_token_ids=tuple(self.stop_token_ids),
@@ -139,13 +138,9 @@ class CompletionBody(GenerationBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """One or several."""
-        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return self.prompt if several else [self.prompt]  # type: ignore[list-item,return-value]
-
-    @property
-    def logprobs_wanted(self) -> int | None:
-        """As in the base class."""
-        return self.logprobs
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return cast("list[str | list[int]]", self.prompt)
 
 
 class TextPart(BaseModel):
@@ -179,11 +174,6 @@ class ChatBody(GenerationBody):
     max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @property
-    def logprobs_wanted(self) -> int | None:
-        """As in the base class."""
-        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(_Body):

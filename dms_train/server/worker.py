@@ -188,17 +188,10 @@ class EngineThread:
             self._engine.abort(output.request_id)
         return _News(ticket=ticket, output=output, positions=positions)
 
-    def _knows(self, request_id: str) -> bool:
-        try:
-            self._engine.live_positions(request_id)
-        except Exception:  # unknown, or its cache cannot be read any more
-            return False
-        return True
-
     def _lost(self) -> list[_News]:
         """Failures for the requests that a failed step has aborted, or for all of them."""
         self.failures += 1
-        lost = [request_id for request_id in self._tickets if not self._knows(request_id)]
+        lost = [known for known in self._tickets if not self._engine.has_request(known)]
         lost = lost or list(self._tickets)
         failure = ApiError(500, "the forward pass of this request failed; the log says why")
         news = []

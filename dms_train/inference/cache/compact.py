@@ -78,13 +78,13 @@ class CompactCache:
         return _pages(self._lengths[:, rows], self.pool.page_slots) * self.pool.page_slots
 
     def positions(self, row: int) -> list[list[Tensor]]:
-        """Positions of the live tokens of a row by layer and head, int64 [live], ascending."""
+        """Positions of the live tokens of a row by layer and head, each int64 [live] on the CPU."""
         rows = torch.tensor([row], device=self.pool.device)
         found = []
         for layer in range(len(self._tables)):
             numbers = self._numbers(*self._kv_lists(layer, rows))[0]
             heads = [self.pool.read("position", slots[slots >= 0]).long() for slots in numbers]
-            found.append([head.sort().values for head in heads])
+            found.append([head.sort().values.cpu() for head in heads])
         return found
 
     def free(self, rows: Tensor) -> None:

@@ -65,6 +65,15 @@ class DenseCache:
         size = self._used.new_tensor([evicted.shape[2] for evicted in self._evicted])
         return size[:, None, None].expand_as(self._live[:, rows])
 
+    def positions(self, row: int) -> list[list[Tensor]]:
+        """Positions that later queries read, by layer and head, each int64 [live] on the CPU."""
+        found = []
+        for slots, evicted in zip(self._slots, self._evicted, strict=True):
+            kept = (slots.position[row] >= 0) & ~evicted[row]
+            heads = zip(slots.position[row], kept, strict=True)
+            found.append([position[mask].cpu() for position, mask in heads])
+        return found
+
     def free(self, rows: Tensor) -> None:
         """Mark the rows as empty; memory returns when all are."""
         self._used[:, rows] = 0

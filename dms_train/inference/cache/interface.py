@@ -121,6 +121,13 @@ class KVCache(Protocol):
         """Slots reserved, live or not, int64 [layers, b, kv_heads]."""
         ...
 
+    def positions(self, row: int) -> list[list[Tensor]] | None:
+        """Positions of the live tokens of a row by layer and KV head, on the CPU.
+
+        Each int64 [live], ascending; None where the cache does not keep positions.
+        """
+        ...
+
     def free(self, rows: Tensor) -> None:
         """Forget the sequences in these rows, int64 [b]."""
         ...

@@ -121,6 +121,10 @@ class PagedKVCache:
         kv_lists = (self._tables[layer], self._lengths[layer], self._rings[layer])
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
 
+    def positions(self, row: int) -> None:
+        """None: only tokens in the window have a position."""
+        return
+
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
         tables = self._tables[:, rows]

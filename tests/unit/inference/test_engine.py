@@ -182,6 +182,17 @@ def test_stop_texts(characters):
     assert [output.outputs[0] for output in unseen] == free
 
 
+def test_a_streamed_text_is_never_taken_back(characters):
+    """Not even where it ends in a part of a stop text."""
+    how = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    free = characters.generate("1: Solve", how)[0].outputs[0].text
+    stop = free[12:16]
+    passes = characters.stream("1: Solve", replace(how, stop=(stop,)))
+    texts = [output.outputs[0].text for outputs in passes for output in outputs]
+    assert texts[-1] == free[: free.index(stop)]
+    assert all(later.startswith(text) for text, later in zip(texts, texts[1:], strict=False))
+
+
 def test_stop_texts_across_turns(characters):
     how = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     with characters.conversation() as conversation:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.kernels.decode import kernels as decode
 from dms_train.method.visibility import visible
 from tests.unit.inference.conftest import random_ids, small_spec
 
 PROMPT = random_ids(30)
 
 
+@pytest.mark.parametrize("cache", ["compact", "dense"])
 @pytest.mark.parametrize("chunk", [512, 7])
-def test_they_are_what_the_last_token_sees(folder, oracle, chunk):
+def test_they_are_what_the_last_token_sees(folder, oracle, chunk, cache):
     spec = small_spec("dms")
     directory = folder("llama", spec)
-    engine = InferenceEngine(directory, EngineOptions(prefill_chunk=chunk))
+    engine = InferenceEngine(directory, EngineOptions(prefill_chunk=chunk, cache=cache))
     params = SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)
     request_id = engine.add_request(PROMPT, params, keep_cache=True)
     engine.add_request(random_ids(20, seed=1), params)  # shares the pool
@@ -41,8 +44,11 @@ def test_they_are_what_the_last_token_sees(folder, oracle, chunk):
         engine.live_positions(request_id)
 
 
-def test_a_dense_cache_keeps_none(folder):
-    engine = InferenceEngine(folder("llama", None), EngineOptions(cache="dense"))
-    request_id = engine.add_request(PROMPT, SamplingParams(max_tokens=2), keep_cache=True)
+def test_a_paged_cache_knows_none(folder):
+    if not decode.runs_on(torch.device("cpu")):
+        pytest.skip("needs triton's interpreter")
+    options = EngineOptions(kernels="triton", max_num_seqs=1, prefill_chunk=8)
+    engine = InferenceEngine(folder("llama", None), options)
+    request_id = engine.add_request(PROMPT[:4], SamplingParams(max_tokens=2), keep_cache=True)
     engine.step()
     assert engine.live_positions(request_id) is None

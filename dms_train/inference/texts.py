@@ -1,8 +1,8 @@
-"""Generated tokens to text that can be sent at once and never has to be taken back."""
+"""Generated tokens to text that can be shown at once and never has to be taken back."""
 
 from __future__ import annotations
 
-from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer, until
+from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class StopFilter:
@@ -42,23 +42,25 @@ class StopFilter:
 
 
 class GeneratedText:
-    """The text of one continuation.
+    """The text of one continuation, which grows token by token and is never taken back.
 
     Args:
         tokenizer: Of the model; None gives no text.
-        prompt: Tokens before it.
+        before: Tokens that the generated ones follow.
         stops: Texts that end it.
 
     Attributes:
+        text: What is decided: without a character that is incomplete, and without an end that may
+            be the beginning of a stop text.
         decoded: Characters decoded so far, those that are held back included.
-        stopped: Whether a stop text has come.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt: list[int], stops: tuple[str, ...]
+        self, tokenizer: Tokenizer | None, before: list[int], stops: tuple[str, ...]
     ) -> None:
-        self._tokens = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt)
+        self._tokens = None if tokenizer is None else IncrementalDetokenizer(tokenizer, before)
         self._filter = StopFilter(stops)
+        self.text = ""
         self.decoded = 0
 
     @property
@@ -66,39 +68,22 @@ class GeneratedText:
         """Whether a stop text has come."""
         return self._filter.stopped
 
-    def add(self, token: int) -> str:
-        """The text that can be sent after this token."""
+    def add(self, token: int) -> None:
+        """Take the next token."""
         text = "" if self._tokens is None else self._tokens.add(token)
         self.decoded += len(text)
-        return self._filter.add(text)
+        self.text += self._filter.add(text)
 
-    def finish(self) -> str:
-        """The rest, after the last token."""
+    def finish(self) -> None:
+        """Add what was held back: no token follows."""
         text = "" if self._tokens is None else self._tokens.finish()
-        return self._filter.add(text) + self._filter.finish()
+        self.text += self._filter.add(text) + self._filter.finish()
 
 
-class TokenPieces:
-    """What to show for each token of a text, special tokens included.
-
-    A token that leaves a character incomplete shows nothing; the one that completes it shows it.
-
-    Args:
-        tokenizer: Of the model; None shows nothing.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._stream = None if tokenizer is None else IncrementalDetokenizer(tokenizer, [])
-
-    def add(self, token: int) -> str:
-        """The text of the next token."""
-        if self._tokenizer is None or self._stream is None:
-            return ""
-        text = self._stream.add(token)
-        if text or self._tokenizer.decode([token]):
-            return text
-        return self._tokenizer.decode([token], special=True)
+def until(text: str, stops: tuple[str, ...]) -> str:
+    """A text up to the first of the stops in it."""
+    ends = [at for at in map(text.find, stops) if at >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dms_train.server.texts import StopFilter
+from dms_train.inference.texts import StopFilter
 
 PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab ", min_size=1, max_size=5), max_size=3).map(tuple)
@@ -20,7 +20,7 @@ def first_end(text: str, stops: tuple[str, ...]) -> str:
 
 
 @given(pieces=PIECES, stops=STOPS)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_what_is_sent_ends_before_the_first_stop_text(pieces, stops):
     stream = StopFilter(stops)
     sent = [stream.add(piece) for piece in pieces]
@@ -40,7 +40,7 @@ def first_by_arrival(pieces: list[str], stops: tuple[str, ...]) -> str:
 
 
 @given(pieces=PIECES, stops=STOPS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_nothing_is_held_back_that_no_stop_text_can_begin_with(pieces, stops):
     stream, sent, text = StopFilter(stops), "", ""
     for piece in pieces:

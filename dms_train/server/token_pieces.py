@@ -1,0 +1,28 @@
+"""Token by token, what the page shows of a text."""
+
+from __future__ import annotations
+
+from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+class TokenPieces:
+    """What to show for each token of a text, special tokens included.
+
+    A token that leaves a character incomplete shows nothing; the one that completes it shows it.
+
+    Args:
+        tokenizer: Of the model; None shows nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._stream = None if tokenizer is None else IncrementalDetokenizer(tokenizer, [])
+
+    def add(self, token: int) -> str:
+        """The text of the next token."""
+        if self._tokenizer is None or self._stream is None:
+            return ""
+        text = self._stream.add(token)
+        if text or self._tokenizer.decode([token]):
+            return text
+        return self._tokenizer.decode([token], special=True)
