@@ -13,7 +13,7 @@ from benchmarks.train_step import projection as train_step_projection
 from benchmarks.train_step.projection import CASES, Measured
 from benchmarks.train_step.shapes import Case, parse_layout
 
-RESULTS = train_step_page.PAGE.parents[1] / "benchmarks" / "results"
+RESULTS = train_step_page.PAGE.parents[2] / "benchmarks" / "results"
 
 
 def row(layout: str, kind: str, step_s: float, shape: str = "qwen2.5-7b") -> dict[str, Any]:

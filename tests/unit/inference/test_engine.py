@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -190,7 +191,7 @@ def test_a_streamed_text_is_never_taken_back(characters):
     passes = characters.stream("1: Solve", replace(how, stop=(stop,)))
     texts = [output.outputs[0].text for outputs in passes for output in outputs]
     assert texts[-1] == free[: free.index(stop)]
-    assert all(later.startswith(text) for text, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(text) for text, later in pairwise(texts))
 
 
 def test_stop_texts_across_turns(characters):
