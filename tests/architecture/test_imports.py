@@ -16,6 +16,7 @@ PACKAGES = ("dms_train",)
 OPTIONAL = (
     *("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers"),
     *("starlette", "uvicorn", "prometheus_client"),
+    *("datasets", "pyarrow", "math_verify"),
 )
 
 

@@ -1,0 +1,196 @@
+"""What counts as the right answer: gold answers in their form are, near misses are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from dms_train.evaluation.answers import AnswerForm, Claim, Verdict, judge
+
+BOXED = "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct."
+STATED = "The final answer is %s."
+EXPRESSIONS = [
+    *("5", "-5", "073", "1,000", "0.25", "90^\\circ", "\\$18", "18\\text{ cm}", "17_8", "10\\%"),
+    *("\\frac{14}{3}", "\\frac43", "\\frac 59", "\\frac9{19}", "\\frac{270}7\\text{ degrees}"),
+    *("70 \\sqrt{2}", "\\sqrt2", "-\\frac{\\pi}{6}", "\\cot x", "x^2+2x+1", "y=2x-1", "x<1"),
+    *("\\left( 3, \\frac{\\pi}{2} \\right)", "[1,2)", "\\{1,2\\}", "1,-2", "6 - 5i", "p - q"),
+    *("\\text{Evelyn}", "Evelyn", "\\text{(C)}", "\\text{odd}", "\\emptyset", "3:00"),
+    "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}",
+]
+
+
+@pytest.fixture(scope="module")
+def problems() -> Path:
+    default = Path(__file__).parents[4] / "shared" / "data"
+    folder = Path(os.environ.get("DMS_TEST_DATA", default)) / "problems"
+    if not folder.is_dir():
+        pytest.skip("set DMS_TEST_DATA to the folder with the real input files")
+    return folder
+
+
+@pytest.mark.parametrize("answer", EXPRESSIONS)
+def test_a_gold_answer_in_its_box_is_correct(answer: str) -> None:
+    assert judge(Claim(answer, BOXED % answer)) is Verdict.CORRECT
+    reasoning = "<think>\nIs it \\boxed{123}? No.\n</think>\n\n"
+    assert judge(Claim(answer, reasoning + BOXED % answer)) is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("\\frac{1}{2}", "0.5"),
+        ("2\\sqrt{2}", "\\sqrt{8}"),
+        ("x<1", "(-\\infty,1)"),
+        ("1,2", "2,1"),
+        ("\\frac43", "\\dfrac{4}{3}"),
+        ("5", "5\\text{ cm}"),
+        ("18\\text{ cm}", "18\\text{ centimeters}"),
+        ("Evelyn", "\\text{ evelyn}"),
+        ("1000", "1{,}000"),
+    ],
+)
+def test_another_way_to_write_it_is_correct(gold: str, answer: str) -> None:
+    assert judge(Claim(gold, BOXED % answer)) is Verdict.CORRECT
+
+
+# Gold answer and a text that must not pass: wrong, malformed, cut off, or in no box.
+REFUSED = [
+    ("5", "\\boxed{6}"),
+    ("5", "\\boxed{-5}"),
+    ("5", "\\boxed{5"),
+    ("5", "\\boxed{}"),
+    ("5", "\\boxed 5"),
+    ("5", "\\boxed{5}{6}"),
+    ("5", "\\boxed{5}0"),
+    ("5", "\\boxed{5)}"),
+    ("5", "\\boxed{5?}"),
+    ("5", "\\boxed{5!}"),
+    ("5", "\\boxed{5+}"),
+    ("5", "\\boxed{\\ne 5}"),
+    ("5", "\\boxed{>5}"),
+    ("5", "\\boxed{\\pm 5}"),
+    ("5", "\\boxed{5\\%}"),
+    ("5", "\\boxed{5.00001}"),
+    ("5", "\\boxed{5,6}"),
+    ("5", "\\boxed{51} or \\boxed{5}"),
+    ("5", "\\boxed{5}. No: the final answer is $\\boxed{6}$"),
+    ("5", "First \\boxed{5}. " + "Let me check. " * 20 + "\\boxed{6}"),
+    ("5", "First \\boxed{5}. " + "Let me check. " * 20 + "\\boxed{6"),
+    ("5", "5"),
+    ("5", "So there are 2 + 3 = 5 of them"),
+    ("5", "<think>\nI think $\\boxed{5}$"),
+    ("5", "<think>\nI think $\\boxed{5}$\n</think>\n\nSo it is clear."),
+    ("5", "<think>a</think> First. <think>$\\boxed{5}$"),
+    ("5", ""),
+    ("\\frac{14}{3}", "\\boxed{\\frac{14}{}}"),
+    ("\\frac{14}{3}", "\\boxed{\\frac{14}{3}"),
+    ("\\frac{14}{3}", "\\boxed{\\frac{3}{14}}"),
+    ("\\frac{1}{3}", "\\boxed{0.333}"),
+    ("\\pi", "\\boxed{3.14}"),
+    ("12", "\\boxed{1 2}"),
+    ("0", "\\boxed{\\frac{0}{0}}"),
+    ("17", "\\boxed{17_8}"),
+    ("17_8", "\\boxed{17_9}"),
+    ("18\\text{ cm}", "\\boxed{18\\text{ m}}"),
+    ("11\\text{ a.m.}", "\\boxed{11\\text{ p.m.}}"),
+    ("(1,2)", "\\boxed{(2,1)}"),
+    ("(1,2)", "\\boxed{\\{1,2\\}}"),
+    ("[1,2)", "\\boxed{[1,2]}"),
+    ("x<1", "\\boxed{x \\leq 1}"),
+    ("x+1", "\\boxed{x+2}"),
+    ("x=5", "\\boxed{y=5}"),
+    ("Evelyn", "\\boxed{nelyvE}"),
+    ("Evelyn", "Evelyn"),
+    ("\\text{east}", "\\boxed{\\text{west}}"),
+    ("\\text{(A)}", "\\boxed{B}"),
+    ("\\emptyset", "\\boxed{0}"),
+]
+
+
+@pytest.mark.parametrize(("gold", "text"), REFUSED)
+def test_a_wrong_malformed_or_cut_answer_is_not_correct(gold: str, text: str) -> None:
+    assert judge(Claim(gold, text)) in (Verdict.WRONG, Verdict.NO_ANSWER, Verdict.UNFINISHED)
+
+
+def test_verdicts_say_why() -> None:
+    assert judge(Claim("5", "\\boxed{6}")) is Verdict.WRONG
+    assert judge(Claim("5", "\\boxed{5")) is Verdict.NO_ANSWER
+    assert judge(Claim("5", "<think>\\boxed{5}")) is Verdict.UNFINISHED
+    assert judge(Claim("", "\\boxed{5}")) is Verdict.UNREADABLE_GOLD
+    unfinished = Claim("5", "<think>\\boxed{5}", allow_unfinished=True)
+    assert judge(unfinished) is Verdict.CORRECT
+
+
+@pytest.mark.parametrize("gold", ["18", "-3", "448,000", "0.5", "12.50"])
+def test_a_stated_number_is_correct(gold: str) -> None:
+    for text in (STATED, "The final answer is $%s", "So.\nThe final answer is %s dollars.\n"):
+        assert judge(Claim(gold, text % gold, AnswerForm.STATED)) is Verdict.CORRECT
+    earlier = f"The final answer is 7. No.\n{STATED % gold}"
+    assert judge(Claim(gold, earlier, AnswerForm.STATED)) is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The final answer is 19.",
+        "The final answer is 1",
+        "The final answer is -18.",
+        "The final answer is 18/5.",
+        "The final answer is 18 or 19.",
+        "The final answer is 18.5.",
+        "The final answer is 18,00.",
+        "The final answer is 18 * 2",
+        "The final answer is eighteen.",
+        "The final answer is",
+        "The final answer is 18. No, wait. The final answer is 19.",
+        "The final answer is 18. No, wait. The final answer is",
+        "There are 18.",
+        "<think>The final answer is 18.",
+    ],
+)
+def test_another_stated_number_is_not_correct(text: str) -> None:
+    assert judge(Claim("18", text, AnswerForm.STATED)) is not Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "form", "phrase"),
+    [
+        ("math500", 250, AnswerForm.BOXED, BOXED),
+        ("gsm8k", 400, AnswerForm.STATED, STATED),
+        ("gsm8k", 400, AnswerForm.BOXED, BOXED),
+        ("linear_1d", 2000, AnswerForm.STATED, STATED),
+    ],
+)
+def test_every_published_gold_answer_is_accepted(
+    problems: Path, name: str, rows: int, form: AnswerForm, phrase: str
+) -> None:
+    lines = (problems / f"{name}.jsonl").read_text("utf-8").splitlines()
+    golds = [json.loads(line)["answer"] for line in lines]
+    assert len(golds) == rows
+    refused = [g for g in golds if judge(Claim(g, phrase % g, form)) is not Verdict.CORRECT]
+    assert refused == []
+
+
+def test_math500_reference_solutions_are_accepted(problems: Path) -> None:
+    rows = [json.loads(line) for line in (problems / "math500.jsonl").open(encoding="utf-8")]
+    claims = [Claim(row["answer"], row["solution"]) for row in rows]
+    assert [claim for claim in claims if judge(claim) is not Verdict.CORRECT] == []
+
+
+def test_a_thread_cannot_judge() -> None:
+    caught: list[Exception] = []
+
+    def run() -> None:
+        try:
+            judge(Claim("5", "\\boxed{5}"))
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "thread" in str(caught[0])

@@ -1,0 +1,66 @@
+"""Worker processes that judge: order, deadlines and lost workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+import pytest
+
+from dms_train.evaluation.answers import Claim, Verdict, judge
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.verification import Verifier
+
+STUCK = "\\boxed{3^{10^{10}}}"  # one power of integers, which no signal interrupts
+
+
+def test_verdicts_come_in_order_and_equal_those_of_one_process() -> None:
+    claims = [Claim(str(i % 7), f"\\boxed{{{i % 5}}}") for i in range(60)]
+    with Verifier(2) as verifier:
+        assert list(verifier.verdicts(claims)) == [judge(claim) for claim in claims]
+        assert list(verifier.verdicts([])) == []
+        assert verifier.losses == (0, 0)
+
+
+def test_a_stuck_worker_is_killed_and_replaced() -> None:
+    claims = [Claim("5", STUCK), *[Claim("5", "\\boxed{5}")] * 40, Claim("5", STUCK)]
+    with Verifier(1, deadline=1.0) as verifier:
+        verdicts = list(verifier.verdicts(claims))
+        assert verdicts == [Verdict.TIMEOUT, *[Verdict.CORRECT] * 40, Verdict.TIMEOUT]
+        assert verifier.losses == (2, 0)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
+    with Verifier(1) as verifier:
+        stream = verifier.verdicts(Claim("5", "\\boxed{5}") for _ in range(40))
+        assert next(stream) is Verdict.CORRECT
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
+        rest = list(stream)
+        assert rest.count(Verdict.CRASHED) == 1
+        assert rest.count(Verdict.CORRECT) == 38
+        assert verifier.losses == (0, 1)
+
+
+def test_claims_are_read_only_a_little_ahead() -> None:
+    read = 0
+
+    def claims():
+        nonlocal read
+        for _ in range(1000):
+            read += 1
+            yield Claim("5", "\\boxed{5}")
+
+    with Verifier(1) as verifier:
+        next(verifier.verdicts(claims()))
+    assert read < 100
+
+
+def test_without_math_verify_the_refusal_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(EvaluationError, match=r"pip install 'math-verify\[antlr4_9_3\]'"):
+        Verifier(1)
