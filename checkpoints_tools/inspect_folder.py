@@ -3,114 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import math
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from dms_train.app.failures import message
-from dms_train.export.writer import MARKER_FILE
-from dms_train.hf.directory import WeightReader, read_architecture
-from dms_train.hf.formats import read_stated
-from dms_train.hf.json_files import read_json
-from dms_train.hf.selftest import REFERENCE
 
 BAD_INPUT = 2
-RUN_STATE = "run_state.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-_EXPORT_PARTS = ("hf", "megatron")
-_RUN_PARTS = ("config.yaml", "metrics.jsonl", "checkpoints", "exports")
-
-
-def tokenizer_hash(directory: Path) -> str | None:
-    """SHA-256 (16 hex digits) over the vocabulary files, None without any."""
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def describe_model(directory: Path) -> dict[str, Any]:
-    """Describe a Hugging Face directory; ValueError or FileNotFoundError if it is broken."""
-    reader = WeightReader(directory)
-    names = reader.names()
-    found = read_stated(directory)
-    facts: dict[str, Any] = {
-        "kind": "Hugging Face dense model" if found is None else "Hugging Face DMS export",
-        "family": read_architecture(directory).family,
-        "parameters": sum(math.prod(reader.shape(name)) for name in names),
-        "tensors": len(names),
-        "dtype": dict(Counter(reader.dtype(name) for name in names)),
-        "tokenizer_sha256": tokenizer_hash(directory),
-    }
-    if found is not None:
-        facts["format"], stated = found
-        facts["cr_factor"], facts["target_cr"] = stated.cr_factor, stated.target_cr
-        facts["spec"] = stated.spec.to_dict()
-        facts["selftest"] = (directory / REFERENCE).is_file()
-    if (directory / MARKER_FILE).is_file():
-        facts["provenance"] = read_json(directory / MARKER_FILE).get("provenance")
-    return facts
-
-
-def describe_checkpoint(directory: Path) -> dict[str, Any]:
-    """Describe a Megatron checkpoint folder: its run state and the size of its shards."""
-    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    state = read_json(directory / RUN_STATE)
-    return {"kind": "Megatron checkpoint", "bytes": size, "run_state": state}
-
-
-def describe_run(directory: Path) -> dict[str, Any]:
-    """Describe a run folder: its checkpoints, its exports and how many metric lines it has."""
-    facts: dict[str, Any] = {"kind": "run folder"}
-    facts["config"] = (directory / "config.yaml").is_file()
-    for part in ("checkpoints", "exports"):
-        folder = directory / part
-        facts[part] = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
-    metrics = directory / "metrics.jsonl"
-    facts["metrics_lines"] = 0
-    if metrics.is_file():
-        with metrics.open("rb") as lines:
-            facts["metrics_lines"] = sum(1 for _ in lines)
-    return facts
-
-
-def describe_pair(directory: Path) -> dict[str, Any]:
-    """Describe one export of a run: the same model for transformers and for Megatron."""
-    found = [part for part in _EXPORT_PARTS if (directory / part).is_dir()]
-    return {"kind": "export folder"} | {part: describe(directory / part) for part in found}
-
-
-def describe(path: Path) -> dict[str, Any]:
-    """Say what a folder is.
-
-    Returns:
-        Plain JSON values; `kind` is always present.
-
-    Raises:
-        FileNotFoundError: If it is absent.
-        ValueError: If it is damaged or none of the known kinds.
-    """
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such directory")
-    if (path / RUN_STATE).is_file():
-        return describe_checkpoint(path)
-    if (path / "config.json").is_file():
-        return describe_model(path)
-    if any((path / part).exists() for part in _RUN_PARTS):
-        return describe_run(path)
-    if any((path / part).is_dir() for part in _EXPORT_PARTS):
-        return describe_pair(path)
-    raise ValueError(
-        f"{path}: neither a model (config.json), a checkpoint ({RUN_STATE}) nor a run folder "
-        f"({', '.join(_RUN_PARTS)})"
-    )
 
 
 def _rows(facts: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -149,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
     arguments = _parser().parse_args(argv)
+    from dms_train.app.inspection import describe
+
     try:
         facts = describe(arguments.path)
     except (OSError, ValueError) as error:

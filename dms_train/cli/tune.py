@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-import torch
-
 from dms_train.cli.errors import run_main
-from dms_train.kernels import api
-from dms_train.kernels.train_attention.launch_plan import TUNED_FILE
+from dms_train.kernels.options import TUNED_FILE
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main() -> None:
@@ -31,7 +28,14 @@ def _main(arguments: list[str]) -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="for one head size (%(default)s)"
     )
-    args = parser.parse_args(arguments)
+    _tune(parser.parse_args(arguments))
+
+
+def _tune(args: argparse.Namespace) -> None:
+    import torch
+
+    from dms_train.kernels import api
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     api.choose("triton", device)
     from dms_train.kernels.train_attention import tuning
@@ -39,7 +43,8 @@ def _main(arguments: list[str]) -> None:
     def show(trial: tuning.Trial) -> None:
         print(f"  {trial.seconds * 1e3:8.3f} ms  {trial.plan.forward}  {trial.plan.backward}")
 
+    dtype: torch.dtype = getattr(torch, DTYPES[args.dtype])
     for size in args.head_sizes:
         print(f"head size {size}, {args.dtype}:", flush=True)
-        best = tuning.tune(DTYPES[args.dtype], size, device, seconds=args.seconds, note=show)
+        best = tuning.tune(dtype, size, device, seconds=args.seconds, note=show)
         print(f"fastest: {best.seconds * 1e3:.3f} ms, stored in {TUNED_FILE}", flush=True)

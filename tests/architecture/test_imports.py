@@ -7,12 +7,14 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("dms_train",)
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
 OPTIONAL = (
     *("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers"),
     *("starlette", "uvicorn", "prometheus_client"),
@@ -78,3 +80,21 @@ def test_configuration_is_read_without_torch():
         "sys.exit(', '.join({'torch', 'megatron', 'numpy', 'wandb'} & set(sys.modules)) or 0)\n"
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", SCRIPTS.values(), ids=SCRIPTS)
+def test_help_is_shown_without_torch(target):
+    module, _, function = target.partition(":")
+    done = python(
+        "import sys\n"
+        f"from {module} import {function}\n"
+        "sys.argv[1:] = ['--help']\n"
+        "try:\n"
+        f"    {function}()\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "heavy = {'torch', 'megatron', 'transformers', 'triton'} & set(sys.modules)\n"
+        "sys.exit(', '.join(heavy) or 0)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower() or "dms-train" in done.stdout

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from dms_train.kernels.errors import KernelError
-from dms_train.kernels.options import ROW_TILE
+from dms_train.kernels.options import ROW_TILE, TUNED_FILE
 
 
 class TrainTiles(NamedTuple):
@@ -74,10 +74,6 @@ _FLOAT32 = {
     128: (TrainTiles(32, 32, 4, 1), TrainTiles(16, 32, 4, 1)),
     256: (TrainTiles(16, 16, 4, 1), TrainTiles(16, 16, 4, 1)),
 }
-
-
-# Written by `tuning`: {family: [forward tiles, backward tiles]}.
-TUNED_FILE = Path.home() / ".cache" / "dms-train" / "attention_tiles.json"
 
 
 _forced: list[TilePlan] = []

@@ -1,0 +1,113 @@
+"""Whether an exported model computes what the trained model computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dms_train.hf.directory import WeightReader
+from dms_train.hf.formats import read_spec
+from dms_train.hf.selftest import SelfTest
+from dms_train.method.losses import kl_teacher_student
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How far a loaded export is from its reference.
+
+    Attributes:
+        tokens: Length T of the reference sequence.
+        decisions: Number of decisions compared, layers * KV heads * T.
+        decision_difference: Largest absolute decision-logit difference of one token.
+        head_drift: Mean absolute decision-logit difference of the worst KV head. A misplaced row
+            moves all decisions of a head; rounding in bfloat16 moves single ones.
+        decisions_flipped: Hard decisions that differ.
+        logit_difference: Largest absolute logit difference.
+        kl_per_token: Mean KL(reference || export) in nats.
+        top1_agreement: Share of positions with the same most likely token.
+        decision_tolerance: Largest `head_drift` that passes.
+        kl_tolerance: Largest `kl_per_token` that passes.
+    """
+
+    tokens: int
+    decisions: int
+    decision_difference: float
+    head_drift: float
+    decisions_flipped: int
+    logit_difference: float
+    kl_per_token: float
+    top1_agreement: float
+    decision_tolerance: float
+    kl_tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both tolerances hold; not-a-number fails."""
+        settled = self.head_drift <= self.decision_tolerance
+        return settled and self.kl_per_token <= self.kl_tolerance
+
+
+def compare(reference: SelfTest, decision_logits: Tensor, logits: Tensor) -> Report:
+    """Compare what an export computed with its reference.
+
+    Args:
+        reference: The shipped self-test.
+        decision_logits: [layers, kv_heads, T].
+        logits: [T, vocab].
+
+    Raises:
+        ValueError: If the shapes are not those of the reference.
+    """
+    ours = (decision_logits.shape, logits.shape)
+    if ours != (reference.decision_logits.shape, reference.logits.shape):
+        raise ValueError(
+            f"the export's decisions {tuple(ours[0])} and logits {tuple(ours[1])} do not have the "
+            "shapes of its self-test; it belongs to another model"
+        )
+    theirs, found = reference.logits.double(), logits.double()
+    expected, decided = reference.decision_logits.double(), decision_logits.double()
+    difference = (decided - expected).abs()
+    return Report(
+        tokens=logits.shape[0],
+        decisions=decided.numel(),
+        decision_difference=difference.max().item(),
+        head_drift=difference.mean(-1).max().item(),
+        decisions_flipped=int(((decided > 0) != (expected > 0)).sum()),
+        logit_difference=(found - theirs).abs().max().item(),
+        kl_per_token=kl_teacher_student(found, theirs).mean().item(),
+        top1_agreement=(found.argmax(-1) == theirs.argmax(-1)).double().mean().item(),
+        decision_tolerance=reference.decision_tolerance,
+        kl_tolerance=reference.kl_tolerance,
+    )
+
+
+def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cpu") -> Report:
+    """Load an export with its own code and replay its self-test.
+
+    Args:
+        directory: The export.
+        dtype: Compute dtype, or None for the one of the reference.
+        device: Where to run.
+
+    Raises:
+        FileNotFoundError: If the directory, its weights or its self-test are absent.
+        ValueError: If it is not a DMS export or a file is damaged.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = Path(directory)
+    if read_spec(directory) is None:
+        raise ValueError(f"{directory}: a dense model; there are no decisions to verify")
+    reference = SelfTest.load(directory)
+    WeightReader(directory)  # refuses damaged shards in one line
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, trust_remote_code=True, local_files_only=True, dtype=dtype or reference.dtype
+    )
+    model = model.to(device).eval()
+    input_ids = reference.input_ids[None].to(device)
+    with torch.no_grad():
+        logits = model(input_ids, use_cache=False).logits[0].cpu()
+    return compare(reference, model.dms_decision_logits(input_ids)[:, 0].cpu(), logits)
