@@ -1,8 +1,8 @@
 """The DMS specification: every constant that defines what a retrofitted model computes.
 
-`MethodOptions` is the `method` block of a configuration, `DMSSpec` the same values once they are
-known to be usable. A spec is stored with each checkpoint and export. `conf/method/NAME.yaml` holds
-the values of each preset for the command line; `PRESETS` holds them for Python.
+`MethodOptions` is the `method` block of a configuration, `DMSSpec` the same values after their
+check. A spec is stored with each checkpoint and export. `conf/method/NAME.yaml` holds the values of
+each preset; `PRESETS` is read from these files.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any
+
+import yaml
 
 from dms_train import limits
 from dms_train.limits import AtLeast, OneOf
+
+_PRESET_DIR = Path(__file__).resolve().parents[1] / "conf" / "method"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +75,7 @@ class MethodOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DMSSpec(MethodOptions):
-    """Constants of Dynamic Memory Sparsification that are known to be usable.
+    """Checked constants of Dynamic Memory Sparsification.
 
     Fields are those of `MethodOptions`.
 
@@ -111,39 +116,9 @@ class DMSSpec(MethodOptions):
         return cls(**values)
 
 
-PRESETS: dict[str, DMSSpec] = {
-    # The paper: first channel, Figure 2b's shift. It states b = -5 only; with scale 1 the logits
-    # cannot travel 5 units at learning rates that keep the model intact, with 100 they do.
-    "dms": DMSSpec(
-        preset="dms",
-        channel=0,
-        alpha_scale=100.0,
-        alpha_offset=5.0,
-        decision_shift=1,
-        window=256,
-        clear_after_rope=False,
-        alpha_in_loss="soft",
-    ),
-    # What NVIDIA's public DMS code trains and reads.
-    "dms_nvidia": DMSSpec(
-        preset="dms_nvidia",
-        channel=-1,
-        alpha_scale=100.0,
-        alpha_offset=5.0,
-        decision_shift=1,
-        window=512,
-        clear_after_rope=True,
-        alpha_in_loss="hard_st",
-    ),
-    # What the FastDMS engine reads.
-    "dms_fastdms": DMSSpec(
-        preset="dms_fastdms",
-        channel=-1,
-        alpha_scale=100.0,
-        alpha_offset=5.0,
-        decision_shift=0,
-        window=256,
-        clear_after_rope=False,
-        alpha_in_loss="hard_st",
-    ),
-}
+def _presets() -> dict[str, DMSSpec]:
+    files = sorted(_PRESET_DIR.glob("*.yaml"))
+    return {file.stem: DMSSpec(**yaml.safe_load(file.read_text("utf-8"))) for file in files}
+
+
+PRESETS = _presets()
