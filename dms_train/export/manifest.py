@@ -57,7 +57,8 @@ def _source(module: ModuleType) -> str:
 
 
 def _beside(text: str, family: str) -> str:
-    text = text.replace("from .configuration_dms ", f"from .configuration_{family}_dms ")
+    for stem in ("configuration", "generation"):
+        text = text.replace(f"from .{stem}_dms ", f"from .{stem}_{family}_dms ")
     for module, name in CACHE_MODULES.items():
         text = text.replace(f"from {module.__name__} import", f"from .{name} import")
     return text

@@ -384,8 +384,8 @@ MUTATIONS = [
     Mutation(
         "exported code has a window one token shorter",
         "dms_train/export/code/modeling_dms.py",
-        "positions[-queries:, None] - positions[None, :] > numbers.window",
-        "positions[-queries:, None] - positions[None, :] >= numbers.window",
+        "queries[:, None] - keys[None, :] > self.dms.numbers.window",
+        "queries[:, None] - keys[None, :] >= self.dms.numbers.window",
         "tests/unit/hf/test_modeling.py::test_equals_independent_forward[llama-dms]",
     ),
 ]

@@ -7,11 +7,14 @@ Each KV head decides per token whether the token is dropped from its cache once 
 leaves a sliding window. The decision is read from one borrowed channel of a query head, so the
 model has exactly the weights of its dense original.
 
-`generate` frees what is evicted: greedy search and sampling run on `DMSCache`. Everything else
-(beams, assisted generation, a plain `forward`, `cache_implementation="dynamic"`) keeps a
-DynamicCache of full length in which evicted tokens are masked; each token's decision is stored as
-one more channel of its value vector, so it follows the token through everything transformers does
-with a cache.
+`generate` frees what is evicted: greedy search, sampling and beam search run on `DMSCache`.
+Everything else (assisted generation, which takes tokens back; a plain `forward`;
+`cache_implementation="dynamic"`) keeps a DynamicCache of full length in which evicted tokens are
+masked; each token's decision is stored as one more channel of its value vector, so it follows the
+token through everything transformers does with a cache.
+
+Queries attend in blocks, so that no tensor of [T, T] exists. Attention weights that are asked for,
+packed sequences and 4D masks of the caller take the masks of transformers instead.
 """
 
 from __future__ import annotations
@@ -21,22 +24,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 # transformers 4 copies only the files imported here, not those that they import.
 from dms_train.inference.cache.allocator import PageAllocator  # noqa: F401
 from dms_train.inference.cache.base import Attended  # noqa: F401
-from dms_train.inference.cache.compact import CompactCache
-from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import Arrival
-from dms_train.inference.policies.dms import DMSPolicy
+from dms_train.inference.cache.compact import CompactCache  # noqa: F401
+from dms_train.inference.cache.pool import PagePool  # noqa: F401
+from dms_train.inference.policies.base import Arrival  # noqa: F401
+from dms_train.inference.policies.dms import DMSPolicy  # noqa: F401
 from dms_train.kernels.decode.slots import attend_slots  # noqa: F401
 
 from .configuration_dms import DMSNumbers, dms_numbers
+from .generation_dms import DMSCache, block_queries
 
 _Mixed: Any = object  # stands for the class of transformers that a mixin precedes
+_SHRINKING = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 
 
 def evicted_tokens(decisions: Tensor, shift: int) -> Tensor:
@@ -48,90 +58,6 @@ def evicted_tokens(decisions: Tensor, shift: int) -> Tensor:
     """
     shift = min(shift, decisions.shape[-1])
     return F.pad(decisions[..., shift:], (0, shift), value=False)
-
-
-class _CountingLayer(CacheLayerMixin):
-    """What transformers asks of a layer's cache; keys and values are elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = 0
-
-    def lazy_initialization(self, *args: Any) -> None:
-        """Nothing to prepare."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: evicted keys cannot be returned."""
-        raise ValueError("a DMSCache serves DMS attention only")
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the mask; query is a length or a tensor of positions."""
-        return self.length + (query if isinstance(query, int) else query.shape[0]), 0
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Tokens seen, padding and evicted ones included."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No limit."""
-        return -1
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refused; generate gives beams another cache."""
-        raise ValueError("a DMSCache cannot be reordered; leave past_key_values unset")
-
-
-class DMSCache(Cache):
-    """A cache that frees what is evicted. Memory comes from one pool per device."""
-
-    def __init__(self, numbers: DMSNumbers, layers: int) -> None:
-        super().__init__(layers=[_CountingLayer() for _ in range(layers)])
-        self._policy = DMSPolicy(numbers.window, numbers.shift)
-        self._pools: dict[torch.device, PagePool] = {}
-        self._stores: dict[int, CompactCache] = {}
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes taken from the system now, without page tables."""
-        return sum(pool.allocated_bytes for pool in self._pools.values())
-
-    def live(self) -> Tensor:
-        """Tokens held, int64 [layers, batch, kv_heads]."""
-        counts = [store.live(torch.arange(store.rows))[0].cpu() for store in self._stores.values()]
-        return torch.stack(counts)
-
-    def _open(self, layer: int, key: Tensor) -> CompactCache:
-        batch, heads, _, size = key.shape
-        pool = self._pools.setdefault(
-            key.device, PagePool(head_size=size, state_width=1, dtype=key.dtype, device=key.device)
-        )
-        self._stores[layer] = CompactCache(pool, self._policy, layers=1, rows=batch, heads=heads)
-        return self._stores[layer]
-
-    def attend(self, layer: int, query: Tensor, arrival: Arrival, real: Tensor) -> Tensor:
-        """Store tokens, drop what is dead, attend.
-
-        Args:
-            layer: Layer number.
-            query: [batch, heads, T, d] with RoPE applied.
-            arrival: The tokens; positions are filled in here.
-            real: bool [batch, T], False for padding.
-
-        Returns:
-            [batch, heads, T, d].
-        """
-        store = self._stores.get(layer) or self._open(layer, arrival.key)
-        start, n = self.layers[layer].length, real.shape[1]
-        position = torch.arange(start, start + n, device=real.device)
-        arrival = arrival._replace(position=torch.where(real, position, -1))
-        rows = torch.arange(len(real), device=real.device)
-        output = store.attend(0, rows, query, arrival).output
-        self.layers[layer].length += n
-        return output
 
 
 class DMSDecision(nn.Module):
@@ -188,17 +114,55 @@ class _AttentionMixin(_Mixed):
         key, marked = cache.update(key, marked, self.layer_idx)
         return key, marked[..., :-1], marked[..., -1] > 0.5
 
-    def _mask(self, causal: Tensor, decisions: Tensor) -> Tensor:
-        """Additive mask [batch, heads, queries, keys] from the causal one and the decisions."""
+    def _gone(self, evicted: Tensor, queries: Tensor) -> Tensor:
+        """Keys that queries at these positions do not read: bool [batch, kv_heads, queries, keys].
+
+        Args:
+            evicted: bool [batch, kv_heads, keys], whether a key is dropped behind the window.
+            queries: int64 [queries].
+        """
+        keys = torch.arange(evicted.shape[-1], device=evicted.device)
+        late = queries[:, None] - keys[None, :] > self.dms.numbers.window
+        return evicted[:, :, None, :] & late
+
+    def _mask(self, causal: Tensor, evicted: Tensor) -> Tensor:
+        """Additive mask [batch, heads, queries, keys] from the causal one and the evictions."""
         queries, keys = causal.shape[-2:]
-        numbers = self.dms.numbers
-        if keys <= numbers.window + 1:
-            return causal
-        positions = torch.arange(keys, device=causal.device)
-        late = positions[-queries:, None] - positions[None, :] > numbers.window
-        gone = evicted_tokens(decisions, numbers.shift)[:, :, None, :] & late
+        gone = self._gone(evicted, torch.arange(keys - queries, keys, device=causal.device))
         mask = causal.masked_fill(gone, torch.finfo(causal.dtype).min)
         return mask.repeat_interleave(self.num_key_value_groups, dim=1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, evicted: Tensor, real: Tensor
+    ) -> Tensor:
+        """Attention of the last tokens in blocks of queries.
+
+        Args:
+            query: [batch, heads, T, d].
+            key: [batch, kv_heads, keys, d].
+            value: Likewise.
+            evicted: bool [batch, kv_heads, keys].
+            real: bool [batch or 1, 1, 1, keys], False for padding.
+
+        Returns:
+            [batch, heads, T, d].
+        """
+        batch, heads, n, d = query.shape
+        kv_heads, keys = key.shape[1:3]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        dropout = self.attention_dropout if self.training else 0.0
+        positions = torch.arange(keys, device=query.device)
+        outputs = []
+        for block in torch.arange(n, device=query.device).split(block_queries(batch * heads, keys)):
+            at = block + keys - n
+            read = real & (positions <= at[:, None]) & ~self._gone(evicted, at)
+            grouped = query[:, :, block].reshape(batch, kv_heads, -1, d)  # a group's heads together
+            scores = grouped @ key.transpose(2, 3) * self.scaling
+            scores = scores.view(batch, kv_heads, -1, len(block), keys)
+            scores = scores.masked_fill(~read[:, :, None], torch.finfo(scores.dtype).min)
+            weights = F.dropout(scores.softmax(-1, dtype=wide).to(query.dtype), dropout)
+            outputs.append((weights.flatten(2, 3) @ value).view(batch, heads, len(block), d))
+        return torch.cat(outputs, 2)
 
     def forward(
         self,
@@ -208,7 +172,11 @@ class _AttentionMixin(_Mixed):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the family's attention; attention_mask is the 4D additive mask of eager attention."""
+        """As the family's attention; attention_mask is 4D.
+
+        bool [batch or 1, 1, 1, keys] from `_columns_only`, or the additive mask of eager attention,
+        with which the attention weights are returned too.
+        """
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMS needs a 4D mask: load with attn_implementation='eager'")
         query = self._heads(self.q_proj, hidden_states, "q_norm")
@@ -219,18 +187,20 @@ class _AttentionMixin(_Mixed):
         if self.dms.numbers.clear_after_rope:
             query = self.dms.clear(query)
         if isinstance(past_key_values, DMSCache):
-            real = attention_mask[:, 0, -1, -query.shape[2] :] == 0
-            real = real.expand(query.shape[0], -1)
-            arrival = Arrival(real, key, value, decisions)
-            output = past_key_values.attend(self.layer_idx, query, arrival, real)
+            tokens = (key, value, decisions)
+            output = past_key_values.attend(self.layer_idx, query, tokens, attention_mask)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None
         key, value, decisions = self._remember(key, value, decisions, past_key_values)
+        evicted = evicted_tokens(decisions, self.dms.numbers.shift)
+        if attention_mask.dtype == torch.bool:
+            output = self._attend(query, key, value, evicted, attention_mask)
+            return self.o_proj(output.transpose(1, 2).flatten(2)), None
         output, weights = eager_attention_forward(
             self,
             query,
             key,
             value,
-            self._mask(attention_mask, decisions),
+            self._mask(attention_mask, evicted),
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
         )
@@ -241,6 +211,30 @@ def attention_with_dms(base: type) -> type:
     """A family's attention class of transformers (`LlamaAttention`) with DMS."""
     values = {"__doc__": f"{base.__name__} with DMS."}
     return type(f"{base.__name__}DMS", (_AttentionMixin, base), values)
+
+
+def _columns_only(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace the mask by which columns are real, bool [batch or 1, 1, 1, keys].
+
+    A hook before `forward` of the decoder, which passes a 4D mask on as it is. Otherwise it makes
+    an additive mask [batch, 1, T, keys]; that is left to it where more than causality is asked for.
+    """
+    mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    tokens = kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    weights = kwargs.get("output_attentions")
+    weights = getattr(model.config, "output_attentions", False) if weights is None else weights
+    packed = mask is None and past is None and kwargs.get("position_ids") is not None
+    if args or tokens is None or weights or packed:
+        return None
+    keys = tokens.shape[1] + (0 if past is None else past.get_seq_length())
+    if mask is None:
+        mask = torch.ones(1, keys, dtype=torch.bool, device=tokens.device)
+    if not isinstance(mask, Tensor) or mask.shape[1:] != (keys,):
+        return None
+    return args, {**kwargs, "attention_mask": mask.to(tokens.device).bool()[:, None, None]}
 
 
 class _CausalLMMixin(_Mixed):
@@ -259,18 +253,29 @@ class _CausalLMMixin(_Mixed):
         super().__init__(config)
         for number, layer in enumerate(self.model.layers):
             layer.self_attn = self.attention_class(config, number)
+        self.model.register_forward_pre_hook(_columns_only, with_kwargs=True)
         self.post_init()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *rest: Any
     ) -> Any:
-        """As in transformers, with a cache that shrinks where nothing speaks against it."""
+        """As in transformers, with a cache that shrinks where nothing speaks against it.
+
+        Raises:
+            ValueError: A DMSCache is given for assisted generation.
+        """
         given = model_kwargs.get("past_key_values")
+        if isinstance(given, DMSCache) and mode == GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(
+                "assisted generation takes tokens back, which a DMSCache may have evicted; leave "
+                "past_key_values unset or pass a DynamicCache"
+            )
         done = super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *rest)
-        plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         asked = generation_config.cache_implementation or generation_config.output_attentions
+        rolled_back = generation_config.is_assistant
         made = model_kwargs.get("past_key_values")
-        if given is None and plain and not asked and type(made) is DynamicCache:
+        shrinks = mode in _SHRINKING and not asked and not rolled_back
+        if given is None and shrinks and type(made) is DynamicCache:
             numbers = self.model.layers[0].self_attn.dms.numbers
             model_kwargs["past_key_values"] = DMSCache(numbers, len(self.model.layers))
         return done

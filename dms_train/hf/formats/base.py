@@ -75,7 +75,8 @@ def no_files(model: ExportedModel) -> dict[str, dict[str, Any]]:
 
 def modeling_code(family: str) -> dict[str, str]:
     """The project's own modelling code: name in the export to name in `dms_train/export/code`."""
-    return {f"{stem}_{family}_dms.py": f"{stem}_dms.py" for stem in ("configuration", "modeling")}
+    stems = ("configuration", "generation", "modeling")
+    return {f"{stem}_{family}_dms.py": f"{stem}_dms.py" for stem in stems}
 
 
 def modeling_keys(family: str) -> dict[str, Any]:

@@ -10,7 +10,16 @@ from dms_train.export.manifest import shipped_code
 from dms_train.families import FAMILIES
 from dms_train.hf.formats import FORMATS
 
-ALLOWED = {"__future__", "collections", "dataclasses", "heapq", "typing", "torch", "transformers"}
+ALLOWED = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "heapq",
+    "inspect",
+    "torch",
+    "transformers",
+    "typing",
+}
 
 
 def imports(text):

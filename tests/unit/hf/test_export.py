@@ -97,6 +97,7 @@ def test_files(export, spec, stories):
         "compact_dms.py",
         "configuration_qwen3_dms.py",
         "eviction_dms.py",
+        "generation_qwen3_dms.py",
         "modeling_qwen3_dms.py",
         "policy_dms.py",
         "pool_dms.py",

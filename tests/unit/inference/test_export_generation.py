@@ -97,10 +97,29 @@ def test_sampling(model):
     assert torch.equal(ours, masked(m, ids(10), **options))
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"cache_implementation": "dynamic"}])
-def test_other_modes_keep_the_masked_cache(model, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 2, "do_sample": True, "top_k": 5},
+    ],
+    ids=["search", "sample"],
+)
+@pytest.mark.parametrize(("family", "preset"), [("llama", "dms"), ("qwen3", "dms_nvidia")])
+def test_beams(model, family, preset, options):
+    m = model(family, preset)
+    batch = torch.cat([ids(14), ids(14, 2)])
+    torch.manual_seed(0)
+    done = m.generate(batch, return_dict_in_generate=True, **{**OPTIONS, **options})
+    torch.manual_seed(0)
+    assert torch.equal(done.sequences, masked(m, batch, **options))
+    assert type(done.past_key_values).__name__ == "DMSCache"
+    assert done.past_key_values.live().double().mean() < 0.85 * 43
+
+
+def test_a_dynamic_cache_is_kept(model):
     done = model("llama", "dms").generate(
-        ids(10), return_dict_in_generate=True, **{**OPTIONS, **options}
+        ids(10), return_dict_in_generate=True, cache_implementation="dynamic", **OPTIONS
     )
     assert isinstance(done.past_key_values, DynamicCache)
 

@@ -1,0 +1,294 @@
+"""The cache of `generate`, which frees what Dynamic Memory Sparsification (DMS) evicts.
+
+This file travels with the weights and needs only torch and transformers (4.57 or later).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dms_train.inference.cache.compact import CompactCache
+from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.policies.base import Arrival
+from dms_train.inference.policies.dms import DMSPolicy
+
+from .configuration_dms import DMSNumbers
+
+BLOCK_SCORES = 2**25  # attention scores that are computed at once
+BLOCK_QUERIES = 16  # and queries, if that is more
+# transformers 4 says how many tokens `crop` keeps, transformers 5 how many it removes
+_CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+
+
+def block_queries(lists: int, keys: int) -> int:
+    """Queries that attend at once, so that scores [lists, queries, keys] stay small."""
+    return max(BLOCK_QUERIES, BLOCK_SCORES // max(1, lists * keys))
+
+
+class Pages(CompactCache):
+    """One layer: pages of live tokens that can be copied and cropped."""
+
+    def taken(self, rows: Tensor) -> Pages:
+        """A cache of copies of these rows, int64 [b], which may repeat."""
+        return self._copied(rows, None)
+
+    def cropped(self, length: int) -> Pages:
+        """A cache of the tokens before position `length`.
+
+        A mark that a later token has set stays until another token at its position replaces it,
+        which happens before the mark counts.
+        """
+        return self._copied(torch.arange(self.rows, device=self.pool.device), length)
+
+    def missing(self, real: Tensor, length: int) -> int:
+        """Tokens that a later query may read after a crop to `length` and that are gone.
+
+        Args:
+            real: bool [rows, length], False for padding.
+            length: Tokens that stay.
+        """
+        assert isinstance(self.policy, DMSPolicy)
+        # in the window of the next query, or undecided when it arrives
+        first = max(0, length - max(self.policy.window, self.policy.shift))
+        rows = torch.arange(self.rows, device=self.pool.device)
+        numbers = self._numbers(*self._kv_lists(0, rows))
+        position = self._stored(0, numbers, content=False).position
+        held = ((position >= first) & (position < length)).sum(-1)
+        return int((real[:, first:length].sum(1)[:, None].to(held.device) - held).sum())
+
+    def _copied(self, rows: Tensor, length: int | None) -> Pages:
+        numbers = self._numbers(*self._kv_lists(0, rows))
+        slots = self._stored(0, numbers, content=True)
+        if length is not None:
+            stays = slots.position.masked_fill(slots.position >= length, -1)
+            slots = slots._replace(position=stays)
+        b, heads, _ = numbers.shape
+        copy = Pages(self.pool, self.policy, layers=1, rows=b, heads=heads)
+        assert slots.key is not None
+        assert slots.value is not None
+        nothing = Arrival(numbers.new_full((b, 1), -1), slots.key, slots.value, None)
+        places = torch.arange(b, device=rows.device)
+        copy._settle(places, numbers[..., :0], slots, slots.state[:, :, :0], nothing)
+        return copy
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of a layer's cache; keys and values are in its store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.store: Any = None
+
+    def lazy_initialization(self, *args: Any) -> None:
+        """Nothing to prepare."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: evicted keys cannot be returned."""
+        raise ValueError("a DMSCache serves DMS attention only")
+
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """Length and offset of the mask; query is a length or a tensor of positions."""
+        return self.length + (query if isinstance(query, int) else query.shape[0]), 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens seen, padding and evicted ones included."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.length, self.store = 0, None
+
+    def replace(self, store: Any) -> None:
+        """Give the pages of the old store back and use another one."""
+        self.store.free(torch.arange(self.store.rows, device=self.store.pool.device))
+        self.store = store
+
+
+class _Columns(NamedTuple):
+    """Tokens of one forward pass.
+
+    Attributes:
+        mask: As the attention layers got it.
+        start: Tokens before it.
+        real: bool [batch, T], False for padding.
+    """
+
+    mask: Tensor
+    start: int
+    real: Tensor
+
+
+class DMSCache(Cache):
+    """A cache that frees what is evicted. Memory comes from one pool per device.
+
+    Evicted tokens cannot return: `crop` raises ValueError when the rest would need one.
+
+    Args:
+        numbers: Of the model.
+        layers: Attention layers.
+    """
+
+    def __init__(self, numbers: DMSNumbers, layers: int) -> None:
+        super().__init__(layers=[_Layer() for _ in range(layers)])
+        self._policy = DMSPolicy(numbers.window, numbers.shift)
+        self._real: Tensor | None = None  # bool [batch, T] of all tokens seen
+        self._columns: _Columns | None = None  # of the last forward pass
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes taken from the system now, without page tables."""
+        pools = {id(store.pool): store.pool for store in self._stores()}
+        return sum(pool.allocated_bytes for pool in pools.values())
+
+    def live(self) -> Tensor:
+        """Tokens held, int64 [layers, batch, kv_heads]."""
+        return torch.stack(
+            [store.live(torch.arange(store.rows))[0].cpu() for store in self._stores()]
+        )
+
+    def attend(self, layer: int, query: Tensor, tokens: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+        """Store tokens, drop what is dead, attend.
+
+        Args:
+            layer: Layer number.
+            query: [batch, heads, T, d] with RoPE applied.
+            tokens: Keys and values, [batch, kv_heads, T, d], and decisions,
+                bool [batch, kv_heads, T].
+            mask: 4D; its last row says which columns are real: True, or 0 in an additive mask.
+
+        Returns:
+            [batch, heads, T, d].
+        """
+        ours = self.layers[layer]
+        batch, heads, n, _ = query.shape
+        key, value, decisions = tokens
+        columns = self._enter(mask, ours.length, batch, n)
+        if ours.store is None:
+            ours.store = self._open(key)
+        position = torch.arange(ours.length, ours.length + n, device=query.device)
+        position = torch.where(columns.real.to(query.device), position, -1)
+        rows = torch.arange(batch, device=query.device)
+        outputs, size = [], block_queries(batch * heads, ours.length + n)
+        for first in range(0, n, size):
+            part = slice(first, first + size)
+            chunk = Arrival(
+                position[:, part], key[:, :, part], value[:, :, part], decisions[:, :, part]
+            )
+            outputs.append(ours.store.attend(0, rows, query[:, :, part], chunk).output)
+        ours.length += n
+        return torch.cat(outputs, 2)
+
+    def reset(self) -> None:
+        """Forget all tokens; the next ones may be of another batch size."""
+        super().reset()
+        self._real = self._columns = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, as a DynamicCache of the installed transformers does.
+
+        Args:
+            tokens_to_remove: Below 0, minus the number of tokens that are forgotten. In
+                transformers 4, any other value is the number of first tokens that stay.
+
+        Raises:
+            ValueError: A later query would read a token that was evicted since; the cache is
+                unchanged. Or, in transformers 5, the number is above 0.
+        """
+        length = self.get_seq_length()
+        stay = _tokens_left(tokens_to_remove, length)
+        if stay == length:
+            return
+        if stay == 0:
+            self.reset()
+            return
+        assert self._real is not None
+        gone = sum(store.missing(self._real, stay) for store in self._stores())
+        if gone:
+            raise ValueError(
+                f"crop of a DMSCache from {length} to {stay} tokens: {gone} slots are needed whose "
+                "tokens were evicted since; remove fewer tokens, reset() and compute them "
+                "again, or pass past_key_values=DynamicCache(), which keeps evicted tokens"
+            )
+        for layer in self.layers:
+            layer.replace(layer.store.cropped(stay))
+            layer.length = stay
+        self._real, self._columns = self._real[:, :stay], None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was, int64 [batch]."""
+        self._take(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, copies next to each other."""
+        if self._real is not None:
+            self._take(torch.arange(len(self._real)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows: indices or a mask."""
+        if self._real is not None:
+            self._take(torch.arange(len(self._real), device=indices.device)[indices])
+
+    def _take(self, rows: Tensor) -> None:
+        """Replace the rows of the batch by copies of `rows`, int64 [new batch]."""
+        if self._real is None or torch.equal(rows.cpu(), torch.arange(len(self._real))):
+            return
+        for layer in self.layers:
+            layer.replace(layer.store.taken(rows.to(layer.store.pool.device)))
+        self._real, self._columns = self._real[rows.to(self._real.device)], None
+
+    def _stores(self) -> list[Any]:
+        return [layer.store for layer in self.layers if layer.store is not None]
+
+    def _enter(self, mask: Tensor, start: int, batch: int, n: int) -> _Columns:
+        """The columns of a forward pass, which are the same for all layers.
+
+        Raises:
+            ValueError: The cache holds another number of sequences.
+        """
+        known = self._columns
+        if known is not None and known.mask is mask and known.start == start:
+            return known
+        last = mask[:, 0, -1, -n:]
+        real = (last if last.dtype == torch.bool else last == 0).expand(batch, -1)
+        before = real[:, :0] if self._real is None else self._real[:, :start].to(real.device)
+        if len(before) != batch:
+            raise ValueError(
+                f"the DMSCache holds {len(before)} sequence(s), {batch} arrive; call its "
+                "batch_repeat_interleave or batch_select_indices first"
+            )
+        self._real = torch.cat([before, real], 1)
+        self._columns = _Columns(mask, start, real)
+        return self._columns
+
+    def _open(self, key: Tensor) -> Any:
+        """An empty store for one layer."""
+        batch, heads, _, size = key.shape
+        pools = (store.pool for store in self._stores())
+        pool = next((pool for pool in pools if pool.device == key.device), None)
+        pool = pool or PagePool(head_size=size, state_width=1, dtype=key.dtype, device=key.device)
+        return Pages(pool, self._policy, layers=1, rows=batch, heads=heads)
+
+
+def _tokens_left(given: int, length: int) -> int:
+    """Tokens that stay after `crop(given)`."""
+    if given < 0:
+        return max(0, length + given)
+    if not _CROP_REMOVES:
+        return min(given, length)
+    if given > 0:
+        raise ValueError(f"crop({given}): give the number of tokens to remove, below 0")
+    return length
