@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Asked for on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
+# Installed on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 
 # Processes that run tests, one thread each; a test may start four more.

@@ -1,4 +1,4 @@
-"""Files of exam sheets: text to train on, and questions with answers to be asked."""
+"""Files of exam sheets: text to train on, and questions with known answers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `Solve -21*l + 207 = 43*l + 5*l for l.`: each side is a sum of terms in any order, a coefficient
 of one is not written, an empty side is 0, and the answer is a whole number. Numbers are smaller
-than in the public files, so that a small model has a chance.
+than in the public files, so that a small model can learn them.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ The names below are the public Python interface. Each is imported on first use, 
     llm = load_export("outputs/cr4/exports/final/hf")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
-`LLM` runs a dense model or an export, `load_export` accepts exports only, `SamplingParams` says how
-to continue a prompt, and `DMSSpec` holds the constants of the method that an export was trained
+`LLM` runs a dense model or an export, `load_export` accepts exports only, `SamplingParams` sets how
+a prompt is continued, and `DMSSpec` holds the constants of the method that an export was trained
 with. Training is started with the command `dms-train`.
 """
 
@@ -37,7 +37,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
+    """Import a public name on first access (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

@@ -37,8 +37,8 @@ class Job:
 def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
     """The jobs of a run in order.
 
-    `prepare` checks the token files and makes them if it was told how, `hf_to_megatron` makes the
-    checkpoint that training starts from, then follow the stages of `stage.run`. An export is
+    `prepare` checks the token files, and makes them if --prepare was given; `hf_to_megatron` makes
+    the checkpoint that training starts from; then follow the stages of `stage.run`. An export is
     validated on one node, whether or not `stage.run` ends with `validate`.
 
     Raises:
@@ -88,7 +88,7 @@ def script(job: Job, config: RunConfig, workdir: Path) -> str:
 
 
 def needs(job: Job, config: RunConfig) -> Needs:
-    """What every node is checked for before a job starts on it."""
+    """What every node is checked for before a job starts."""
     cluster = config.cluster
     # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)
@@ -155,7 +155,7 @@ def _site_lines(cluster: ClusterOptions, kind: Kind) -> list[str]:
 
 
 def container_options(cluster: ClusterOptions, run: Path, workdir: Path) -> list[str]:
-    """What srun, not sbatch, is told: the batch shell stays outside, where scontrol exists."""
+    """Options of srun, not of sbatch: the batch shell stays outside, where scontrol exists."""
     if cluster.container_image is None:
         return []
     own = [f"{folder}:{folder}" for folder in dict.fromkeys((run, workdir))]

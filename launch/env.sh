@@ -6,12 +6,12 @@
 : "${CUDA_DEVICE_MAX_CONNECTIONS:=1}"
 # NVLink SHARP reserves memory on every GPU; set 1 where it was measured to be faster.
 : "${NCCL_NVLS_ENABLE:=0}"
-# Says what is wrong, and nothing else; INFO for one short run when processes cannot meet.
+# Prints errors only; INFO for one short run when processes cannot meet.
 : "${NCCL_DEBUG:=WARN}"
 # A collective that hangs leaves a record of what each rank was doing (about 2,000 entries).
 : "${TORCH_FR_BUFFER_SIZE:=2000}"
 : "${TORCH_NCCL_DUMP_ON_TIMEOUT:=1}"
-# NCCL's own watchdog must not take the pause of a long save for a dead process; seconds.
+# NCCL's own watchdog must not take the pause of a long save for a lost process; seconds.
 : "${TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC:=1800}"
 # How long torchrun lets ranks save after SIGTERM before it kills them (30 s without); seconds.
 : "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:=${SAVE_S:-240}}"

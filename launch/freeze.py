@@ -1,4 +1,4 @@
-"""Everything a run needs to be the same tomorrow: configuration, code, package versions."""
+"""Everything that makes a run reproducible: configuration, code, package versions."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ DMS_ATTEMPT=$SLURM_JOB_ID.$attempt
 export RUN CODE PYTHON NPROC SAVE_S NNODES MASTER_ADDR MASTER_PORT RENDEZVOUS DMS_ATTEMPT
 say "job $SLURM_JOB_ID, attempt $attempt, nodes $SLURM_JOB_NODELIST"
 
-# srun can wait for ever for a node that died and came back, so asking is followed by SIGKILL.
+# srun can wait for ever for a node that failed and came back, so the request is followed by SIGKILL.
 end_step() {
   say "$1: ending the step"
   scancel "$SLURM_JOB_ID.0"
@@ -45,8 +45,8 @@ end_step() {
   kill -9 "$step" 2>/dev/null
 }
 # The signal before the time limit reaches this shell only; every process of the step gets it from
-# here, once all nodes have said that they ignore it until the ranks listen; it would end them before.
-# It is sent again until the step ends, since a rank that was still starting has not heard it. A step
+# here, once all nodes have reported that they ignore it until the ranks listen; it would end them before.
+# It is sent again until the step ends, since a rank that was still starting has not received it. A step
 # that has not saved and ended after SAVE_S seconds is ended.
 asked='' step='' helpers=()
 stop_step() {

@@ -31,7 +31,7 @@ fi
 if [[ -n ${RUN:-} ]]; then
   export DMS_ATTEMPT=${DMS_ATTEMPT:-0}
   mkdir -p "$RUN/errors"
-  # What torchrun itself knows, such as a rank that was killed.
+  # What torchrun itself reports, such as a rank that was killed.
   export TORCHELASTIC_ERROR_FILE="$RUN/errors/$DMS_ATTEMPT-node${SLURM_NODEID:-$(hostname -s)}.json"
 fi
 arguments=(--nproc-per-node="${NPROC:-1}" --max-restarts=0)

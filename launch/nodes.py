@@ -76,8 +76,8 @@ def _visible_gpus(visible: str | None) -> int:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        said = " ".join((error.stderr or error.stdout).split())
-        return said or f"exit code {error.returncode}"
+        text = " ".join((error.stderr or error.stdout).split())
+        return text or f"exit code {error.returncode}"
     return getattr(error, "strerror", None) or "no answer in 120 s"
 
 

@@ -1,7 +1,7 @@
 """Whether a node has what a stage needs: `python -m dms_train.launch.preflight RUN`.
 
-One line says what was found. A node that lacks something ends the attempt with one line that names
-it, which `dms-submit status` repeats. It will not say whether the GPUs or their links are healthy.
+One line reports what was found. A node that lacks something ends the attempt with one line that
+names it, which `dms-submit status` repeats. The health of GPUs and links is not checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--free-bytes", type=int, default=0)
     parser.add_argument("--visible", help="CUDA_VISIBLE_DEVICES, where it is set")
-    parser.add_argument("--node", default=socket.gethostname(), help="name to speak of")
+    parser.add_argument("--node", default=socket.gethostname(), help="name of the node in messages")
     parser.add_argument("--rank", type=int, default=0, help="first rank of the node")
     options = parser.parse_args(arguments)
     return run_main(lambda: _run(options))

@@ -1,4 +1,4 @@
-"""The few things asked of SLURM, by its own commands."""
+"""The calls of SLURM's own commands."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def states(jobs: Iterable[str]) -> dict[str, str]:
 
 
 def ended_as(job: str) -> str | None:
-    """State of a job that has ended; None when SLURM has forgotten it."""
+    """State of a job that has ended; None when SLURM has no record of it."""
     try:
         described = _run(["scontrol", "show", "job", "-o", job], "")
     except SchedulerError:
@@ -85,6 +85,6 @@ def _run(words: Sequence[str], text: str) -> str:
     except FileNotFoundError as error:
         raise SchedulerError(f"{words[0]}: not found; submit where SLURM is installed") from error
     except subprocess.CalledProcessError as error:
-        said = " ".join(error.stderr.split()).removeprefix(f"{words[0]}: ")
-        raise SchedulerError(f"{words[0]}: {said or error.returncode}") from error
+        text = " ".join(error.stderr.split()).removeprefix(f"{words[0]}: ")
+        raise SchedulerError(f"{words[0]}: {text or error.returncode}") from error
     return done.stdout

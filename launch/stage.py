@@ -21,7 +21,7 @@ PREPARE_FILE = Path("launch") / "prepare.json"  # words for dms-data, written wh
 
 
 def prepare(config: RunConfig) -> None:
-    """Make the token files if the submission said how, then verify every byte of them."""
+    """Make the token files if the submission had --prepare, then verify every byte of them."""
     from dms_train.data_prep.prepare import main
 
     recipe = Path(config.run.dir) / PREPARE_FILE

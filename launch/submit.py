@@ -5,7 +5,7 @@
     dms-submit resume RUN    submit the stages that are left
     dms-submit cancel RUN    cancel the jobs in the queue
 
-The overrides are those of dms-train; `cluster=...` holds what SLURM is asked for. The jobs are
+The overrides are those of dms-train; `cluster=...` holds what is requested from SLURM. The jobs are
 prepare (data), hf_to_megatron (initial checkpoint), one job for every stage, and validate. The
 scripts, logs and a copy of the code are kept in the run folder (launch/, logs/, code/).
 
@@ -96,7 +96,7 @@ def _check_site(cluster: ClusterOptions) -> None:
     if cluster.save_seconds >= cluster.signal_seconds:
         raise ConfigError(
             f"cluster.save_seconds={cluster.save_seconds}: not below cluster.signal_seconds="
-            f"{cluster.signal_seconds}; a run is told to stop that long before it is killed"
+            f"{cluster.signal_seconds}; a run is signalled that long before it is killed"
         )
 
 
@@ -171,7 +171,7 @@ def _left(jobs: list[Job], config: RunConfig) -> list[Job]:
 
 
 def _show(jobs: list[Job], config: RunConfig) -> None:
-    """What would be submitted, and what SLURM would say to it."""
+    """What would be submitted, and SLURM's answer to it."""
     left = _left(jobs, config)
     print(f"run folder {config.run.dir}: {' -> '.join(job.stage for job in jobs)}")
     for job in jobs:
@@ -251,7 +251,7 @@ def _act(verb: str, run: Path) -> int:
 
 
 def _cancel(run: Path) -> int:
-    # first, so that a job that is asked to stop is not put into the queue again
+    # first, so that a job that is signalled is not put into the queue again
     (run / "state" / "CANCELLED").touch()
     scheduler.require()
     queued = sorted(scheduler.states(_submitted(run).values()), key=int, reverse=True)
@@ -261,21 +261,23 @@ def _cancel(run: Path) -> int:
 
 
 def _why(files: StateFiles) -> str:
-    """What the newest attempt says about its end."""
+    """What the newest attempt records about its end."""
     cause = files.root_cause()
     if cause is None or cause["error"] == "PeerLost":
-        return "no rank says why: one was killed (memory, node lost, time limit); see the logs"
+        return (
+            "no rank reported a cause: one was killed (memory, node lost, time limit); see the logs"
+        )
     return f"first error, of rank {cause['rank']}: {cause['message']}"
 
 
 def _ended(run: Path, stage: str, job: str) -> str:
-    """What is known about a job that SLURM ended before it could leave a mark."""
+    """What is known about a job that SLURM ended before it wrote its state file."""
     if not scheduler.available():
-        return "not finished; there is no SLURM here to ask"
+        return "not finished; SLURM is not installed here"
     state = scheduler.ended_as(job)
     log = run / "logs" / f"{stage}-{job}.log"
     seen = f"; see {log}" if log.is_file() else ""
-    return f"not in the queue ({state or 'forgotten by SLURM'}){seen}"
+    return f"not in the queue ({state or 'no record in SLURM'}){seen}"
 
 
 def _status(run: Path) -> int:

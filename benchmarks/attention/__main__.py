@@ -5,7 +5,7 @@
 
 Prints tables and writes `attention.json` (`accuracy.json`) into the folder of the device, with
 versions, shapes, medians and the 20 % and 80 % quantiles. Peers that were measured on the same
-device before (`recorded_peers.json`) must come out at most 5 % slower, or the run says that it is
+device before (`recorded_peers.json`) must come out at most 5 % slower, or the run is marked as
 invalid, because another process used the machine. Without a GPU all sizes are small.
 """
 

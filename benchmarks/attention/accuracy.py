@@ -200,7 +200,7 @@ def table(record: dict[str, Any]) -> str:
     """A Markdown table: a row for each backend and result."""
     lines = [
         f"{record['cases']} random cases, errors over those of SDPA with the bias in memory; "
-        f"at most {record['bound']:g} is wanted\n",
+        f"at most {record['bound']:g} is accepted\n",
         "| backend | result | median | worst | worst case |",
         "|---|---|---|---|---|",
     ]

@@ -179,12 +179,12 @@ class _Slabs:
     def _open(self, pages: int = 64) -> None:
         size = torch.Size(self.shape).numel()
         memory = torch.empty((pages + 1) * size, dtype=torch.bfloat16, device="cuda")
-        home = self.slabs[0].data_ptr() if self.slabs else memory.data_ptr()
+        base = self.slabs[0].data_ptr() if self.slabs else memory.data_ptr()
         bytes_ = 2 * size
-        skip = (home - memory.data_ptr()) % bytes_ // 2
+        skip = (base - memory.data_ptr()) % bytes_ // 2
         slab = memory[skip : skip + pages * size].view(pages, *self.shape)
         self.slabs.append(slab)
-        first = (slab.data_ptr() - home) // bytes_
+        first = (slab.data_ptr() - base) // bytes_
         self.free += range(first, first + pages)
 
     def reserve(self, layer: int, lengths: Tensor) -> Pages:

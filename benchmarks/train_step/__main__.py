@@ -76,7 +76,9 @@ def _cases(text: str) -> list[tuple[str, str]]:
     pairs = [tuple(word.split(":")) for word in text.split(",")]
     for pair in pairs:
         if len(pair) != 2 or pair[0] not in SUBJECTS or pair[1] not in KINDS:
-            raise argparse.ArgumentTypeError(f"{':'.join(pair)}: say ours:lm, peer:distill, ...")
+            raise argparse.ArgumentTypeError(
+                f"{':'.join(pair)}: choose from ours:lm, peer:distill, ..."
+            )
     return [(pair[0], pair[1]) for pair in pairs]
 
 

@@ -47,7 +47,7 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
     numbers = {run: str(number) for number, run in enumerate(runs, 1)}
     began = [f"{number} began {run}" for run, number in numbers.items()]
     if any("run" not in row for row in rows):
-        began.append("? did not say when")
+        began.append("? has no recorded time")
     yield "In brackets the 20 % and 80 % quantiles. `run` is the command that measured a row:"
     yield ", ".join(began) + ".\n"
     yield train_step.HEAD[0] + " run |"

@@ -59,7 +59,7 @@ def import_model(
         out: Folder to write; must not exist.
         dtype: `fp32` or `bf16`.
         revision: Hub revision; ignored for directories.
-        download: Whether the hub may be asked over the network.
+        download: Whether the hub may be accessed over the network.
 
     Raises:
         FileExistsError: `out` exists.

@@ -189,6 +189,6 @@ class ModelValidator:
             found = _evaluate_final(
                 self.folder, self.teacher, self.samples, self.options, self.since
             )
-        except EvaluationError as error:  # the other ranks wait to hear it
+        except EvaluationError as error:  # the other ranks wait for the result
             return {}, str(error)
         return found.numbers(), None

@@ -1,4 +1,4 @@
-"""Writes the engine's current model for others: a Megatron and a Hugging Face checkpoint."""
+"""Writes the engine's current model: a Megatron and a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _provenance(state: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_provenance(architecture: Architecture, model: str | None) -> dict[str, Any]:
-    """What every checkpoint and export of a run says about its origin."""
+    """What every checkpoint and export of a run records about its origin."""
     return {
         "architecture": asdict(architecture),
         "model": model,

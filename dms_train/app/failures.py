@@ -1,4 +1,4 @@
-"""Which failures are expected, and how each is told to the user in one line."""
+"""Which failures are expected, and the one line in which each is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "timed o
 
 
 class PeerLost(RuntimeError):
-    """Another rank ended or does not answer; why is for that rank to say."""
+    """Another rank ended or does not answer; that rank reports the cause."""
 
 
 class RankHangs(PeerLost):
@@ -26,18 +26,18 @@ def lost_peer(error: RuntimeError) -> bool:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether an exception is a refusal with a message for the user rather than a bug."""
+    """Whether an exception is an expected failure with a message for the user, not a bug."""
     own = type(error).__module__.partition(".")[0] == "dms_train"
     return isinstance(error, OSError | PeerLost) or (isinstance(error, ValueError) and own)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an expected failure lies in what was asked for, not in the machine of the moment."""
+    """Whether an expected failure is caused by the request, not by the state of the machine."""
     return isinstance(error, ValueError) and is_expected(error)
 
 
 def describe(error: BaseException) -> list[str]:
-    """The lines that tell the user what went wrong."""
+    """The lines that report a failure to the user."""
     rank = launcher.rank()
     prefix = f"[rank {rank}] " if rank and not isinstance(error, PeerLost) else ""
     if isinstance(error, ConfigError):
@@ -46,7 +46,7 @@ def describe(error: BaseException) -> list[str]:
 
 
 def message(error: BaseException) -> str:
-    """What an exception says, on one line and without error numbers."""
+    """The message of an exception, on one line and without error numbers."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return _one_line(f"{where}{error.strerror}")

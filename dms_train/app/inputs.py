@@ -121,11 +121,11 @@ def _weight_hashes(model_dir: Path | None, view: ParallelView) -> dict[str, str]
     try:
         by_size = sorted(WeightReader(model_dir).files, key=lambda f: (-f.stat().st_size, f.name))
         mine = {file.name: file_sha256(file) for file in by_size[view.rank :: view.world_size]}
-    except OSError as error:  # the others wait to hear it
+    except OSError as error:  # the others wait for the result
         problem = f"model.path={model_dir}: {error.filename}: {error.strerror}; copy it again"
     hashes: dict[str, str] = {}
-    for found, heard in groups.values((mine, problem)):
-        if heard is not None:
-            raise ConfigError(heard)
+    for found, refusal in groups.values((mine, problem)):
+        if refusal is not None:
+            raise ConfigError(refusal)
         hashes |= found
     return hashes

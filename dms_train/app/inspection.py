@@ -83,7 +83,7 @@ def describe_pair(directory: Path) -> dict[str, Any]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Say what a folder is.
+    """Describe a folder.
 
     Returns:
         Plain JSON values; `kind` is always present.

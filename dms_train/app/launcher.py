@@ -1,6 +1,6 @@
-"""What the launcher (torchrun, or nothing) says about this process: the environment, read once.
+"""What the launcher (torchrun, or none) states about this process in its environment.
 
-Process groups do not exist yet when these answers are needed.
+These values are needed before process groups exist.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def attempt() -> str | None:
 
 
 def api_key() -> str | None:
-    """What clients of `dms-serve` must send, unless an argument says it; None for nothing."""
+    """What clients of `dms-serve` must send, unless an argument states it; None for no key."""
     return os.environ.get("DMS_API_KEY") or None

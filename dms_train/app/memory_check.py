@@ -19,7 +19,7 @@ _GIB = 2**30
 def check_memory(config: RunConfig, architecture: Architecture, view: ParallelView) -> None:
     """Refuse what cannot fit a GPU whatever the batch, warn of what is not expected to.
 
-    All ranks call it, and all decide by the GPU that lacks most, which may be another rank's.
+    All ranks call it, and all use the GPU with the largest shortage, which may be another rank's.
 
     Raises:
         ConfigError: Weights, gradients and optimizer state alone are too large; on every rank.

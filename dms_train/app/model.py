@@ -1,4 +1,4 @@
-"""The architecture a configuration speaks of, wherever it is written down."""
+"""The architecture of a configuration: stated in it, or read from a model directory."""
 
 from __future__ import annotations
 

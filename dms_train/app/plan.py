@@ -42,7 +42,7 @@ def describe(
 def advise(config: RunConfig, architecture: Architecture, world_size: int) -> None:
     """Refuse what does not divide with a layout that does, also where no GPU is named."""
     if config.cluster.gpu is not None or any(check_ranges(config, architecture)):
-        return  # `check` has an answer
+        return  # `check` reports what to change
     problems = list(divide.problems(config, world_size, architecture))
     if problems:
         gpu = GPUS[layouts.ASSUMED_GPU]
@@ -52,7 +52,7 @@ def advise(config: RunConfig, architecture: Architecture, world_size: int) -> No
 def ranked(
     config: RunConfig, architecture: Architecture, world_size: int, count: int
 ) -> Iterator[str]:
-    """The table of layouts, once all but the layout is known to be right."""
+    """The table of layouts, after everything but the layout was checked."""
     whole = replace(
         config.parallel,
         tensor_model_parallel_size=1,

@@ -1,4 +1,4 @@
-"""What `dms-plan` says about layouts: memory by kind, operations, expected time; a ranked table."""
+"""Lines of `dms-plan` about layouts: memory by kind, operations, expected time; a ranked table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def layout_lines(config: RunConfig, architecture: Architecture, world_size: int)
         yield f"{number + 1:>11}  {ranks:>8}  " + "  ".join(
             f"{size / _GIB:>11.2f}" for size in sizes
         )
-    yield f"        in all: with the allocator's holes and {_of_gpu(layout, gpu)}"
+    yield f"        in all: with the allocator's fragmentation and {_of_gpu(layout, gpu)}"
     yield _operations(config, architecture, world_size, layout)
     shares = ", ".join(f"{name} {value:.3g}" for name, value in layout.time.kinds().items())
     yield f"time    {layout.time.total:.3g} s a step on {gpu.label}: {shares}"

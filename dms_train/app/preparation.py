@@ -1,4 +1,4 @@
-"""What can be known and refused about a run before any process group exists."""
+"""What can be checked about a run before any process group exists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Look at everything a run needs without allocating anything.
+    """Check everything a run needs without allocating anything.
 
     Raises:
         ConfigError: One line for each problem.

@@ -1,4 +1,4 @@
-"""The batch of a skipped step computed again, piece by piece."""
+"""The batch of a skipped step computed again, in parts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _lines(prepared: Prepared, view: ParallelView, described: dict[str, Any]) ->
     source = batch_source(prepared.config, view, train)
     first = int(described["samples"][0])
     batches = source.microbatches(first)
-    # the interleaved schedule wants as many microbatches as stages
+    # the interleaved schedule needs as many microbatches as stages
     together = view.pp_size if view.vp_size else 1
     size = prepared.config.data.micro_batch_size * view.dp_size * together
     plan = StepPlan(**described["plan"])

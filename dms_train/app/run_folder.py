@@ -40,7 +40,7 @@ def resume_point(
 
     Raises:
         ConfigError: The folder belongs to a run with another configuration, its checkpoint was
-            trained with other constants of the method, resuming was not asked for, or no
+            trained with other constants of the method, resuming was not requested, or no
             checkpoint is usable.
         CheckpointError: The newest whole checkpoint was not written by this program.
     """
@@ -69,12 +69,12 @@ def resume_point(
 
 def _require_same_method(config: RunConfig, path: Path, trained: DMSSpec) -> None:
     """Refuse to resume a checkpoint with other constants of the method than it was trained with."""
-    asked, stored = asdict(config.method), trained.to_dict()
-    differing = [key for key in stored if asked[key] != stored[key]]
+    configured, stored = asdict(config.method), trained.to_dict()
+    differing = [key for key in stored if configured[key] != stored[key]]
     if differing:
         raise ConfigError(
             *(
-                f"method.{key}={as_override(asked[key])}: {path} was trained with "
+                f"method.{key}={as_override(configured[key])}: {path} was trained with "
                 f"{as_override(stored[key])}; write method.{key}={as_override(stored[key])}, or "
                 "choose another run.dir"
                 for key in differing
@@ -85,7 +85,7 @@ def _require_same_method(config: RunConfig, path: Path, trained: DMSSpec) -> Non
 def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartPoint:
     """`start` after comparing checksums, or the newest older checkpoint whose checksums hold.
 
-    All ranks call it: each reads a share of the files, and all hear the same answer. Ranks that
+    All ranks call it: each reads a share of the files, and all get the same answer. Ranks that
     found different checkpoints of the run go back to the oldest of them.
 
     Raises:
@@ -112,7 +112,7 @@ def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartP
 
 
 def _require_same_start(config: RunConfig, start: StartPoint, view: ParallelView) -> None:
-    """All ranks must have found the same place to start from; they looked for themselves."""
+    """All ranks must have found the same checkpoint to start from; each searches on its own."""
     seen = groups.values((str(start.student), start.state.to_dict()))
     differing = next((rank for rank, other in enumerate(seen) if other != seen[0]), None)
     if differing is not None:
@@ -168,7 +168,7 @@ def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | Confi
 
 
 def _same_on_all_ranks(config: RunConfig, found: StartPoint | ConfigError) -> StartPoint:
-    """The oldest checkpoint that a rank found; every rank hears of a refusal of one."""
+    """The oldest checkpoint that a rank found; a refusal on one rank is raised on all."""
     while True:
         for refused in groups.values(found if isinstance(found, ConfigError) else None):
             if refused is not None:

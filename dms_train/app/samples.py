@@ -18,7 +18,7 @@ _SELFTEST_TOKENS = 128  # behind the window, so that evictions show
 def datasets(
     prepared: Prepared, view: ParallelView
 ) -> tuple[TokenSamples | None, TokenSamples | None]:
-    """Numbered samples for training and, where wanted, for evaluations."""
+    """Numbered samples for training and, where configured, for evaluations."""
     config = prepared.config
     steps = sum(stage.steps for stage in prepared.stages if isinstance(stage, Stage))
     eod = next((m.eod_id for m in map(read_manifest, config.data.paths)), None)

@@ -53,7 +53,7 @@ def run(config: RunConfig, until: str | None = None) -> None:
 
 
 def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
-    """Leave for the launch scripts why this rank ends, and whether trying again is of use."""
+    """Record for the launch scripts why this rank ends, and whether a retry can succeed."""
     attempt, lines = launcher.attempt(), failures.describe(error)
     if attempt is None:
         return
@@ -113,14 +113,14 @@ def _heartbeats(config: RunConfig, view: ParallelView, files: StateFiles) -> Hea
         folder=files.state / "ranks",
         rank=view.rank,
         ranks=view.world_size,
-        # before the collectives give up, which cannot say for whom they waited
+        # before the collectives time out, whose errors do not name the rank they waited for
         patience=config.parallel.distributed_timeout_minutes * 60 / 2,
         hang=end_hanging_run(files),
     )
 
 
 def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
-    """Leave marks for what is finished; of use when an earlier process was killed before it did."""
+    """Write the state files of finished stages, in case an earlier process was killed before."""
     if launcher.rank() != 0:
         return
     names = prepared.config.stage.run
@@ -131,7 +131,7 @@ def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
 
 
 def _announce_kernels(config: RunConfig) -> None:
-    """Refuse a backend and layers that cannot train on this machine; say which one will."""
+    """Refuse a backend and layers that cannot train on this machine; log the one that is used."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers.choose(config.parallel.layers, device)
     name = kernels.choose(config.kernels, device)

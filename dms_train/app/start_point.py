@@ -70,7 +70,7 @@ def as_override(value: Any) -> str:
 
 
 def find_start(config: RunConfig) -> StartPoint:
-    """Look at the original model without loading weights."""
+    """Check the original model without loading weights."""
     model = config.model
     if model.path is None:
         if model.architecture is None:
@@ -131,7 +131,7 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
 
 
 def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, DMSSpec]:
-    """What the JSON state of a checkpoint says about its model; CheckpointError if it does not."""
+    """The model that the JSON state of a checkpoint describes; CheckpointError if it does not."""
     try:
         architecture = build_dataclass(Architecture, state["architecture"], "architecture")
         return architecture, DMSSpec.from_dict(state["spec"])

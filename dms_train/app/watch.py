@@ -1,4 +1,4 @@
-"""What a started run tells its launcher, and how the launcher tells it to stop."""
+"""What a run reports to its launcher, and how the launcher requests a stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
-    """What to do about ranks that hang: say so and end this process, whose main thread waits."""
+    """The action for ranks that hang: log it and end this process, whose main thread waits."""
 
     def end(found: str | None) -> None:
         if found is None:
@@ -49,8 +49,8 @@ def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
 class RunWatch:
     """Turns signals into a stop that all ranks take after the same step.
 
-    Signals reach the ranks in different steps and may reach one rank only; every rank asks
-    `must_stop` after every step, and all hear yes as soon as one was signalled.
+    Signals reach the ranks in different steps and may reach one rank only; every rank calls
+    `must_stop` after every step, and all get True as soon as one was signalled.
     """
 
     files: StateFiles
@@ -65,7 +65,7 @@ class RunWatch:
 
     @contextlib.contextmanager
     def expecting_ranks(self, engine: McoreEngine) -> Iterator[None]:
-        """Meanwhile a rank that ends, stops or stalls ends the run.
+        """Inside the block a rank that ends, stops or stalls ends the run.
 
         To be called when data and model are there: building an index of the data lets no other
         thread of its process run.
@@ -81,7 +81,7 @@ class RunWatch:
         self.leave()
 
     def leave(self, *, in_order: bool = True) -> None:
-        """The run is over, or this rank's part of it; the first call says how."""
+        """The run is over, or this rank's part of it; the first call determines how."""
         self.heartbeats.stop(in_order=in_order)
         # it is sent until the process has ended, and would kill an interpreter that shuts down
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -96,7 +96,7 @@ class RunWatch:
             self.files.beat()
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """Meanwhile the main thread is in this phase, which may have a time limit."""
+        """Inside the block the main thread is in this phase, which may have a time limit."""
         return self.heartbeats.phase(name)
 
     def must_stop(self) -> bool:
@@ -104,7 +104,7 @@ class RunWatch:
         return groups.any_rank(self.signalled is not None, self.view)
 
     def stopped(self, step: int) -> None:
-        """Everything is saved; say so."""
+        """Everything is saved; log it and write the state file."""
         if self.view.rank == 0:
             self.files.stopped(step)
         why = self.signalled or "a signal to another rank"

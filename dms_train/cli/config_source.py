@@ -1,7 +1,7 @@
 """YAML presets and command-line overrides into a `RunConfig`.
 
-Hydra composes, this file explains: whatever Hydra or OmegaConf would complain about becomes a
-`ConfigError` of one line that names the nearest valid key or group option.
+Hydra composes. An error of Hydra or OmegaConf becomes a `ConfigError` of one line that names the
+nearest valid key or group option.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             return from_hydra(hydra_compose(CONFIG_NAME, overrides=[*overrides, *search]))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_own_words(error)) from error
+        raise ConfigError(_one_line(error)) from error
 
 
 def from_hydra(node: Any) -> RunConfig:
@@ -56,7 +56,7 @@ def from_hydra(node: Any) -> RunConfig:
     try:
         plain: Any = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(_own_words(error)) from error
+        raise ConfigError(_one_line(error)) from error
     return resolved(build(plain))
 
 
@@ -126,7 +126,7 @@ def _choices(override: Override) -> Iterable[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _own_words(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Hydra's message as one line, led by the key it is about, without its internals."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     keys = [line.removeprefix("full_key:").strip() for line in lines if "full_key:" in line]

@@ -23,8 +23,8 @@ def run_main(command: Callable[[], int | None]) -> int:
     ValueError classes, missing files and other refusals of the operating system such as a full
     disk, and the loss of another rank. Ctrl-C returns 130. Anything else is a bug and propagates.
 
-    Most failures hit all ranks alike, so ranks other than 0 wait before they speak: a launcher
-    that has seen rank 0 fail ends them meanwhile, and rank 0 is never ended before it has spoken.
+    Most failures occur on all ranks alike, so ranks other than 0 wait before they print: a launcher
+    that sees rank 0 fail ends them meanwhile, and rank 0 is never ended before its message.
     """
     hide_known_warnings()
     try:

@@ -53,7 +53,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text}: say a number from 1")
+        raise argparse.ArgumentTypeError(f"{text}: give a number from 1")
     return int(text)
 
 

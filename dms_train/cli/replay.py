@@ -1,4 +1,4 @@
-"""Compute the batch of a skipped step again, piece by piece, and say where it is not finite.
+"""Compute the batch of a skipped step again, in parts, and report where it is not finite.
 
     python -m dms_train.cli.replay RUN/skipped/step_00000024.json
 

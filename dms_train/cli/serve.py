@@ -1,7 +1,7 @@
 """Serve a model, dense or DMS, over HTTP in the shapes of OpenAI's API.
 
-A DMS export runs on the compact cache, which frees the tokens that the model evicts. The answers
-say what the cache of each request cost.
+A DMS export runs on the compact cache, which frees the tokens that the model evicts. Every
+answer reports what the cache of its request cost.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _run(config: RunConfig, until: str | None = None) -> None:
-    from dms_train.app.session import run  # after the configuration is known to be good
+    from dms_train.app.session import run  # after the configuration was checked
 
     run(config, until)
 

@@ -1,6 +1,6 @@
 """Floating-point operations of training, by the convention of model FLOPs.
 
-Counted are the matrix products that the mathematics asks for, two operations a multiplication and
+Counted are the matrix products of the model's definition, two operations a multiplication and
 addition: projections, the vocabulary projection and causal attention over all keys at or before
 the query. Not counted are embeddings, norms, recomputed layers, and what eviction saves.
 """

@@ -52,8 +52,8 @@ def require_same(config: RunConfig, file: Path) -> None:
     if not file.is_file():
         return
     before, now = _fixed(yaml.safe_load(file.read_text())), _fixed(to_mapping(config))
-    written, asked = _own_rates(before), _own_rates(now)
-    differing = sorted(k for k in before.keys() | now.keys() if written.get(k) != asked.get(k))
+    written, requested = _own_rates(before), _own_rates(now)
+    differing = sorted(k for k in before.keys() | now.keys() if written.get(k) != requested.get(k))
     if differing:
         shown = ", ".join(f"{k}: {before.get(k)} -> {now.get(k)}" for k in differing[:5])
         raise ConfigError(

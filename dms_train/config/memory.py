@@ -2,7 +2,7 @@
 
 The layout is the one `mcore` uses: gradients in fp32 on every process, optimizer state in fp32
 divided over the data-parallel copies, a frozen teacher next to the student when distilling, and
-what `activations` says for the microbatches that the schedule has in flight.
+the bytes that `activations` counts for the microbatches that the schedule has in flight.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class MemoryEstimate:
         return self.fixed + self.activations + self.logits + self.workspace
 
     def allocated(self, c: Calibration) -> float:
-        """What torch's allocator hands out at most, the measured corrections included."""
+        """Most bytes that torch's allocator allocates, the measured corrections included."""
         return self.fixed + c.activation_factor * (self.total - self.fixed) + c.constant_bytes
 
     def needed(self, c: Calibration, world_size: int) -> float:
-        """Memory a GPU must have: with the allocator's holes and what lies outside it."""
+        """Memory a GPU must have: with the allocator's fragmentation and what is outside it."""
         outside = c.outside_bytes + (c.nccl_bytes if world_size > 1 else 0)
         return self.allocated(c) * c.reserved_share + outside
 

@@ -33,7 +33,7 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
         yield (
             f"model.architecture.hidden_size={architecture.hidden_size}: "
             f"use at least {_EVICTION_STATS_ROW}; "
-            "eviction statistics travel between pipeline stages in a row of that width"
+            "pipeline stages send eviction statistics in a row of that width"
         )
     for key, value, choices in (
         ("method.preset", config.method.preset, OneOf(*_presets())),

@@ -26,7 +26,7 @@ class StageBlock(StageOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What `dms-train` is asked to do. Each package takes its own block, never the whole.
+    """The configuration of `dms-train`. Each package takes its own block, never the whole.
 
     Attributes:
         kernels: Backend of the attention, one of `kernels.options.KERNELS`.

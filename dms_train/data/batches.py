@@ -117,7 +117,7 @@ class BatchSource:
         end = first_sample + self._global_batch_size
         if first_sample < 0 or end > len(self._dataset):
             raise DataError(
-                f"samples {first_sample} to {end - 1} were asked for, the data set was built with "
+                f"samples {first_sample} to {end - 1} were requested, the data set was built with "
                 f"{len(self._dataset)}; build it for all steps of the run"
             )
         return [self._microbatch(first_sample, m) for m in range(self.num_microbatches)]

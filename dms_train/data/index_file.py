@@ -24,7 +24,7 @@ _DTYPES = {4: "int32", 8: "uint16"}  # megatron-core's codes of those that are w
 
 
 class ShardIndex(NamedTuple):
-    """What the index says about the tokens.
+    """What the index states about the tokens.
 
     Attributes:
         dtype: Name of the numpy type of a token, `uint16` or `int32`.

@@ -3,8 +3,8 @@
 Megatron concatenates the documents of a split in a shuffled order, epoch after epoch, cuts the
 stream into windows of `seq_length + 1` tokens and shuffles the windows. Documents are not kept
 apart by masks: each should end in an end-of-document token. The order depends on the data, the
-seed, the split, the sequence length and the number of samples asked for: a run that resumes must
-ask for the same number.
+seed, the split, the sequence length and the number of samples requested: a run that resumes must
+request the same number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TokenSamples:
         self._name = name
 
     def __len__(self) -> int:
-        """The number of samples that was asked for."""
+        """The number of samples that was requested."""
         return self._samples
 
     def __getitem__(self, number: int) -> Sample:
@@ -72,7 +72,7 @@ class TokenSamples:
                 f"{self._name}: sample {number} has token ids {smallest} to {largest}, the "
                 f"vocabulary ends at {self._vocab_size}; verify the files with dms-data check"
             )
-        # Megatron hands out its cached mask itself on the first read.
+        # Megatron returns its cached mask itself on the first read.
         return Sample(row["tokens"], row["labels"], row["loss_mask"].clone())
 
 
@@ -109,7 +109,7 @@ class _Builder(BlendedMegatronDatasetBuilder):
     ) -> Any:
         """Build one data set; a blend without a process group keeps its index in memory.
 
-        Megatron asks for the rank before it saves that index, which needs a process group.
+        Megatron queries the rank before it saves that index, which needs a process group.
         """
         if cls is BlendedDataset and not torch.distributed.is_initialized():
             config = copy.copy(args[-1])
@@ -129,7 +129,7 @@ def check_files(
         options: Files, blend weights, split and sequence length.
         vocab_size: Rows of the model's embedding that are real tokens.
         tokenizer_sha256: Hash of the model's `tokenizer.json`; None when the model has none.
-        validates: Whether validation samples will be asked for.
+        validates: Whether validation samples will be requested.
 
     Raises:
         DataError: As `build_datasets`, or a file was made with another tokenizer.
@@ -169,7 +169,7 @@ def build_datasets(  # noqa: PLR0913 - all named
         cache_dir: Where Megatron keeps its indices.
 
     Returns:
-        Training and validation samples; None where none were asked for.
+        Training and validation samples; None where none were requested.
 
     Raises:
         DataError: A file is missing or damaged, does not suit the model, or a split is too small

@@ -42,7 +42,7 @@ class ShardWriter:
         Raises:
             DataError: The shard exists and `overwrite` is not set, or a file cannot be written.
         """
-        # not at the top of the file: it imports torch, which `dms-data --help` needs not
+        # not at the top of the file: it imports torch, which `dms-data --help` does not need
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         if manifest_path(prefix).exists() and not overwrite:

@@ -116,7 +116,7 @@ def validate(
     note: Callable[[str], None],
     since: float,
 ) -> Findings:
-    """Measure everything the options ask for.
+    """Measure everything that the options select.
 
     Args:
         target: The models.

@@ -1,4 +1,4 @@
-"""What an export is worth beside its teacher: agreement, cost, replay, solved problems.
+"""Measurements of an export and its teacher: agreement, cost, replay, solved problems.
 
 Both run through the inference engine: the export with the compact cache, the teacher with the dense
 one.
@@ -253,7 +253,7 @@ class Exam:
 def examine(
     target: EvaluationTarget, exam: Exam, *, window_only: bool, note: Callable[[str], None]
 ) -> dict[str, Solved]:
-    """Greedy answers of teacher, export and, if wanted, the teacher with its window only."""
+    """Greedy answers of teacher, export and, if selected, the teacher with its window only."""
     models: dict[str, tuple[Path, dict[str, Any]]] = {
         "teacher": (target.teacher, {"cache": "dense"}),
         "dms": (target.export, {}),

@@ -1,7 +1,7 @@
 """A run folder as one HTML file that loads nothing: plots, tables, configuration.
 
 Everything comes from `metrics.jsonl` and `config.yaml`; the rows themselves are in the file too, as
-JSON, so that the report can be read by programs and outlives the run folder.
+JSON, so that programs can read the report and it does not depend on the run folder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ th:first-child, td:first-child { text-align: left } pre { background: #f6f6f6; p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run folder tells.
+    """Contents of a run folder.
 
     Attributes:
         folder: The run folder.

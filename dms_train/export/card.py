@@ -1,6 +1,6 @@
 """The model card of an export: README.md with the front matter that the Hugging Face hub reads.
 
-It states what is known and nothing else: a licence that the base model's own card does not name is
+It states known facts only: a licence that the base model's own card does not name is
 `unknown`. Written with PyYAML, so that a machine that trains needs no huggingface_hub.
 """
 

@@ -10,7 +10,7 @@ class HubError(ValueError):
 
 
 def check_upload(repo_id: str) -> None:
-    """Refuse an upload before there is anything to upload; asks no network.
+    """Refuse an upload before there is anything to upload; makes no network access.
 
     Args:
         repo_id: `NAME` or `OWNER/NAME`.

@@ -50,7 +50,7 @@ class _Described:
     Attributes:
         architecture: The model.
         dtype: Dtype of the exported weights.
-        provenance: JSON values saying where the weights come from.
+        provenance: JSON values that state where the weights come from.
         compressed: The model and its format; None for a dense model.
     """
 
@@ -121,7 +121,7 @@ def write_export(  # noqa: PLR0913 - all named
         source_dir: Whose tokenizer, generation config and other config keys are carried over.
         selftest: Reference output; only with a spec.
         block_size: Tokens per page of NVIDIA's paged cache.
-        provenance: JSON values saying where the weights come from.
+        provenance: JSON values that state where the weights come from.
 
     Returns:
         Advice about the format, one line each.

@@ -1,4 +1,4 @@
-"""What is said about a model family, and what Llama-like decoders have in common."""
+"""The description of a model family, and what Llama-like decoders have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder looks like, in Megatron's words, and its Hugging Face config.json form."""
+"""The architecture of a decoder, in Megatron's terms, and its Hugging Face config.json form."""
 
 from __future__ import annotations
 

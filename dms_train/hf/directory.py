@@ -43,7 +43,7 @@ def resolve(
         The directory.
 
     Raises:
-        FileNotFoundError: One line saying what is absent and what to do.
+        FileNotFoundError: One line that names what is absent and what to do.
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If the file is absent.
-        ValueError: If its header is unreadable or its length is not what the header promises.
+        ValueError: If its header is unreadable or its length is not what the header states.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: weight file is missing; copy the directory again")
@@ -127,7 +127,7 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 class WeightReader:
-    """Tensors of a directory by name, read from safetensors when asked for.
+    """Tensors of a directory by name, read from safetensors on access.
 
     Construction reads every header and checks that each file is complete.
 
@@ -185,7 +185,7 @@ class WeightReader:
         return tuple(self._entry(name)[1]["shape"])
 
     def dtype(self, name: str) -> str:
-        """Dtype in safetensors' words (`BF16`, `F32`, ...); KeyError if absent."""
+        """Dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
         return str(self._entry(name)[1]["dtype"])
 
     def get(self, name: str) -> Tensor:

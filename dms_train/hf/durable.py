@@ -1,6 +1,6 @@
-"""What was written stays written when a machine loses its power.
+"""Files that survive a power failure.
 
-A file system may keep a rename and lose what the renamed file holds, or forget the rename, until
+A file system may keep a rename and lose what the renamed file holds, or lose the rename, until
 the file and the folder that names it are synchronised. Standard library only.
 """
 
@@ -10,7 +10,7 @@ import errno
 import os
 from pathlib import Path
 
-# What is said of folders that the file system cannot synchronise, as some network ones cannot, or
+# Errors for folders that the file system cannot synchronise, as some network ones cannot, or
 # that are not ours to open.
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 _NEW_ABOVE = 2
@@ -22,7 +22,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the storage has the names in a folder, where the file system can say so."""
+    """Return when the storage has the names in a folder, where the file system supports it."""
     try:
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

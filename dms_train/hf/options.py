@@ -18,7 +18,7 @@ class ModelOptions:
     Attributes:
         path: Directory or hub id of the model that is retrofitted (and of its teacher).
         revision: Hub revision; ignored for directories.
-        local_files_only: Never ask the hub; a hub id must then be in the local cache.
+        local_files_only: Never access the hub; a hub id must then be in the local cache.
         architecture: Architecture for `pretrain`; exactly one of `path` and this is set.
         tokenizer: Directory whose tokenizer files an export of a pretrained model carries.
         init_std: Standard deviation of random initial weights.

@@ -23,7 +23,7 @@ KL_TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SelfTest:
-    """One token sequence and what the trained model makes of it.
+    """One token sequence and what the trained model computes for it.
 
     Attributes:
         input_ids: int64 [T]; T should exceed the window by 64 or more.

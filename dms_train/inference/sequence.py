@@ -72,7 +72,7 @@ class Sequence(SequenceState):
         return SamplingRow(self.params, self.seed, self.index, before, output)
 
     def append(self, sampled: SampledToken, stops: frozenset[int], longest: int) -> None:
-        """Add a sampled token and say whether it was the last; `longest` is the model's limit."""
+        """Add a sampled token; returns whether it was the last; `longest` is the model's limit."""
         self.tokens.append(sampled.token)
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs._replace(text_offset=self.text.decoded))

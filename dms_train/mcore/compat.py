@@ -1,8 +1,8 @@
 """Every patch of megatron-core 0.16 and every access to its private attributes.
 
 Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state
-megatron does not know completely when it loads a checkpoint; and megatron looks in them for fused
-kernels, for which torch has equivalents.
+megatron does not restore completely when it loads a checkpoint. Megatron also takes fused kernels
+from these packages, for which torch has equivalents.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def add_to_main_grad(weight: Any, inputs: Tensor, d_out: Tensor) -> Tensor | Non
     """Add d_out^T inputs to a weight's fp32 `main_grad`, as megatron's fused layers do.
 
     Returns:
-        The value for autograd in place of a gradient, by which megatron knows that the weight is
-        done; None for one that an embedding shares, whose own gradient does that.
+        The value for autograd in place of a gradient, which marks the weight as done for
+        megatron; None for one that an embedding shares, whose own gradient does that.
     """
     layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, d_out, weight.main_grad)
     weight.grad_added_to_main_grad = True
@@ -215,7 +215,7 @@ def rng_state_setter() -> tuple[Any, str]:
 
 
 def close_process_groups() -> None:
-    """Close megatron's groups; it forgets them without, and each holds threads and connections."""
+    """Close megatron's groups, which it only drops; each holds threads and connections."""
     for group in parallel_state._global_process_group_list or ():
         if group is not None:
             dist.destroy_process_group(group)

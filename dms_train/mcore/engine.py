@@ -50,7 +50,7 @@ class TrainEngineOptions:
 
 
 class McoreEngine:
-    """A student, and a frozen teacher where wanted, on megatron-core in one parallel layout.
+    """A student, and optionally a frozen teacher, on megatron-core in one parallel layout.
 
     Attributes:
         on_microbatch: Called before each forward pass.
@@ -146,7 +146,7 @@ class McoreEngine:
 
     def _gradients(self, plan: StepPlan, batches: list[Batch]) -> Tensor:
         for chunk in self._chunks:
-            if not chunk.training:  # it walks through all modules
+            if not chunk.training:  # it visits all modules
                 chunk.train()
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -250,7 +250,7 @@ class McoreEngine:
         Args:
             path: Its folder, which appears when it is complete.
             state: Stored with it.
-            wait: Return when it is complete; otherwise `finish_save` says when that is.
+            wait: Return when it is complete; otherwise `finish_save` reports it.
 
         Raises:
             SaveError: It cannot be written; the same on every rank.

@@ -33,7 +33,7 @@ class ParallelOptions:
         recompute_num_layers: Layers per recomputed unit with `full`.
         layers: Implementation of linear layers and norms: `auto`, `local` (megatron-core's own) or
             `transformer_engine`; see `mcore.layers`.
-        distributed_timeout_minutes: After this long without an answer a collective gives up; a rank
+        distributed_timeout_minutes: Timeout of a collective; a rank
             without a heartbeat for half of it counts as stalled.
     """
 

@@ -52,7 +52,7 @@ class _SameStateWarning(logging.Filter):
 
 
 class _CpuRuntime:
-    """The redirected names while megatron runs on the CPU; `stop` puts everything back."""
+    """The redirected names while megatron runs on the CPU; `stop` restores everything."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []

@@ -103,7 +103,7 @@ class DMSSpec(MethodOptions):
 
     @classmethod
     def from_options(cls, options: MethodOptions) -> DMSSpec:
-        """The specification that a configuration asks for."""
+        """The specification of a configuration."""
         return cls(**asdict(options))
 
     @classmethod

@@ -2,7 +2,7 @@
 
 A new loss is one entry of `TOKEN_LOSSES`. It is written in the terms that `VocabularyLosses` offers
 behind the vocabulary-parallel output layer, so that this file needs no torch and the plan of a run
-knows the losses too.
+can use it too.
 """
 
 from __future__ import annotations

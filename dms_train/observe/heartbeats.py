@@ -36,11 +36,11 @@ from dms_train.observe.log import logger
 
 Phase = Literal["data", "step", "other"]
 _EVERY_SECONDS = 10.0
-_SAID = "said"  # the file by which all ranks learn that one of them has found a reason to end
+_SAID = "said"  # the file that marks that a rank has reported a reason to end
 # Times the patience, which is half of the timeout of a collective.
 _LATE = 1.5
 # After a pause of all ranks (a file system that fails over, a suspended job) all files are old; a
-# rank that runs has written again by the third look.
+# rank that runs has written again by the third check.
 _LOOKS = 3
 
 
@@ -70,7 +70,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A rank without a sign of life: for how many seconds, where, and after which step."""
+    """A rank without a heartbeat: for how many seconds, where, and after which step."""
 
     rank: int
     seconds: float
@@ -158,7 +158,7 @@ class Heartbeats:
         return [silent for silent in found if silent is not None]
 
     def ended(self) -> str | None:
-        """The ranks of this machine whose processes were gone at this look and the last one.
+        """The ranks of this machine whose processes were gone at this check and the last one.
 
         A rank that leaves in order removes its file before its process ends.
         """
@@ -179,7 +179,7 @@ class Heartbeats:
     def stuck(self) -> str | None:
         """A description of ranks that run but make no progress.
 
-        A rank asks for all when the next one is stalled; rank 0 finds out that all wait.
+        A rank checks all ranks when the next one is stalled; rank 0 detects that all wait.
         """
         following = self._current((self.rank + 1) % self.ranks)
         if following is not None and self._overdue(following, "data"):
@@ -201,11 +201,11 @@ class Heartbeats:
     def _stalled(self) -> str | None:
         known = {rank: self._current(rank) for rank in range(self.ranks)}
         found = {r: a for r, a in known.items() if a is not None and self._overdue(a, "data")}
-        told = (
+        texts = (
             f"rank {rank} ({a}) has stalled for {a.seconds:.0f} s reading data, at {a.place}"
             for rank, a in found.items()
         )
-        return self._with_stacks("; ".join(told)) if found else None
+        return self._with_stacks("; ".join(texts)) if found else None
 
     def _all_waiting(self) -> str | None:
         places: dict[str, list[int]] = {}
@@ -257,11 +257,11 @@ class Heartbeats:
             return False
 
     def _end(self, found: str | None) -> None:
-        said = self._said()
+        reported = self._said()
         with contextlib.suppress(OSError):
             (self.folder / _SAID).touch()
         self._remove()  # else the next rank to notice would name this one
-        self.hang(None if said else found)
+        self.hang(None if reported else found)
 
     def _interval(self) -> float:
         return min(_EVERY_SECONDS, self.patience / 6)

@@ -1,4 +1,4 @@
-"""One-line messages on stderr: rank 0 tells the story, other ranks speak up only to warn."""
+"""One-line messages on stderr: rank 0 logs progress, other ranks log warnings and errors only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells the outside world, and where."""
+"""What a run records, and where."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _START_TIME = 19  # of the fields behind the name
 
 
 def mark(pid: int | None = None) -> str:
-    """What `has_ended` needs to know of a process (None: this one); empty where that is hidden."""
+    """Identity of a process for `has_ended` (None: this one); empty where that is hidden."""
     try:
         # not getpid: a container may see the numbers of the machine that it runs on
         number = int(os.readlink("/proc/self")) if pid is None else pid

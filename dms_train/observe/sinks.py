@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, other views when asked. One rank owns them.
+"""Where metrics go: `metrics.jsonl` always, other views where configured. One rank owns them.
 
 `metrics.jsonl` is the record that survives anything: every row is on disk before the next step.
 Weights & Biases is a view of it that may fail in many ways, none of which may stop training.
@@ -65,11 +65,11 @@ def open_sinks(
     """The sinks of a run.
 
     Args:
-        options: What the configuration asks for.
+        options: Which sinks to open.
         run_dir: Run folder; everything is written below it.
         config: The resolved configuration, shown beside the metrics.
         resume_step: Last finished step of the checkpoint a run continues from; 0 starts over.
-        warn: Called with one line when a view cannot do what was asked.
+        warn: Called with one line when a view cannot be opened as configured.
     """
     sinks: list[Sink] = [JsonlSink(run_dir, resume_step=resume_step, warn=warn)]
     if options.wandb != "disabled":
@@ -133,7 +133,7 @@ class JsonlSink:
 class WandbSink:
     """Weights & Biases. Every failure is one warning; after one in `log` the sink stays silent.
 
-    The run id lives in the run folder, so a resumed run continues the same id: offline as one
+    The run id is stored in the run folder, so a resumed run continues the same id: offline as one
     more segment, which `wandb sync` joins to the earlier ones. Steps that such a run repeats keep
     the rows of their first time there; `metrics.jsonl` has the new ones.
     """
@@ -152,7 +152,7 @@ class WandbSink:
         self._attempt(lambda: self._open(options, run_dir, config, run_id))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Hand a row to the background process of Weights & Biases."""
+        """Pass a row to the background process of Weights & Biases."""
         if self._run is not None:
             self._attempt(lambda: self._run.log(self._row(step, values), step=step))
 
@@ -220,7 +220,7 @@ class WandbSink:
             self._run.define_metric(names, step_metric=axis)
 
     def _mode(self, options: ObserveOptions, wandb: Any) -> Mode:
-        """Online only when a server answers and a key is known, so that nothing asks or hangs."""
+        """Online only when a server answers and a key is configured; nothing prompts or hangs."""
         if options.wandb != "online":
             return "offline"
         url = wandb.setup().settings.base_url
@@ -284,7 +284,7 @@ def _settings(wandb: Any) -> Any:
 
 
 def _drop_rows_past(path: Path, step: int) -> None:
-    """Forget what a resumed run will do again, and a last row that was cut off."""
+    """Drop the rows of steps that a resumed run repeats, and a last row that was cut off."""
     if not path.is_file():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _keeps(line, step)]
@@ -308,7 +308,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Writing to a full disk fails without saying which file it was."""
+    """Writing to a full disk fails without naming the file."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Small files in the run folder that tell other programs how a run is doing.
+"""Small files in the run folder that report the state of a run to other programs.
 
 A launcher sees exit codes that torchrun and srun have rewritten, so these files decide what happens
 next. Standard library only: the command that submits and watches runs reads them too.
 
     state/heartbeat       touched by rank 0 after every step
-    state/ranks/N         sign of life of rank N (`heartbeats`)
-    state/ranks/said      a rank has said why all of them end
+    state/ranks/N         heartbeat of rank N (`heartbeats`)
+    state/ranks/said      a rank has reported why all of them end
     state/STOPPED         the run saved and ended on request; removed by the next start
     state/REFUSED         the run was refused as it is; the same start would be refused again
     state/STAGE.done      a stage is finished and what it made is stored
@@ -54,12 +54,12 @@ class StateFiles:
         self._write(self.state / "STOPPED", f"step {step}\n")
 
     def refused(self, lines: list[str]) -> None:
-        """Nothing was started; the message says what must be done first."""
+        """Nothing was started; the message names what must be done first."""
         self.state.mkdir(parents=True, exist_ok=True)
         self._write(self.state / "REFUSED", "\n".join(lines) + "\n")
 
     def done(self, stage: str, step: int) -> None:
-        """A stage is finished, after `step` steps of the run; said once."""
+        """A stage is finished, after `step` steps of the run; written once."""
         if not self.is_done(stage):
             self.state.mkdir(parents=True, exist_ok=True)
             self._write(self.state / f"{stage}.done", f"step {step}\n")
@@ -92,7 +92,7 @@ class StateFiles:
         self._write(self.errors / f"{attempt}-rank{rank}.json", json.dumps(described, indent=1))
 
     def root_cause(self) -> dict[str, Any] | None:
-        """The first error of the newest attempt; ranks that only lost a peer are asked last."""
+        """The first error of the newest attempt; ranks that only lost a peer come last."""
         newest: dict[str, list[dict[str, Any]]] = {}
         for file in self.errors.glob("*-rank*.json"):
             described = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""What every request passes first: its id, the API key, the log line, the last resort."""
+"""Middleware of every request: its id, the API key, the log line, unexpected errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Access:
         except Exception:  # a bug must not end the server
             logger().exception("request %s failed", request_id)
             if not statuses:
-                error = ApiError(500, "an error of the server; its log says why")
+                error = ApiError(500, "an error of the server; see its log")
                 await JSONResponse(error.body(), 500)(scope, receive, named)
         finally:
             self._log(scope, statuses, time.monotonic() - begin)

@@ -1,4 +1,4 @@
-"""How many sequences the server takes at a time, and when it stops to take any."""
+"""How many sequences the server takes at a time, and when it accepts none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Admission:
             ApiError: 503 while draining; 429 when the queue is full; 400 when it could never run.
         """
         if self.draining:
-            raise ApiError(503, "the server stops; ask another one", headers={"Retry-After": "5"})
+            raise ApiError(503, "the server stops; use another one", headers={"Retry-After": "5"})
         if sequences > self.rows + self._queue:
             most = self.rows + self._queue
             raise ApiError(400, f"{sequences} continuations: this server takes {most} at a time")
@@ -64,7 +64,7 @@ class Admission:
                 self._empty.set()
 
     def note(self, seconds: float) -> None:
-        """Remember how long a request took."""
+        """Record how long a request took."""
         self._seconds += 0.2 * (seconds - self._seconds)
 
     async def wait_until_empty(self) -> None:

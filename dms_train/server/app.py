@@ -52,7 +52,7 @@ _PAGE_HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the routes know about the model.
+    """The model as the routes see it.
 
     Attributes:
         name: In requests and answers.

@@ -14,7 +14,7 @@ _TYPES = {
 
 
 class ServerError(ValueError):
-    """A server that cannot be started; one line that says what to change."""
+    """A server that cannot be started; one line that names what to change."""
 
 
 class ApiError(Exception):

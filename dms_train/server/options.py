@@ -16,7 +16,7 @@ class ServerOptions:
     Attributes:
         host: Address to listen on.
         port: Port; 0 takes a free one.
-        api_key: What clients must send as `Authorization: Bearer KEY`; None asks for nothing.
+        api_key: What clients must send as `Authorization: Bearer KEY`; None requires none.
         max_queue: Sequences that may wait for a cache row; further ones are answered with 429.
         max_body_bytes: Of a request's body.
         max_prompt_tokens: Of one prompt; None leaves the model's own limit.

@@ -1,7 +1,7 @@
 """What clients send: OpenAI's fields and vLLM's extras, checked by pydantic.
 
 A field that is null counts as not given. A field without effect on the answer is accepted; any
-other field that this server does not know is refused, so that no option is ignored in silence.
+unknown field is refused, so that no option is silently ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = (
     "prompt_cache_key",
     "parallel_tool_calls",
 )
-# values with which an unsupported field asks for what the server does anyway
+# values of unsupported fields that equal what the server does anyway
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),

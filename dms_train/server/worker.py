@@ -1,7 +1,7 @@
 """The thread that runs the engine, and the event loop's side of it.
 
 `InferenceEngine` blocks and is not safe to share between threads, so only this thread touches it.
-The event loop sends it calls through a queue. After each step the thread hands the outputs back; a
+The event loop sends it calls through a queue. After each step the thread returns the outputs; a
 reader that is slower than the engine finds the latest output only, which holds all tokens so far.
 """
 
@@ -30,7 +30,7 @@ class Ticket:
         changed: Set whenever something below changes; requests may share it.
         request_id: The engine's; None until it has accepted the request.
         output: The latest.
-        positions: Live positions at that time, if they were asked for and the cache knows them.
+        positions: Live positions at that time, if they were requested and the cache keeps them.
         failure: Why the request ended without an output.
     """
 
@@ -48,13 +48,13 @@ class Ticket:
 
 
 @dataclass(slots=True, kw_only=True)
-class _News:
+class _Update:
     ticket: Ticket
     output: RequestOutput | None = None
     positions: Positions | None = None
     failure: ApiError | None = None
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """On the event loop."""
         ticket = self.ticket
         if self.output is not None:
@@ -84,7 +84,7 @@ class EngineThread:
         self.failures = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread; outputs are handed to this event loop."""
+        """Start the thread; outputs are passed to this event loop."""
         self._loop = loop
         self._thread.start()
 
@@ -93,7 +93,7 @@ class EngineThread:
         self._calls.put(None)
         failure = ApiError(503, "the server stops")
         await asyncio.to_thread(self._thread.join)
-        _tell([_News(ticket=ticket, failure=failure) for ticket in self._tickets.values()])
+        _deliver([_Update(ticket=ticket, failure=failure) for ticket in self._tickets.values()])
         self._tickets.clear()
 
     async def add(
@@ -138,7 +138,7 @@ class EngineThread:
             raise
 
     def abort(self, ticket: Ticket) -> None:
-        """Forget a request and free its cache before the next step."""
+        """Remove a request and free its cache before the next step."""
 
         def call() -> None:
             if ticket.request_id is not None:
@@ -167,16 +167,18 @@ class EngineThread:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-            news = [self._news(output) for output in outputs if output.request_id in self._tickets]
+            updates = [
+                self._update(output) for output in outputs if output.request_id in self._tickets
+            ]
         except Exception:
             logger().exception("a step of the engine failed")
-            news = self._lost()
+            updates = self._lost()
         self.allocated_bytes = self._engine.allocated_bytes
         assert self._loop is not None
-        if news:
-            self._loop.call_soon_threadsafe(_tell, news)
+        if updates:
+            self._loop.call_soon_threadsafe(_deliver, updates)
 
-    def _news(self, output: RequestOutput) -> _News:
+    def _update(self, output: RequestOutput) -> _Update:
         ticket = self._tickets[output.request_id]
         positions = None
         if ticket.wants_positions:
@@ -186,19 +188,19 @@ class EngineThread:
         if output.finished:
             del self._tickets[output.request_id]
             self._engine.abort(output.request_id)
-        return _News(ticket=ticket, output=output, positions=positions)
+        return _Update(ticket=ticket, output=output, positions=positions)
 
-    def _lost(self) -> list[_News]:
+    def _lost(self) -> list[_Update]:
         """Failures for the requests that a failed step has aborted, or for all of them."""
         self.failures += 1
         lost = [known for known in self._tickets if not self._engine.has_request(known)]
         lost = lost or list(self._tickets)
-        failure = ApiError(500, "the forward pass of this request failed; the log says why")
-        news = []
+        failure = ApiError(500, "the forward pass of this request failed; see the log")
+        updates = []
         for request_id in lost:
             self._engine.abort(request_id)
-            news.append(_News(ticket=self._tickets.pop(request_id), failure=failure))
-        return news
+            updates.append(_Update(ticket=self._tickets.pop(request_id), failure=failure))
+        return updates
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
@@ -210,6 +212,6 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _tell(news: list[_News]) -> None:
-    for item in news:
-        item.tell()
+def _deliver(updates: list[_Update]) -> None:
+    for item in updates:
+        item.deliver()

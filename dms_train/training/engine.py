@@ -81,7 +81,7 @@ class Watch(Protocol):
         ...
 
     def must_stop(self) -> bool:
-        """Whether any rank was told to stop; a collective with the same result on every rank."""
+        """Whether any rank was signalled to stop; a collective with the same result everywhere."""
         ...
 
     def stopped(self, step: int) -> None:

@@ -83,7 +83,7 @@ class ExportOptions:
         dtype: `fp32` or `bf16`. None is the dtype that the format requires, otherwise the
             precision of the training.
         every_integer_cr: Also export whenever the annealed ratio passes an integer.
-        paged_attention_block_size: Page size an `nvidia` export asks its consumer for.
+        paged_attention_block_size: Page size that an `nvidia` export states for its consumer.
     """
 
     format: Annotated[str | None, OneOf(None, *FORMATS)] = None

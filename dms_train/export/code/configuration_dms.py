@@ -1,9 +1,8 @@
 """Configurations of models retrofitted with Dynamic Memory Sparsification (DMS).
 
-This file travels with the weights and needs only transformers (4.57 or later). An export adds the
-class of its family at the end. It reads two layouts of config.json: one
-nested `dms` key with `model_type: dms_<family>`, or flat `dms_*` keys with the family's own
-model_type.
+This file is shipped with the weights and needs only transformers (4.57 or later). An export adds
+the class of its family at the end. It reads two layouts of config.json: one nested `dms` key with
+`model_type: dms_<family>`, or flat `dms_*` keys with the family's own model_type.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _Mixed: Any = object  # stands for the class of transformers that a mixin preced
 
 @dataclass(frozen=True)
 class DMSNumbers:
-    """What the attention layers need to know.
+    """Constants of the attention layers.
 
     Attributes:
         channel: Borrowed channel of the first query head of each group (0 first, -1 last).
@@ -80,7 +79,7 @@ class _DMSConfigMixin(_Mixed):
     """Keeps the layout a config was read in, and answers to both model types."""
 
     # Accepted by `from_pretrained` because other loaders of the flat layout take them; they
-    # choose kernels and buffers there and mean nothing here.
+    # choose kernels and buffers there and have no effect here.
     dms_chunked_prefill = None
     dms_compile_limit = 72
     dms_manual_inference_mode = False

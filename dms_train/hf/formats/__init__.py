@@ -1,4 +1,4 @@
-"""Export formats: what each consumer reads, what it would misread, and reading it back.
+"""Export formats: what each consumer reads, what it would misinterpret, and how it is read back.
 
 One module per format, named after it, with one `FORMAT`; `registry` finds them, so one file adds a
 format. `base` holds the description, `flat` the layout that two formats share. Nothing here needs

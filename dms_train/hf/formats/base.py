@@ -1,4 +1,4 @@
-"""What is said about an export format, and what every format is asked."""
+"""The description of an export format, and the functions that every format provides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExportedModel:
         target_cr: Compression ratio asked for in training, at least 1.
         block_size: Tokens per page of NVIDIA's paged cache.
         cr_factor: Measured tokens seen per slot held, or None.
-        provenance: JSON values saying where the weights come from.
+        provenance: JSON values that state where the weights come from.
     """
 
     architecture: Architecture
@@ -50,7 +50,7 @@ class Stated:
 
     Attributes:
         spec: The specification.
-        target_cr: Compression ratio asked for in training; 1 if nothing says so.
+        target_cr: Compression ratio asked for in training; 1 if it is not stated.
         cr_factor: Measured tokens seen per slot held, or None.
     """
 
@@ -60,7 +60,7 @@ class Stated:
 
 
 def no_advice(model: ExportedModel) -> list[str]:
-    """Nothing to say."""
+    """No advice."""
     return []
 
 
@@ -107,11 +107,11 @@ class ExportFormat:
     Attributes:
         name: As in `stage.export.format`, and the name of the module.
         consumer: The program that reads it, in messages.
-        preset: Preset of the method whose exports have this format unless another is asked for.
+        preset: Preset of the method whose exports have this format unless another is configured.
         dtype: The only dtype of weights it takes, by torch's name; None takes any.
         config_keys: What it adds to (or replaces in) config.json.
         read: What a directory in this format states, None for a directory in another one.
-            Arguments: the directory; its config.json; whether the caller knows the adapter
+            Arguments: the directory; its config.json; whether the caller supports the adapter
             variant, whose spec has no meaningful channel. HFError if the values are incomplete,
             contradictory or of a variant not supported.
         problem: The first reason why the consumer would misread the weights, or None.

@@ -16,7 +16,7 @@ from dms_train.hf.formats.base import (
 
 
 def _config_keys(model: ExportedModel) -> dict[str, Any]:
-    """One nested key, and a model_type that plain transformers does not know."""
+    """One nested key, and a model_type that is not registered in transformers."""
     family = model.architecture.family
     return {
         **modeling_keys(family),

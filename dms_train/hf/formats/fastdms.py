@@ -63,7 +63,7 @@ def _stated(directory: Path) -> Stated | None:
 
 
 def _settings(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that speaks and its settings; other programs' files of these names say nothing."""
+    """The first file with DMS settings, and these; files of other programs are ignored."""
     here = directory.resolve()
     for path in (here / flat.METADATA_FILE, here.parent / LOG_FILE):
         values = (read_json(path) if path.is_file() else {}).get("config")

@@ -1,7 +1,7 @@
 """The layout of `nvidia` and `fastdms`: flat `dms_*` keys in config.json, and dms_metadata.json.
 
-Both consumers know only some specifications, and neither layout can say which channel a checkpoint
-was trained with, so everything else is refused.
+Both consumers support only some specifications, and neither layout records which channel a
+checkpoint was trained with, so everything else is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Limits:
 
     Attributes:
         families: Model families it has DMS code for.
-        decision_shift: The only shift it knows.
+        decision_shift: The only shift it supports.
         clear_after_rope: Whether it clears the eviction channel again after RoPE.
         max_group: Most query heads per KV head its kernels take.
         max_head_size: Largest head size its kernels take.
@@ -54,7 +54,7 @@ class Limits:
                 f"{self.decision_shift}, and weights cannot be converted"
             )
         if spec.eviction != "delayed":
-            return f"method.eviction={spec.eviction}: it knows only delayed eviction"
+            return f"method.eviction={spec.eviction}: it supports only delayed eviction"
         if spec.clear_after_rope != self.clear_after_rope:
             does = "clears" if self.clear_after_rope else "does not clear"
             return (
@@ -94,7 +94,7 @@ def config_keys(model: ExportedModel) -> dict[str, Any]:
         "dms_initial_alpha_offset": spec.alpha_offset,
         "dms_window_size": spec.window,
         "dms_paged_attention_block_size": model.block_size,
-        "dms_cr": int(model.target_cr),  # rounded down: never claims more than was asked for
+        "dms_cr": int(model.target_cr),  # rounded down: never more than was requested
         "dms_tau": spec.tau,
         **_SWITCHES,
         "dms_decision_shift": spec.decision_shift,

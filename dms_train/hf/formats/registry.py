@@ -1,4 +1,4 @@
-"""Every export format, found by its module, and what is asked of whichever fits."""
+"""Every export format, found by its module, and reading in whichever format matches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
 
     Args:
         directory: The export.
-        adapter: Whether the caller knows the adapter variant; its spec has no meaningful channel.
+        adapter: Whether the caller supports the adapter variant, whose spec has no meaningful
+            channel.
 
     Raises:
         FileNotFoundError: If there is no config.json.

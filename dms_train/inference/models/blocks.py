@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention that hands its eviction decisions to the cache.
+    """Grouped-query attention that passes its eviction decisions to the cache.
 
     Args:
         a: The model.

@@ -21,7 +21,7 @@ _ADAPTER = "dms_proj_alpha"  # in the names of the weights of NVIDIA's adapter v
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A decoder and what its directory says about it.
+    """A decoder and what its directory states about it.
 
     Attributes:
         decoder: In evaluation mode, on its device.

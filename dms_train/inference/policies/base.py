@@ -18,7 +18,7 @@ One forward pass of a layer calls, in this order:
 How known methods map onto the hooks:
 
 - DMS: the decision logit's sign is the signal; `admit` copies it into the state of the token it
-  governs, `expired` is the visibility rule. Local window: `expired` looks at the age; StreamingLLM
+  governs, `expired` is the visibility rule. Local window: `expired` compares the age; StreamingLLM
   spares positions below the number of sinks.
 - H2O, RoCo: scored; state = attention received (RoCo: also its count and squares); `observe` adds
   the column sums, `expired` is everything below the budget that is not recent.

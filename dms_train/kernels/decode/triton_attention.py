@@ -162,7 +162,7 @@ def _merge(
 @triton.jit
 def _first_of(pairs, ASM: tl.constexpr):
     """float16 of the first of two neighbouring e4m3 channels that lie in an int16."""
-    if ASM:  # two pairs at a time, which the compiler would take apart
+    if ASM:  # two pairs at a time, which the compiler would split
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 picked;
@@ -279,7 +279,7 @@ def _attend_fp8_tiles(
 ):
     """`_attend_tiles` over FP8 pages, read as pairs of neighbouring channels.
 
-    Products of pairs are taken apart into those of first and of second channels, because bytes
+    Products of pairs are split into those of first and of second channels, because bytes
     cannot be transposed on their way to tensor cores and 16-bit words can. A stored value is
     `value * 2**-e`: with scores raised by e the weights multiply what is stored and stay below 1,
     and the sum of weights takes e back.
@@ -375,16 +375,16 @@ def _decode_kernel(
     real = (member < R) & (channel < D)
     while at < end:
         row = tl.load(rows_ptr + kv_list // heads)
-        home = (row * heads + kv_list % heads).to(tl.int64)
-        size = tl.load(length_ptr + home, mask=row >= 0, other=0)
+        list_index = (row * heads + kv_list % heads).to(tl.int64)
+        size = tl.load(length_ptr + list_index, mask=row >= 0, other=0)
         last = first + tl.maximum(tl.cdiv(size, TILE), 1)
         stop = tl.minimum(last, end)
         query_at = query_ptr + kv_list * (R * D) + member * D + channel
-        list_ptr = table_ptr + home * places
+        list_ptr = table_ptr + list_index * places
         if QUANTISED:
             first_query, second_query, power = _halved_query(query_at, real, R_PAD, D_PAD)
             sums, peak, weight = _attend_fp8_tiles(
-                first_query, second_query, pages_ptr, list_ptr, exponent_ptr + home * places,
+                first_query, second_query, pages_ptr, list_ptr, exponent_ptr + list_index * places,
                 scale * power, at - first, stop - first, size,
                 R_PAD, D, D_PAD, PAGE, TILE, STAGES, ASM,
             )  # fmt: skip

@@ -113,7 +113,7 @@ def divergence_gradient_(
         q: Logits [rows, width]; overwritten if the student is q.
         columns: Those behind get 0.
         rows: The second result of `merge_divergence`.
-        divergence: Says which of both is the student.
+        divergence: Defines which of both is the student.
     """
     t = divergence.temperature
     top_p, log_p, top_q, log_q, kl = rows[..., None]

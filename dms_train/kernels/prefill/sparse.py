@@ -128,7 +128,7 @@ def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
 def plan_chunk(
     evicted: Tensor, state: PrefillState, window: int, real: Tensor | None = None
 ) -> PrefillChunk:
-    """Which tokens of a chunk and before it are kept; `lengths` says how many slots they need.
+    """Which tokens of a chunk and before it are kept; `lengths` is how many slots they need.
 
     Args:
         evicted: bool [b, h, recent_tokens(window) + n] by key, of the chunk and of the tokens

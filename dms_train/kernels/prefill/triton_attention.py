@@ -74,8 +74,8 @@ def _attend_kernel(
     table += kv_list * places
     evicted += kv_list.to(tl.int64) * s
 
-    asked = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = _rows_at(query, asked, q_strides[2], asked < n, D, PADDED)
+    queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = _rows_at(query, queries, q_strides[2], queries < n, D, PADDED)
     acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -1e30, tl.float32)
@@ -108,15 +108,15 @@ def _attend_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         marked = tl.load(evicted + j, mask=present, other=1) != 0
         reach = tl.where(present, tl.where(marked, window, s), -1)
-        distance = (asked + s - n)[:, None] - j[None, :]
+        distance = (queries + s - n)[:, None] - j[None, :]
         visible = (distance >= 0) & (distance <= reach[None, :])
         scores = tl.where(visible, scores, float("-inf"))
         v = _rows_at(value, j, v_strides[2], present, D, PADDED)
         acc, total, top = _fold(acc, total, top, scores, v, factor, PRECISION)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]
     channels = tl.arange(0, PADDED)
-    at = out + asked.to(tl.int64)[:, None] * o_strides[2] + channels
-    tl.store(at, acc.to(out.dtype.element_ty), mask=(asked[:, None] < n) & (channels < D))
+    at = out + queries.to(tl.int64)[:, None] * o_strides[2] + channels
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(queries[:, None] < n) & (channels < D))
 
 
 class Call(NamedTuple):

@@ -77,7 +77,7 @@ def _job(number, jobs, order, edges, sizes, BLOCK_M: gl.constexpr, EDGE: gl.cons
 
 @gluon.jit
 def _announce(number, jobs_pipe, round):
-    """Tell the computing groups the job of a round."""
+    """Pass the job of a round to the computing groups."""
     slot = jobs_pipe[0].index(round % 2)
     mbarrier.wait(jobs_pipe[2].index(round % 2), (round // 2 + 1) & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -154,7 +154,7 @@ def _only_visible(scores, i, j, evicted, first, s, window):
 
 @gluon.jit
 def _release(pipe, t):
-    """Tell the loading warp that tile t has been read."""
+    """Signal the loading warp that tile t has been read."""
     STAGES: gl.constexpr = pipe[0].type.shape[0]
     mbarrier.arrive(pipe[2].index(t % STAGES))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dms_train.kernels.train_attention.dense import causal_attention
 from dms_train.kernels.train_attention.documents import document_slices, require_one_sample
 
-# Queries of a block: on a CPU the scores should stay in its cache, a GPU wants few launches.
+# Queries of a block: on a CPU the scores should stay in its cache, a GPU needs few launches.
 _CPU_BLOCK, _GPU_BLOCK = 64, 512
 
 

@@ -38,7 +38,7 @@ def dms_attention(
     """The function of `reference.dms_attention`, which states shapes and formula.
 
     Raises:
-        KernelError: A gradient is wanted on a CPU, for which FlexAttention has none.
+        KernelError: A gradient is required on a CPU, for which FlexAttention has none.
     """
     require_one_sample(query, cu_seqlens)
     if log_keep is None and cu_seqlens is None:
@@ -62,7 +62,7 @@ def dms_attention(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # without fullgraph a recompilation too many would fall back to materialised scores in silence
+    # without fullgraph a recompilation too many would silently fall back to materialised scores
     return torch.compile(flex_attention, fullgraph=True)
 
 

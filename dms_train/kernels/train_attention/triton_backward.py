@@ -1,7 +1,7 @@
 """Backward pass of causal attention with a soft eviction bias.
 
-A program owns a tile of BLOCK_N keys and walks over the queries that see it, the heads of a group
-one after the other: gradients of keys, values and log_keep stay in registers. The gradient of the
+A program handles a tile of BLOCK_N keys and loops over the queries that see it, one head of a
+group after the other: gradients of keys, values and log_keep stay in registers. The gradient of the
 queries is added to memory tile by tile, or computed by a separate kernel that always sums in the
 same order. With p = softmax weights, dp_ij = d_o_i . v_j and delta_i = d_o_i . o_i:
 
@@ -207,7 +207,7 @@ def query_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, summed in the order of the keys; walks like the forward pass."""
+    """dq of one tile of queries, summed in the order of the keys; loops like the forward pass."""
     n_tiles = tl.cdiv(length, BLOCK_M)
     kv_heads = n_heads // group
     pairs = tl.num_programs(0) // (n_tiles * group)

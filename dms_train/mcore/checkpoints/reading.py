@@ -1,6 +1,6 @@
-"""Reading distributed checkpoints: which one is whole, and its weights into any layout.
+"""Reading distributed checkpoints: which one is valid, and its weights into any layout.
 
-A checkpoint folder holds megatron's shards and one JSON file that says what they are
+A checkpoint folder holds megatron's shards and one JSON file that describes them
 (`checkpoints.state`). It was written under another name and renamed when complete
 (`checkpoints.saving`).
 """
@@ -39,7 +39,7 @@ from dms_train.mcore.layers import fusions
 _METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"
-# Whole names, not modules: a pickle may ask for `os.system` by way of any module that imports os.
+# Whole names, not modules: a pickle may name `os.system` through any module that imports os.
 _METADATA_NAMES = frozenset(
     {
         "torch.Size",

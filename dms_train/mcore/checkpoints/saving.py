@@ -1,4 +1,4 @@
-"""Writing distributed checkpoints with megatron's writers, in the background where wanted.
+"""Writing distributed checkpoints with megatron's writers, in the background where configured.
 
 What is saved is copied to host memory (on the CPU: kept by forking), then processes of each rank
 write their files and compute the checksums while training continues. When all ranks are done the
@@ -54,9 +54,9 @@ from dms_train.mcore.errors import SaveError
 _PARTIAL = ".partial"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STDERR = 2  # standard streams may be sockets too
-# What stands before the reason when a writer of megatron failed.
+# Prefix of the reason when a writer of megatron failed.
 _WRAPPING = re.compile(r"^Worker failure: (\[Errno \d+\] )?")
-# What torch.save says when a file cannot be written; the rest speaks of positions in it.
+# Message of torch.save when a file cannot be written; its remainder gives file offsets.
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
 _NOTHING_HEARD = "results_queue should not be empty"
 _CONNECTIONS = ("socket:", "anon_inode:[eventpoll]")
@@ -72,7 +72,7 @@ class _Mailbox:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this
 
     def put(self, value: Any) -> None:
         self._file.seek(0)
@@ -196,7 +196,7 @@ class CheckpointSaver:
         self._on_leader(save.path, lambda: _seal(save, gathered), save.partial)
 
     def _discard(self, save: _Save, error: BaseException) -> NoReturn:
-        """Remove what was written; a failure that only rank 0 knows is sent to all."""
+        """Remove what was written; a failure that occurred on rank 0 only is sent to all."""
 
         def fail() -> None:
             raise error
@@ -290,7 +290,7 @@ def _end_with(parent: int) -> None:
 
 
 def _end_after_a_kill(_number: int, _frame: FrameType | None) -> None:
-    """End when a process that this one has forked was killed, say for its memory.
+    """End when a process that this one has forked was killed, for example for lack of memory.
 
     Megatron waits for the result of that process.
     """
@@ -324,7 +324,7 @@ def _why_not_written(error: BaseException) -> str | None:
     """The storage's reason; None when the error is about something else."""
     text = str(error)
     if isinstance(error, CheckpointException):
-        # only rank 0 knows the cause
+        # only rank 0 has the cause
         failures = [failure for failure, _ in error.failures.values()]
         text = _WRAPPING.sub("", str(failures[0])) if failures else "see rank 0"
     if text == _NOTHING_HEARD:

@@ -121,7 +121,7 @@ def recorded_files(path: Path) -> dict[str, FileRecord]:
 
 
 def wrong_content(path: Path, name: str, reason: str) -> DamagedError:
-    """What to say of a file whose checksum does not hold."""
+    """The error for a file whose checksum differs."""
     return DamagedError(
         f"checkpoint {path}: the content of {name} is not what was saved ({reason}); "
         "use an older checkpoint"
@@ -129,7 +129,7 @@ def wrong_content(path: Path, name: str, reason: str) -> DamagedError:
 
 
 def unreadable(path: Path, error: OSError) -> DamagedError:
-    """What to say when the storage gives an error in place of a file."""
+    """The error for a file that the storage cannot read."""
     name = Path(error.filename).name if error.filename else "a file"
     return DamagedError(
         f"checkpoint {path}: {name} cannot be read ({error.strerror or error}); "

@@ -1,4 +1,4 @@
-"""Self-attention that takes eviction decisions out of the query and hands them to the kernels.
+"""Self-attention that reads eviction decisions from the query and passes them to the kernels.
 
 Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
 d head size; heads are those of this tensor-parallel rank.

@@ -68,7 +68,7 @@ def choose(wanted: str, device: torch.device) -> LayerBackend:
         device: Where the training computes.
 
     Raises:
-        ModelError: Transformer Engine is asked for and cannot run.
+        ModelError: Transformer Engine is configured and cannot run.
     """
     missing = _missing(device)
     if wanted == "transformer_engine" and missing:
@@ -108,7 +108,7 @@ def _local(reason: str, device: torch.device) -> LayerBackend:
 
 
 def _apex_norm() -> type | None:
-    """NVIDIA's Apex, which comes with its containers only; the registry's apex is another thing."""
+    """NVIDIA's Apex, which comes with its containers only; `apex` on PyPI is another package."""
     try:
         from apex.normalization import FusedRMSNorm
     except ImportError:

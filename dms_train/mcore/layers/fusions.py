@@ -1,6 +1,6 @@
 """What a GPU does in fewer passes over memory than megatron's plain paths; a CPU keeps those.
 
-Megatron-core looks for these in Apex or Transformer Engine and has slow substitutes for them. Torch
+Megatron-core takes these from Apex or Transformer Engine and has slow substitutes for them. Torch
 has equivalents; where one of the two is importable nothing is replaced.
 """
 
@@ -16,7 +16,7 @@ from dms_train.mcore import compat
 def apply(config: Any, device: torch.device, *, fused: bool) -> None:
     """Set what this device fuses in megatron's configuration, before a model is built.
 
-    `fused` says whether the kernels beside attention run (`kernels.api.fuses`).
+    `fused`: whether the kernels beside attention run (`kernels.api.fuses`).
     """
     # megatron's name for its slot of an activation; the function in it is ours (see `layer_spec`)
     config.use_te_activation_func = fused
@@ -28,7 +28,7 @@ def apply(config: Any, device: torch.device, *, fused: bool) -> None:
 def fuse_adam(optimizer: Any) -> None:
     """Let torch's AdamW update in one pass on a GPU; to be called again after loading its state.
 
-    What a checkpoint says about it belongs to the machine that wrote it.
+    The value in a checkpoint is that of the machine that wrote it.
     """
     for part in compat.optimizer_parts(optimizer):
         inner = part.optimizer

@@ -28,7 +28,7 @@ from dms_train.mcore.layers.layer_spec import block_spec
 from dms_train.mcore.options import EVICTION_STATS, VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
 
-_ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core knows
+_ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core supports
 
 
 def padded_vocab_size(architecture: Architecture) -> int:
@@ -136,7 +136,7 @@ class DMSModel(GPTModel):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether a teacher is attached, whatever the plan says."""
+        """Whether a teacher is attached, independent of the plan."""
         return bool(self._teacher)
 
     def set_teacher(self, teacher: DMSModel) -> None:

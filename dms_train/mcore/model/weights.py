@@ -101,7 +101,7 @@ def load(
     """Fill this rank's chunks; reads only the tensors the rank holds.
 
     Raises:
-        ModelError: A tensor is absent or has another shape than the configuration promises.
+        ModelError: A tensor is absent or has another shape than the configuration states.
     """
     table = {entry.megatron: entry for entry in mapping.entries(architecture)}
     shapes = expected_shapes(architecture)

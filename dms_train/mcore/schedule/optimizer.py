@@ -23,7 +23,7 @@ from dms_train.method.plan import LearningRate
 
 
 def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
-    """Megatron's 16-bit wrapper around this rank's model chunks, where wanted."""
+    """Megatron's 16-bit wrapper around this rank's model chunks, where configured."""
     return [Float16Module(config, model) if config.bf16 else model for model in models]
 
 
@@ -91,7 +91,7 @@ class _NotFinite(Exception):
 
 
 class Update(NamedTuple):
-    """What became of a step: the gradient norm before clipping, and whether weights changed."""
+    """The outcome of a step: the gradient norm before clipping, and whether weights changed."""
 
     grad_norm: float
     updated: bool
@@ -100,13 +100,13 @@ class Update(NamedTuple):
 def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
     """Clip and update, the same on every rank.
 
-    Megatron updates with gradients that are not finite unless a loss scaler looks at them, which
-    bf16 and fp32 have none of. Here neither weights nor optimizer change then.
+    Megatron updates with gradients that are not finite unless a loss scaler checks them, and
+    bf16 and fp32 have none. Here neither weights nor optimizer change then.
 
     Args:
         optimizer: Megatron's, with gradients.
-        finite: Whether the loss is; asked after the norm, when no GPU works any more, and only
-            when that is finite.
+        finite: Whether the loss is; called after the norm, when no GPU is busy any more, and
+            only when that is finite.
     """
     norms: list[float] = []
     measure = type(optimizer).get_grad_norm

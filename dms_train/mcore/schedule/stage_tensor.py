@@ -1,4 +1,4 @@
-"""What travels between pipeline stages, packed into the one tensor the schedules know.
+"""What pipeline stages exchange, packed into the one tensor that the schedules support.
 
     [student S/tp rows | teacher S/tp rows (if any) | 1 row of eviction statistics]      each row
     [b, hidden]

@@ -53,7 +53,7 @@ function show() {
   if (!view) return;
   showNumbers();
   if (!view.positions) {
-    at("status").textContent = "The cache of this server does not say which tokens it holds.";
+    at("status").textContent = "The cache of this server does not keep positions.";
     return;
   }
   fill(at("layer"), view.positions.length);
@@ -122,22 +122,22 @@ async function run() {
   running = new AbortController();
   pieces = [], spans = [], prompted = 0, view = null;
   at("text").replaceChildren();
-  tell("running");
+  setStatus("running");
   at("run").disabled = true;
   at("stop").disabled = false;
   try {
     const response = await request();
     if (!response.ok) throw new Error((await response.json()).error.message);
     await read(response);
-    tell(at("status").textContent === "running" ? "done" : at("status").textContent);
+    setStatus(at("status").textContent === "running" ? "done" : at("status").textContent);
   } catch (error) {
-    tell(error.name === "AbortError" ? "stopped" : error.message, error.name !== "AbortError");
+    setStatus(error.name === "AbortError" ? "stopped" : error.message, error.name !== "AbortError");
   }
   at("run").disabled = false;
   at("stop").disabled = true;
 }
 
-function tell(text, isError = false) {
+function setStatus(text, isError = false) {
   at("status").textContent = text;
   at("status").classList.toggle("error", isError);
 }

@@ -55,7 +55,7 @@ def test_rows_of_a_command_that_did_not_say_when_it_began_are_shown() -> None:
     page = list(train_step_page.page_lines({"device": "some", "rows": [undated, dated]}))
     table = [line for line in page if line.startswith("| qwen2.5-7b | dp1")]
     assert [line.split("|")[-2].strip() for line in table] == ["1", "?"]
-    assert "1 began 2026-01-01T00:00:00Z, ? did not say when.\n" in page
+    assert "1 began 2026-01-01T00:00:00Z, ? has no recorded time.\n" in page
 
 
 def test_without_the_measured_parts_nothing_is_projected() -> None:

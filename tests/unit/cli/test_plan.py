@@ -82,7 +82,7 @@ def test_a_gpu_that_is_too_small_is_refused(monkeypatch, capsys, tmp_path):
 def test_counts_start_at_one(monkeypatch, capsys, count):
     for flag in ("--world-size", "--list-layouts"):
         assert run_plan(monkeypatch, f"{flag}={count}", "model.path=x", "data.paths=[x]") == 2
-        assert f"{count}: say a number from 1" in capsys.readouterr().err
+        assert f"{count}: give a number from 1" in capsys.readouterr().err
 
 
 def test_what_does_not_divide_is_answered_with_what_does(monkeypatch, capsys, tmp_path):

@@ -517,7 +517,7 @@ def test_status_does_not_blame_the_ranks_that_were_left_alone(
     error = {"rank": 0, "time": 5.0, "error": "PeerLost", "message": "rank 0: another rank ended"}
     (run / "errors" / "101.0-rank0.json").write_text(json.dumps(error))
     submit._main(["status", str(run)])
-    assert "no rank says why: one was killed" in capsys.readouterr().out
+    assert "no rank reported a cause: one was killed" in capsys.readouterr().out
 
 
 def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
