@@ -1,49 +1,28 @@
-"""Chains and batch scripts, without a scheduler."""
+"""`dms-submit` without a scheduler, or with one that records its calls."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dms_train.app.model import read_architecture
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError, to_mapping
-from dms_train.config.cluster import ClusterOptions
-from dms_train.config.memory import parameter_count
-from dms_train.config.schema import RunConfig
 from dms_train.launch import scheduler, submit
-from dms_train.launch.chain import Job, chain, container_options, frozen, needs, script
-from dms_train.launch.nodes import Needs
 from dms_train.launch.stage import main as run_stage
+from tests.support.chains import WORDS, config, stages
 from tests.support.disks import CannotArrange, small_disk
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "slurm").glob("*.sbatch")])
-WORDS = [
-    "experiment=demo",
-    "parallel=tp2",
-    "cluster.nodes=2",
-    "data.global_batch_size=16",
-    "data.micro_batch_size=8",
-]
-
-
-def config(folder: Path, *changes: str) -> RunConfig:
-    return compose([*WORDS, f"run.dir={folder}/run", *changes])
 
 
 def dms_submit(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,171 +37,6 @@ def dms_submit(folder: Path, *words: str, **environment: str) -> subprocess.Comp
     )
 
 
-def stages(config: RunConfig, *skipped: str) -> list[str]:
-    return [job.stage for job in chain(config, skipped)]
-
-
-def test_a_retrofit_is_a_chain_from_data_to_validation(tmp_path: Path) -> None:
-    jobs = chain(config(tmp_path))
-    assert jobs == [
-        Job("prepare", "convert"),
-        Job("hf_to_megatron", "convert"),
-        Job("zero_neuron", "train"),
-        Job("retrofit", "train"),
-        Job("hold", "train"),
-        Job("export", "train"),
-        Job("validate", "validate"),
-    ]
-
-
-def test_stages_without_a_purpose_are_left_out(tmp_path: Path) -> None:
-    scratch = compose(["experiment=tiny_pretrain", f"run.dir={tmp_path}/run"])
-    assert stages(scratch) == ["prepare", "pretrain", "export"]
-    loaded = config(tmp_path, "run.load=/some/checkpoint", "stage.run=[hold]")
-    assert stages(loaded) == ["prepare", "hold"]
-    assert stages(config(tmp_path), "prepare", "hf_to_megatron")[0] == "zero_neuron"
-
-
-def test_training_starts_from_what_the_chain_imported(tmp_path: Path) -> None:
-    made = frozen(config(tmp_path))
-    assert made.run.load == str(tmp_path / "run" / "start")
-    assert stages(made) == stages(config(tmp_path))  # the frozen file gives the same chain
-    assert frozen(config(tmp_path), ["hf_to_megatron"]).run.load is None
-
-
-def test_what_makes_no_chain_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--skip retrofti: no such stage; this run has prepare"):
-        chain(config(tmp_path), ["retrofti"])
-    with pytest.raises(ConfigError, match="name each once"):
-        chain(config(tmp_path, "stage.run=[export,retrofit,export]"))
-
-
-@pytest.mark.parametrize("job", [Job("prepare", "convert"), Job("hold", "train")])
-def test_no_placeholder_is_left_and_every_value_is_quoted(tmp_path: Path, job: Job) -> None:
-    odd = tmp_path / "it's a $HOME run"
-    plain = config(tmp_path)
-    text = script(job, replace(plain, run=replace(plain.run, dir=f"{odd}/run")), odd)
-    assert not re.search(r"@[A-Z_]+@", text)
-    exports = "\n".join(line for line in text.splitlines() if line.startswith("export "))
-    shown = subprocess.run(
-        ["bash", "-c", f'{exports}\nprintf "%s|%s" "$RUN" "$WORKDIR"'],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert shown.stdout == f"{odd}/run|{odd}"
-
-
-def test_sbatch_reads_odd_names_as_one_word_without_fields(tmp_path: Path) -> None:
-    plain = config(tmp_path)
-    odd = replace(plain, run=replace(plain.run, dir="/runs/it's @RUN@ at 50%j"))
-    lines = script(Job("hold", "train"), odd, tmp_path).splitlines()
-    words = [shlex.split(line)[1:] for line in lines if line.startswith("#SBATCH ")]
-    assert ["--output=/runs/it's @RUN@ at 50%%j/logs/hold-%j.log"] in words
-    assert ["--job-name=it_s__RUN__at_50_j-hold"] in words
-
-
-def test_a_node_is_looked_at_for_gpus_and_room(tmp_path: Path) -> None:
-    site = ["cluster=gpu_node", "cluster.nodes=1", "parallel=tp4_pp2"]
-    made = config(tmp_path, *site, "parallel.params_dtype=fp32")
-    parameters = parameter_count(read_architecture(made.model))
-    assert needs(Job("prepare", "convert"), made) == Needs(0, 0)
-    assert needs(Job("hf_to_megatron", "convert"), made) == Needs(0, 4 * parameters)
-    assert needs(Job("validate", "validate"), made) == Needs(1, 0)
-    assert needs(Job("hold", "train"), made) == Needs(8, int(1.1 * 16 * parameters))
-    half = config(tmp_path, *site, "parallel.params_dtype=bf16")
-    assert needs(Job("hold", "train"), half) == Needs(8, int(1.1 * 14 * parameters))
-    assert needs(Job("hold", "train"), config(tmp_path)).gpus == 0
-    text = script(Job("hold", "train"), made, tmp_path)
-    assert f"NODE_GPUS=8 FREE_BYTES={int(1.1 * 16 * parameters)} " in text
-
-
-def test_site_values_stand_in_the_script(tmp_path: Path) -> None:
-    site = ["cluster=gpu_node", "cluster.nodes=1", "parallel=tp4_pp2", "cluster.account=a1"]
-    made = config(tmp_path, *site, "cluster.partition=long", "cluster.qos=q")
-    train = script(Job("hold", "train"), made, tmp_path).splitlines()
-    for line in ("--account=a1", "--partition=long", "--qos=q", "--gpus-per-node=8", "--exclusive"):
-        assert f"#SBATCH {line}" in train
-    assert "#SBATCH --signal=B:USR1@300" in train
-    convert = script(Job("prepare", "convert"), made, tmp_path)
-    assert "--gpus-per-node" not in convert
-    assert "--account=a1" in convert
-    assert "--gpus-per-node=1" in script(Job("validate", "validate"), made, tmp_path)
-
-
-def test_a_container_is_given_to_srun_with_the_run_mounted() -> None:
-    run, here = Path("/runs/a"), Path("/home/me")
-    assert container_options(ClusterOptions(), run, here) == []
-    cluster = ClusterOptions(container_image="/i.sqsh", container_mounts=("/data:/data:ro",))
-    assert container_options(cluster, run, here)[:2] == [
-        "--container-image=/i.sqsh",
-        "--container-mounts=/runs/a:/runs/a,/home/me:/home/me,/data:/data:ro",
-    ]
-
-
-def test_the_experiments_of_the_examples_exist() -> None:
-    guides = (ROOT / "docs" / "guides").glob("*.md")
-    files = [*guides, ROOT / "README.md", ROOT / "launch" / "local.sh"]
-    named = {name for file in files for name in re.findall(r"experiment=(\w+)", file.read_text())}
-    there = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
-    assert named
-    assert named - {"mine"} <= there  # the reader's own
-
-
-@pytest.mark.parametrize("file", SCRIPTS, ids=lambda f: f.name)
-def test_shell_syntax(file: Path) -> None:
-    done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="apt-get install shellcheck")
-def test_shellcheck_finds_nothing() -> None:
-    done = subprocess.run(["shellcheck", *map(str, SCRIPTS)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
-def environment(**given: str) -> dict[str, str]:
-    """What a process started after env.sh sees."""
-    shown = subprocess.run(
-        ["bash", "-c", f"source {ROOT}/launch/env.sh; env -0"],
-        env={"PATH": "/usr/bin:/bin", **given},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(line.split("=", 1) for line in shown.stdout.split("\0") if line)
-
-
-def test_every_setting_has_a_reason_and_reaches_the_processes() -> None:
-    lines = (ROOT / "launch" / "env.sh").read_text().splitlines()
-    names = re.findall(r'^ *: "\$\{(\w+):=', "\n".join(lines), re.MULTILINE)
-    assert len(names) > 8
-    assert set(names) <= set(environment(RUN="/runs/a"))
-    for above, line in pairwise(lines):
-        if line.startswith(": "):
-            assert above.startswith(("#", ": ")), line
-
-
-def test_what_the_site_has_set_wins() -> None:
-    assert environment(NCCL_DEBUG="INFO", SAVE_S="7")["NCCL_DEBUG"] == "INFO"
-    assert environment(SAVE_S="7")["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "7"
-
-
-def test_no_other_script_touches_those_settings() -> None:
-    others = [file for file in SCRIPTS if file.name != "env.sh"]
-    assert [
-        f.name for f in others if re.search(r"NCCL_|CUDA_(?!VISIBLE)|ALLOC_CONF", f.read_text())
-    ] == []
-
-
-def test_templates_hold_no_site_and_no_logic() -> None:
-    for file in (ROOT / "slurm").glob("*.sbatch"):
-        lines = file.read_text().splitlines()[1:]
-        allowed = ("#SBATCH ", "@SITE@", "export ", "exec bash ")
-        assert [line for line in lines if not line.startswith(allowed)] == []
-        assert not re.search(r"--(account|partition|qos)", file.read_text())
-
-
 def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -234,23 +48,23 @@ def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def test_no_verb_needs_torch(tmp_path: Path) -> None:
+def test_no_subcommand_needs_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     programs, run = tmp_path / "bin", tmp_path / "run"
     programs.mkdir()
-    for name, says in (("sbatch", "echo 7"), ("squeue", ":"), ("scancel", ":"), ("scontrol", ":")):
-        (programs / name).write_text(f"#!/bin/sh\n{says}\n")
+    for name, body in (("sbatch", "echo 7"), ("squeue", ":"), ("scancel", ":"), ("scontrol", ":")):
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
         (programs / name).chmod(0o755)
     path = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": f"{programs}:/usr/bin:/bin"}
-    verbs = (["status", str(run)], ["cancel", str(run)], ["resume", str(run)])
-    for words in ([*WORDS, f"run.dir={run}"], *verbs):
+    subcommands = (["status", str(run)], ["cancel", str(run)], ["resume", str(run)])
+    for words in ([*WORDS, f"run.dir={run}"], *subcommands):
         done = dms_submit(tmp_path, *words, **path)
         assert done.returncode == 0, done.stderr
     assert done.stdout.count("job 7") == 7
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["cluster.nodes=3"], "config error: "),
         (["cluster.node=2"], "cluster.node: unknown key; did you mean cluster.nodes?"),
@@ -261,17 +75,17 @@ def test_no_verb_needs_torch(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_command_is_one_line_and_leaves_nothing(
-    tmp_path: Path, words: list[str], says: str
+    tmp_path: Path, words: list[str], message: str
 ) -> None:
     done = dms_submit(tmp_path, *WORDS, f"run.dir={tmp_path}/run", *words)
     assert done.returncode == 2
-    assert says in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
-class Scheduler:
-    """Takes jobs and remembers them."""
+class FakeScheduler:
+    """Accepts jobs and records them."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, str | None]] = []
@@ -295,8 +109,8 @@ class Scheduler:
 
 
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    fake = Scheduler()
+def queue(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    fake = FakeScheduler()
     monkeypatch.setattr(scheduler, "submit", fake.submit)
     monkeypatch.setattr(scheduler, "states", fake.states)
     monkeypatch.setattr(scheduler, "cancel", fake.cancel)
@@ -305,7 +119,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     return fake
 
 
-def test_jobs_wait_for_the_one_before(tmp_path: Path, queue: Scheduler) -> None:
+def test_jobs_wait_for_the_one_before(tmp_path: Path, queue: FakeScheduler) -> None:
     submit._main([*WORDS, f"run.dir={tmp_path}/run", "--prepare", "tokenize a"])
     names = [name for name, _ in queue.taken]
     assert names == stages(config(tmp_path))
@@ -318,7 +132,7 @@ def test_jobs_wait_for_the_one_before(tmp_path: Path, queue: Scheduler) -> None:
     assert compose([*WORDS]).stage == submit.read_frozen(tmp_path / "run" / "config.yaml").stage
 
 
-def test_half_a_chain_is_taken_back(tmp_path: Path, queue: Scheduler) -> None:
+def test_an_incomplete_chain_is_cancelled(tmp_path: Path, queue: FakeScheduler) -> None:
     queue.full = 2
     words = [*WORDS, f"run.dir={tmp_path}/run"]
     with pytest.raises(scheduler.SchedulerError, match="no more jobs"):
@@ -329,7 +143,7 @@ def test_half_a_chain_is_taken_back(tmp_path: Path, queue: Scheduler) -> None:
     assert len(queue.taken) == 7
 
 
-def test_one_submission_at_a_time(tmp_path: Path, queue: Scheduler) -> None:
+def test_one_submission_at_a_time(tmp_path: Path, queue: FakeScheduler) -> None:
     words, run = [*WORDS, f"run.dir={tmp_path}/run"], tmp_path / "run"
     with submit._alone(run), pytest.raises(ConfigError, match="being submitted by "):
         submit._main(words)
@@ -339,7 +153,7 @@ def test_one_submission_at_a_time(tmp_path: Path, queue: Scheduler) -> None:
 
 
 def test_a_cancel_during_a_submission_leaves_no_later_job(
-    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, queue: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     waits = threading.Event()
@@ -373,7 +187,7 @@ def test_a_cancel_during_a_submission_leaves_no_later_job(
 
 
 def test_a_cancel_does_not_wait_for_ever(
-    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, queue: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     submit._main([*WORDS, f"run.dir={run}"])
@@ -383,7 +197,7 @@ def test_a_cancel_does_not_wait_for_ever(
     assert queue.cancelled == []
 
 
-def test_a_full_disk_keeps_nobody_away(tmp_path: Path) -> None:
+def test_the_submission_lock_works_on_a_full_disk(tmp_path: Path) -> None:
     try:
         with small_disk(tmp_path / "disk", 8) as disk:
             with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
@@ -403,8 +217,8 @@ def test_a_full_disk_keeps_nobody_away(tmp_path: Path) -> None:
         pytest.skip(str(reason))
 
 
-def test_jobs_work_where_the_run_was_first_submitted(
-    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+def test_jobs_run_in_the_folder_of_the_first_submission(
+    tmp_path: Path, queue: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, other = tmp_path / "first", tmp_path / "other"
     for folder in (first, other):
@@ -420,7 +234,7 @@ def test_jobs_work_where_the_run_was_first_submitted(
 
 
 def test_no_key_of_the_environment_is_frozen(
-    tmp_path: Path, queue: Scheduler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, queue: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = "0123456789abcdef" * 2 + "deadbeef"
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
@@ -431,7 +245,7 @@ def test_no_key_of_the_environment_is_frozen(
     assert [file for file in files if key.encode() in file.read_bytes()] == []
 
 
-def test_submitting_again_leaves_out_what_is_finished(tmp_path: Path, queue: Scheduler) -> None:
+def test_submitting_again_leaves_out_what_is_finished(tmp_path: Path, queue: FakeScheduler) -> None:
     words = [*WORDS, f"run.dir={tmp_path}/run"]
     submit._main(words)
     run = tmp_path / "run"
@@ -447,7 +261,7 @@ def test_submitting_again_leaves_out_what_is_finished(tmp_path: Path, queue: Sch
     assert marker.read_text() == "the code of the first submission"
 
 
-def test_a_run_in_the_queue_is_left_alone(tmp_path: Path, queue: Scheduler) -> None:
+def test_a_run_in_the_queue_is_not_submitted_again(tmp_path: Path, queue: FakeScheduler) -> None:
     words = [*WORDS, f"run.dir={tmp_path}/run"]
     submit._main(words)
     queue.taken.clear()
@@ -456,18 +270,18 @@ def test_a_run_in_the_queue_is_left_alone(tmp_path: Path, queue: Scheduler) -> N
     assert queue.taken == []
 
 
-def test_a_changed_configuration_is_refused(tmp_path: Path, queue: Scheduler) -> None:
+def test_a_changed_configuration_is_refused(tmp_path: Path, queue: FakeScheduler) -> None:
     words = [*WORDS, f"run.dir={tmp_path}/run"]
     submit._main(words)
     queue.taken.clear()
     with pytest.raises(ConfigError, match=r"optim.lr: 0.00025 -> 0.1\); restore them"):
         submit._main([*words, "optim.lr=0.1"])
-    submit._main([*words, "cluster.time=01:00:00"])  # moves no sample and no weight
+    submit._main([*words, "cluster.time=01:00:00"])  # changes no sample and no weight
     assert len(queue.taken) == 7
 
 
 @pytest.mark.parametrize("words", [["tokenise"], ["tokenize", "absent.txt"]])
-def test_words_that_make_no_data_refuse_the_stage(tmp_path: Path, words: list[str]) -> None:
+def test_arguments_that_make_no_data_refuse_the_stage(tmp_path: Path, words: list[str]) -> None:
     made = config(tmp_path, f"data.paths=[{tmp_path}/absent]")
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)
@@ -480,7 +294,7 @@ def test_words_that_make_no_data_refuse_the_stage(tmp_path: Path, words: list[st
 
 
 def test_status_names_the_failed_stage_and_the_first_error(
-    tmp_path: Path, queue: Scheduler, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, queue: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit._main([*WORDS, f"run.dir={tmp_path}/run"])
     run = tmp_path / "run"
@@ -497,8 +311,8 @@ def test_status_names_the_failed_stage_and_the_first_error(
     assert "first error, of rank 1: error: disk full" in lines
 
 
-def test_status_says_how_slurm_ended_a_job_without_a_mark(
-    tmp_path: Path, queue: Scheduler, capsys: pytest.CaptureFixture[str]
+def test_status_shows_how_slurm_ended_a_job_without_a_state_file(
+    tmp_path: Path, queue: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit._main([*WORDS, f"run.dir={tmp_path}/run"])
     log = tmp_path / "run" / "logs" / "prepare-101.log"
@@ -507,8 +321,8 @@ def test_status_says_how_slurm_ended_a_job_without_a_mark(
     assert f"not in the queue (TIMEOUT); see {log}" in capsys.readouterr().out
 
 
-def test_status_does_not_blame_the_ranks_that_were_left_alone(
-    tmp_path: Path, queue: Scheduler, capsys: pytest.CaptureFixture[str]
+def test_status_does_not_report_ranks_that_lost_a_peer_as_the_cause(
+    tmp_path: Path, queue: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit._main([*WORDS, f"run.dir={tmp_path}/run"])
     run = tmp_path / "run"
@@ -524,9 +338,3 @@ def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
     for words in (["status", str(tmp_path)], ["cancel"], ["resume", "a", "b"]):
         with pytest.raises(ConfigError):
             submit._main(words)
-
-
-def test_a_run_in_another_place_has_another_job_name(tmp_path: Path) -> None:
-    made = config(tmp_path)
-    other = replace(made, run=replace(made.run, dir="/runs/other"))
-    assert "--job-name=other-hold" in script(Job("hold", "train"), other, tmp_path)
