@@ -1,4 +1,4 @@
-"""The documentation site: what may stand in it."""
+"""The documentation site: what its pages may load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pyproject.toml promises is there."""
+"""What pyproject.toml declares exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built wheel in an environment of its own: what it holds and that its commands work there.
+"""The built wheel in its own environment: its contents and its commands.
 
 Dependencies come from the environment of the tests. The checkout is not importable: a folder on
 PYTHONPATH is not searched for .pth files, which is where an editable installation is named.
@@ -57,21 +57,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
     """The environment's folder."""
-    home = wheel.parent / "environment"
-    venv.create(home, symlinks=True)
+    environment = wheel.parent / "environment"
+    venv.create(environment, symlinks=True)
     flags = ("--no-deps", "--no-index", "--quiet")
-    pip = (sys.executable, "-m", "pip", "--python", home / "bin" / "python")
+    pip = (sys.executable, "-m", "pip", "--python", environment / "bin" / "python")
     call(*pip, "install", *flags, wheel, cwd=wheel.parent)
-    return home
+    return environment
 
 
-def packages(home: Path) -> Path:
-    (found,) = home.glob("lib/python*/site-packages")
+def packages(environment: Path) -> Path:
+    (found,) = environment.glob("lib/python*/site-packages")
     return found
 
 
-def command(home: Path, name: str, *words: str, cwd: Path) -> str:
-    return call(home / "bin" / name, *words, cwd=cwd, PYTHONPATH=sysconfig.get_path("purelib"))
+def command(environment: Path, name: str, *words: str, cwd: Path) -> str:
+    return call(
+        environment / "bin" / name, *words, cwd=cwd, PYTHONPATH=sysconfig.get_path("purelib")
+    )
 
 
 def files(package: Path) -> set[str]:
@@ -103,17 +105,17 @@ def test_the_checkout_is_not_importable_there(installed, tmp_path):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_command_answers_help(installed, tmp_path, name):
-    said = command(installed, name, "--help", cwd=tmp_path)
-    assert name in said
-    assert len(said.splitlines()) > 5
+    output = command(installed, name, "--help", cwd=tmp_path)
+    assert name in output
+    assert len(output.splitlines()) > 5
 
 
 def test_configurations_are_composed(installed, tmp_path):
-    said = command(
+    output = command(
         installed, "dms-train", "experiment=demo", "--cfg", "job", "--resolve", cwd=tmp_path
     )
-    assert "target_cr: 4" in said
-    assert str(packages(installed) / "dms_train" / "assets") in said
+    assert "target_cr: 4" in output
+    assert str(packages(installed) / "dms_train" / "assets") in output
     plan = command(installed, "dms-plan", "experiment=tiny_pretrain", cwd=tmp_path)
     assert "stage pretrain" in plan
 

@@ -23,7 +23,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(out: Path) -> list[dict[str, str]]:
+def outcomes(out: Path) -> list[dict[str, str]]:
     """What each rank did in every case."""
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(worker.PROCESSES)]
 
@@ -36,13 +36,13 @@ def told(out: Path) -> list[dict[str, str]]:
         ("from_the_beginning", "step_00000003, step 3"),
     ],
 )
-def test_what_one_rank_cannot_read_all_pass_over(
-    told: list[dict[str, str]], case: str, where: str
+def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(
+    outcomes: list[dict[str, str]], case: str, where: str
 ) -> None:
-    assert [ranks[case] for ranks in told] == [where] * worker.PROCESSES
+    assert [ranks[case] for ranks in outcomes] == [where] * worker.PROCESSES
 
 
-def test_what_was_passed_over_is_set_aside_and_what_was_refused_stays(out: Path) -> None:
+def test_checkpoints_that_were_passed_over_are_renamed_and_refused_ones_stay(out: Path) -> None:
     left = {
         case: {path.name for path in (out / case / "checkpoints").iterdir()}
         for case in worker.CASES
@@ -54,12 +54,12 @@ def test_what_was_passed_over_is_set_aside_and_what_was_refused_stays(out: Path)
     assert left["no_older_one"] == left["another_folder"] == set(whole)
 
 
-def test_all_ranks_refuse_when_one_sees_another_folder(told: list[dict[str, str]]) -> None:
-    (reason,) = {ranks["another_folder"] for ranks in told}
+def test_all_ranks_refuse_when_one_sees_another_folder(outcomes: list[dict[str, str]]) -> None:
+    (reason,) = {ranks["another_folder"] for ranks in outcomes}
     assert "rank 1: sees None as the place to start from" in reason
 
 
-def test_all_ranks_refuse_when_one_has_no_checkpoint_left(told: list[dict[str, str]]) -> None:
-    (reason,) = {ranks["no_older_one"] for ranks in told}
+def test_all_ranks_refuse_when_one_has_no_checkpoint_left(outcomes: list[dict[str, str]]) -> None:
+    (reason,) = {ranks["no_older_one"] for ranks in outcomes}
     assert "none of its 2 checkpoint(s) can be used" in reason
     assert "cannot be read (Input/output error)" in reason

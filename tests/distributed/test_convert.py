@@ -1,4 +1,4 @@
-"""Weights and logits survive the way from Hugging Face through every layout and back."""
+"""Weights and logits are unchanged after conversion through every layout and back."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def original(models: tuple[Path, dict[str, Tensor]], family: str) -> dict[str, T
     return load_file(models[0] / family / "model.safetensors")
 
 
-def test_the_models_are_what_they_claim_to_be(models: tuple[Path, dict[str, Tensor]]) -> None:
+def test_the_models_have_the_features_of_their_names(
+    models: tuple[Path, dict[str, Tensor]],
+) -> None:
     assert "lm_head.weight" not in original(models, "llama")
     assert "lm_head.weight" in original(models, "qwen2")
     assert original(models, "qwen2")["model.layers.0.self_attn.q_proj.bias"].abs().min() > 0

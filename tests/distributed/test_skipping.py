@@ -22,14 +22,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", worker.NAMES)
 def test_all_ranks_agree(folder: Path, layout: str) -> None:
-    told = [json.loads((folder / f"{layout}-{rank}.json").read_text()) for rank in range(2)]
+    results = [json.loads((folder / f"{layout}-{rank}.json").read_text()) for rank in range(2)]
     for where in worker.WHERE:
-        assert [rank[where]["skipped"] for rank in told] == [True] * 2, where
-        assert told[0][where]["changed"] == 0
-        assert told[0][where]["finite"] == told[1][where]["finite"]
-    assert told[0]["loss"]["finite"] == [False, True]
-    assert [rank["None"]["skipped"] for rank in told] == [False] * 2
-    assert told[0]["None"]["changed"] > 0
+        assert [rank[where]["skipped"] for rank in results] == [True] * 2, where
+        assert results[0][where]["changed"] == 0
+        assert results[0][where]["finite"] == results[1][where]["finite"]
+    assert results[0]["loss"]["finite"] == [False, True]
+    assert [rank["None"]["skipped"] for rank in results] == [False] * 2
+    assert results[0]["None"]["changed"] > 0
 
 
 @pytest.mark.parametrize("layout", worker.NAMES)

@@ -1,4 +1,4 @@
-"""A resumed run takes the data and the base model that it was started with, and no others."""
+"""A resumed run accepts only the data and the base model that it was started with."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_other_inputs_of_the_same_name_are_refused(workspace: Workspace, change,
     before = refusals.listing(workspace.run)
     found = refusals.run_here(workspace.train())
     assert found.code == 2, found.stderr
-    (told,) = found.messages
+    (message,) = found.messages
     newest = workspace.checkpoint(sum(refusals.STEPS) - 1)
     for fact in (*facts, workspace.named(str(newest)), "restore it, or choose another run.dir"):
-        assert fact in workspace.named(told)
+        assert fact in workspace.named(message)
     after = refusals.listing(workspace.run)
     assert refusals.touched(before, after, ("state*", "config.yaml", "data_cache*")) == []
 
@@ -88,14 +88,14 @@ def test_a_weight_file_that_another_rank_reads_is_compared(workspace: Workspace)
 
     result = launch.torchrun(2, "-m", "dms_train", *workspace.train()[1:])
     assert result.returncode != 0
-    told = {line for line in result.stderr.splitlines() if "small.safetensors" in line}
-    assert told
+    messages = {line for line in result.stderr.splitlines() if "small.safetensors" in line}
+    assert messages
     assert "large.safetensors" not in result.stderr
     assert "step 4" not in result.stderr
 
 
 def write_shards(model: Path, files: dict[str, dict[str, Tensor]]) -> None:
-    """Weight files and their index, which keeps what it says of other files."""
+    """Weight files and their index, which keeps its entries of other files."""
     index = model / "model.safetensors.index.json"
     known = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     for name, tensors in files.items():

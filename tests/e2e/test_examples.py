@@ -43,8 +43,8 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(900)
 def test_load_export_solves_the_sheet_with_the_original_and_prints_both_caches(export):
-    said = launch.checked(launch.python(str(EXAMPLES / "load_export.py"), str(export)))
-    original, retrofitted = said.split(str(export))
+    output = launch.checked(launch.python(str(EXAMPLES / "load_export.py"), str(export)))
+    original, retrofitted = output.split(str(export))
     assert "The final answer is 7." in original
     assert "The final answer is -3." in original
     assert "cr_factor 1.00" in original
@@ -53,8 +53,8 @@ def test_load_export_solves_the_sheet_with_the_original_and_prints_both_caches(e
 
 @pytest.mark.timeout(900)
 def test_stream_prints_growing_texts_and_held_tokens(export):
-    said = launch.checked(launch.python(str(EXAMPLES / "stream.py"), str(export)))
-    rows = re.findall(r"^ *(\d+) tokens seen, +([\d.]+) held", said, re.MULTILINE)
+    output = launch.checked(launch.python(str(EXAMPLES / "stream.py"), str(export)))
+    rows = re.findall(r"^ *(\d+) tokens seen, +([\d.]+) held", output, re.MULTILINE)
     seen, held = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
     assert len(rows) > 3
     assert seen == sorted(seen)

@@ -117,7 +117,7 @@ def read_responses(results: Path, task: str) -> list[Any]:
 
 
 def continuations(model: Path, policy: str) -> list[str]:
-    """What this package's engine says to the prompts, cut at the first stop string."""
+    """The engine's continuations of the prompts, cut at the first stop string."""
     llm = LLM(model, policy=policy)
     greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     texts = [o.outputs[0].text for o in llm.generate([r["prompt"] for r in sheets()], greedy)]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(300)
 FADED = "[...document.querySelectorAll('#text span')].map(span => span.className.includes('gone'))"
 
 
-def test_evicted_tokens_fade_as_the_server_says(tmp_path):
+def test_tokens_that_the_server_reports_as_evicted_fade(tmp_path):
     model = served_model.write_model(tmp_path)
     with served_model.serving(model) as server, browser.opened() as page:
         page.open(f"{server.url}/")
@@ -37,7 +37,7 @@ def test_evicted_tokens_fade_as_the_server_says(tmp_path):
             assert [i for i in range(seen) if not gone[i]] == live
             assert page.text("#held") == str(len(live))
             assert 8 <= len(live) < seen
-        assert page.complaints() == []
+        assert page.console_messages() == []
 
 
 SELECT = """((layer, head) => {

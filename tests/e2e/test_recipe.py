@@ -120,14 +120,14 @@ def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
     assert "PASS" in launch.checked(verified)
     model = AutoModelForCausalLM.from_pretrained(exports / "final/hf", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(exports / "final/hf", trust_remote_code=True)
-    assert_the_report_tells_everything(folder / "tp2")
+    assert_the_report_is_complete(folder / "tp2")
     prompt = tokenizer("1: Solve 4*c + 15 = 6*c - 15 for c.\n", return_tensors="pt").input_ids
     with torch.no_grad():
         answer = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert answer.shape[1] == prompt.shape[1] + 8
 
 
-def assert_the_report_tells_everything(run: Path) -> None:
+def assert_the_report_is_complete(run: Path) -> None:
     launch.checked(launch.python("-m", "dms_train.cli.report", str(run)))
     page = (run / "report.html").read_text()
     recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -178,7 +178,7 @@ def test_evaluation_puts_dms_between_the_window_and_the_original(folder: Path) -
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_killed_run_continues_as_if_nothing_had_happened(folder: Path) -> None:
+def test_a_killed_run_resumes_with_the_same_losses(folder: Path) -> None:
     train(1, *retrofit(folder, "whole"), "parallel=single")
     killed = folder / "killed"
     words = [*retrofit(folder, "killed"), "parallel=single"]

@@ -67,7 +67,7 @@ def late_token(samples: list[set[int]]) -> tuple[int, list[int]]:
 
 
 @pytest.mark.timeout(300)
-def test_the_samples_that_are_not_finite_are_named(
+def test_the_samples_that_are_not_finite_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, model = tmp_path / "data", tmp_path / "model"
@@ -90,11 +90,11 @@ def test_the_samples_that_are_not_finite_are_named(
     first = described["samples"][0]
     assert described["step"] == expected[0] // BATCH + 1
     assert described["samples"] == list(range(first, first + BATCH))
-    shown, told = io.StringIO(), io.StringIO()
+    shown, log = io.StringIO(), io.StringIO()
     monkeypatch.chdir(data)  # where run.dir=run is another folder
-    with redirect_stdout(shown), redirect_stderr(told):
+    with redirect_stdout(shown), redirect_stderr(log):
         assert replay.main([str(file)]) == 0
-    assert f"resuming from {run}/checkpoints/step_{described['step'] - 1:08d}" in told.getvalue()
+    assert f"resuming from {run}/checkpoints/step_{described['step'] - 1:08d}" in log.getvalue()
     assert not (data / "run").exists()
     lines = shown.getvalue().splitlines()
     assert len(lines) == BATCH

@@ -1,4 +1,4 @@
-"""A run that is told to stop saves on all ranks after the same step, and continues from there.
+"""A run that is signalled saves on all ranks after the same step, and resumes from there.
 
 And the launch scripts without a scheduler, which start the same runs.
 """
@@ -111,7 +111,7 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(
     assert losses(run) == losses(workspace / "whole")
 
 
-def test_a_rank_that_hangs_is_named_and_the_run_ends(workspace: Path) -> None:
+def test_a_rank_that_hangs_is_reported_and_the_run_ends(workspace: Path) -> None:
     words = [*command(workspace, "hang"), "stage.pretrain.steps=4000"]
     words.append("parallel.distributed_timeout_minutes=0.4")
     run = workspace / "hang"
@@ -125,26 +125,28 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(workspace: Path) -> None:
             time.sleep(0.05)
         ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait() != 0
-        told = stderr.with_suffix(".0").read_text().splitlines()[-1]
+        message = stderr.with_suffix(".0").read_text().splitlines()[-1]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert re.search(r"error: rank 1 \(.*, after step \d+, silent for \d+ s\) did not answer", told)
+    assert re.search(
+        r"error: rank 1 \(.*, after step \d+, silent for \d+ s\) did not answer", message
+    )
 
 
-def test_a_rank_that_stalls_reading_data_is_named(workspace: Path) -> None:
+def test_a_rank_that_stalls_reading_data_is_reported(workspace: Path) -> None:
     words = [*command(workspace, "stuck")[2:], "parallel=single"]
     words.append(f"parallel.distributed_timeout_minutes={stuck_worker.TIMEOUT_SECONDS / 60}")
     result = launch.torchrun(2, "-m", "tests.support.stuck_worker", "reads", *words)
     assert result.returncode != 0
-    (told,) = re.findall("^error: .*$", result.stderr, re.MULTILINE)
+    (message,) = re.findall("^error: .*$", result.stderr, re.MULTILINE)
     assert re.match(
         rf"error: rank 1 \(\S+, after step {stuck_worker.STEP}\) has stalled for "
-        r"\d+ s reading data, at stuck_worker.py:\d+ in read_from_a_dead_disk, called from "
+        r"\d+ s reading data, at stuck_worker.py:\d+ in read_from_a_hanging_disk, called from "
         r"dms_train/data/batches.py:\d+ in \S+; stacks in \S+/ranks/\*\.stack; "
         r"the run ends here\. Start the same command",
-        told,
+        message,
     )
 
 
@@ -206,7 +208,7 @@ def test_two_nodes_without_a_scheduler(workspace: Path) -> None:
     assert losses(run) == losses(workspace / "whole")
 
 
-def test_every_rank_says_why_it_ended(workspace: Path) -> None:
+def test_every_rank_reports_why_it_ended(workspace: Path) -> None:
     run = workspace / "refused"
     words = ("node.sh", *command(workspace, "refused")[1:], f"data.paths=[{workspace}/absent]")
     code, _ = ended(script(workspace, *words, NPROC="2", RUN=str(run), DMS_ATTEMPT="7.1"))

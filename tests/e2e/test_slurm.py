@@ -71,7 +71,7 @@ class Site:
             "stage.validate.problems=null",
             "run.eval_samples=8",
             "observe.wandb=disabled",
-            "parallel.distributed_timeout_minutes=60",  # held ranks are no lost ones
+            "parallel.distributed_timeout_minutes=60",  # paused ranks are not lost
             "cluster.nodes=2",
             "cluster.time=01:00:00",
             "cluster.signal_seconds=90",
@@ -84,7 +84,7 @@ class Site:
         return json.loads((run / "launch" / "jobs.json").read_text())[stage]
 
     def field(self, job: str, name: str) -> str:
-        """A field of what SLURM says about a job."""
+        """A field of SLURM's record of a job."""
         described = self.slurm.call("scontrol", "show", "job", "-o", job)
         return next(w.partition("=")[2] for w in described.split() if w.startswith(f"{name}="))
 
@@ -127,14 +127,14 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
 
 
-def says(run: Path, text: str) -> None:
+def wait_for_log(run: Path, text: str) -> None:
     """Wait until a log of the run holds a text."""
     wait(lambda: text in logs(run), 300, lambda: logs(run))
 
 
 @contextlib.contextmanager
 def held(run: Path, step: int) -> Iterator[list[psutil.Process]]:
-    """The two ranks of a run, standing still behind that many steps.
+    """The two ranks of a run, paused after that many steps.
 
     However fast or busy the machine is, they are in mid-stage until they are let go.
     """
@@ -200,7 +200,7 @@ def test_a_chain_runs_from_text_to_a_validated_export(site: Site, whole: Path) -
     assert state["layout"] == {"tp": 2, "pp": 1, "dp": 1}
 
 
-def test_a_checkpoint_takes_what_the_nodes_were_looked_at_for(whole: Path) -> None:
+def test_a_checkpoint_needs_the_space_that_nodes_are_checked_for(whole: Path) -> None:
     script = (whole / "launch" / "retrofit.sbatch").read_text()
     promised = int(script.partition("FREE_BYTES=")[2].split()[0])
     newest = sorted((whole / "checkpoints").glob("step_*"))[-1]
@@ -223,7 +223,7 @@ def test_no_key_is_written_anywhere(site: Site, whole: Path) -> None:
     assert [file for file in files if KEY.encode() in file.read_bytes()] == []
 
 
-def test_submitting_again_leaves_a_finished_run_alone(site: Site, whole: Path) -> None:
+def test_submitting_again_does_not_change_a_finished_run(site: Site, whole: Path) -> None:
     assert "every stage is finished" in site.submit(*site.words(WHOLE))
     refused = site.submit(*site.words(WHOLE), "optim.lr=1e-5", code=2)
     assert "optim.lr: 0.00025 -> 1e-05" in refused
@@ -238,7 +238,7 @@ def test_sbatch_accepts_every_script(site: Site) -> None:
     assert not (site.root / "dry").exists()
 
 
-def test_what_sbatch_refuses_leaves_no_half_chain(site: Site) -> None:
+def test_a_refusal_of_sbatch_leaves_no_incomplete_chain(site: Site) -> None:
     words = (*site.words("refused"), "cluster.partition=absent")
     assert "invalid partition specified: absent" in site.submit(*words, code=2)
     assert "was not submitted" in site.submit("status", f"{site.root}/refused", code=2)
@@ -250,7 +250,7 @@ def test_a_time_limit_in_mid_stage_changes_no_loss(site: Site, whole: Path) -> N
         job = site.job(run, "retrofit")
         # the limit is now nearer than cluster.signal_seconds; SLURM looks twice a minute
         site.slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=2")
-        says(run, "signal USR1")
+        wait_for_log(run, "signal USR1")
         site.slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     wait(lambda: site.field(job, "Restarts") == "1", 300, lambda: logs(run))
     site.finished(run, 2)
@@ -270,7 +270,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_only(site: Site, who
     assert losses(run) == losses(whole)
 
 
-def test_a_refused_stage_stops_the_chain_at_once_and_says_why(site: Site, whole: Path) -> None:
+def test_a_refused_stage_stops_the_chain_at_once_with_its_reason(site: Site, whole: Path) -> None:
     absent = f"data.paths=[{site.root}/absent]"
     run = site.start("failing", absent, "--skip", "prepare")
     site.finish(run)
@@ -283,7 +283,7 @@ def test_a_refused_stage_stops_the_chain_at_once_and_says_why(site: Site, whole:
     assert not (run / "exports").exists()
 
 
-def test_a_stage_that_keeps_failing_is_given_up(site: Site) -> None:
+def test_a_stage_that_fails_repeatedly_is_not_restarted(site: Site) -> None:
     python = site.root / "broken-python"
     python.write_text("#!/bin/sh\necho 'no such library' >&2\nexit 7\n")
     python.chmod(0o755)
@@ -297,11 +297,11 @@ def test_a_stage_that_keeps_failing_is_given_up(site: Site) -> None:
     assert site.field(site.job(run, "validate"), "JobState") == "CANCELLED"
 
 
-def test_a_signal_before_the_ranks_listen_is_not_lost(site: Site, whole: Path) -> None:
+def test_a_signal_before_the_ranks_handle_it_is_not_lost(site: Site, whole: Path) -> None:
     steps = 100
     short = ("stage.run=[zero_neuron]", f"stage.zero_neuron.steps={steps}")
     run = site.start("early", *TRAINING, *short)
-    says(run, "attempt 0, nodes")
+    wait_for_log(run, "attempt 0, nodes")
     site.signal(run, "zero_neuron")
     site.finished(run, 1)
     assert "signal USR1: asking the step" in logs(run)
@@ -315,8 +315,8 @@ def test_a_step_that_does_not_stop_is_ended_and_counted(site: Site, whole: Path)
     run = site.start("stubborn", *TRAINING, "cluster.save_seconds=5")
     with held(run, ZEROING + 3):
         site.signal(run, "retrofit")
-        says(run, "no clean stop in 5 s: ending the step")
-        says(run, "requeued: failure 1 of at most 2 without progress")
+        wait_for_log(run, "no clean stop in 5 s: ending the step")
+        wait_for_log(run, "requeued: failure 1 of at most 2 without progress")
     site.finished(run, 2)
     assert losses(run) == losses(whole)
 

@@ -79,7 +79,7 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in lines if name in line]
 
 
-def spoil_selftest(export: Path) -> Callable[[], object]:
+def change_selftest(export: Path) -> Callable[[], object]:
     """Record another model's logits; returns what undoes it."""
     file = export / "dms_selftest" / "reference.safetensors"
     before = file.read_bytes()
@@ -154,11 +154,11 @@ def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path
     assert not (run / "metrics.json").exists()
     trained = rows(run, "train/loss")
     exported = (run / "exports/final/hf/model.safetensors").stat().st_mtime
-    restore = spoil_selftest(run / "exports/final/hf")
+    restore = change_selftest(run / "exports/final/hf")
     failed = launch.torchrun(2, "-m", "dms_train", *overrides(root, "killed"), timeout=400)
     assert failed.returncode != 0
-    told = [line for line in failed.stderr.splitlines() if "self-test failed" in line]
-    assert told
+    messages = [line for line in failed.stderr.splitlines() if "self-test failed" in line]
+    assert messages
     assert "[rank0]:" not in failed.stderr, "a rank printed a traceback"
     assert metrics(run)["selftest.kl"] > 0.02
     assert "FAILED" in (run / "report.md").read_text()

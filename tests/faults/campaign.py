@@ -1,4 +1,4 @@
-"""Faults in a real run of four ranks (TP 2 x PP 2, CPU), and whether its loss curve notices.
+"""Faults in a real run of four ranks (TP 2 x PP 2, CPU), and their effect on its loss curve.
 
     python -m tests.faults.campaign OUT --kills 20 --in-save 6 --seed 1
 
@@ -38,7 +38,7 @@ BAR = 1e-5
 _PATIENCE = 400.0  # seconds that one start may take on a busy machine
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, flush=True)
 
 
@@ -99,7 +99,7 @@ class Run:
         assert (self.folder / "state" / "DONE").is_file()
 
     def stop_at(self, step: int) -> None:
-        """Start, and tell one rank to stop after some step."""
+        """Start, and signal one rank to stop after some step."""
         ranks = self.start()
         while self.step() < step:
             assert ranks.running(), self.log(0)[-3000:]
@@ -131,7 +131,7 @@ class Run:
             path for path in found if not path.name.endswith((".removed.partial", ".old.partial"))
         ]
 
-    def forget(self, step: int) -> None:
+    def drop_state_of(self, step: int) -> None:
         """Remove what an earlier start left behind `step`, so that what is seen is of the next."""
         for folder in self.partial():
             shutil.rmtree(folder)
@@ -141,7 +141,7 @@ class Run:
             file.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
 
     def copy_to(self, folder: Path) -> Run:
-        """The same run in another folder, to be spoilt."""
+        """The same run in another folder, to be damaged."""
         if folder.exists():
             shutil.rmtree(folder)
         shutil.copytree(self.folder, folder, symlinks=True)
@@ -185,7 +185,7 @@ class Campaign:
 
     @cached_property
     def half(self) -> Run:
-        """A run that was told to stop in the middle."""
+        """A run that was stopped in the middle."""
         run = Run(self.inputs, self.out / "half")
         if not (run.folder / "state" / "STOPPED").is_file():
             shutil.rmtree(run.folder, ignore_errors=True)
@@ -200,7 +200,7 @@ class Campaign:
             begin = time.monotonic()
             known[name] = {**scenario(), "seconds": round(time.monotonic() - begin, 1)}
             file.write_text(json.dumps(known, indent=1) + "\n")
-            say(f"{name}: {json.dumps(known[name])}")
+            log(f"{name}: {json.dumps(known[name])}")
         return known[name]  # type: ignore[no-any-return]
 
     def killed(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class Campaign:
             entry = self._kill(run, number)
             with journal.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
-            say(f"kill {number + 1}: {json.dumps(entry)}")
+            log(f"kill {number + 1}: {json.dumps(entry)}")
         run.finish()
         entries = [json.loads(line) for line in journal.read_text().splitlines()]
         return {
@@ -229,7 +229,7 @@ class Campaign:
         rank = draw.randrange(WORLD)
         within = number % max(1, self.kills // max(1, self.in_save)) == 0
         resumed = max((int(path.name[5:]) for path in run.checkpoints()), default=0)
-        run.forget(resumed)
+        run.drop_state_of(resumed)
         # moments spread over the run, and always before its end
         aim = min(STEPS - 2, max(resumed, round((number + draw.random()) * STEPS / self.kills)))
         delay = draw.random() * (0.05 if within else 0.5)
@@ -255,7 +255,7 @@ class Campaign:
         }
 
     def damaged(self, how: str, damage: Callable[[Path], None]) -> dict[str, Any]:
-        """The newest checkpoint's largest file is spoilt, then the run continues."""
+        """The newest checkpoint's largest file is damaged, then the run continues."""
         run = self.half.copy_to(self.out / how)
         newest = run.checkpoints()[-1]
         damage(max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size))
@@ -294,7 +294,7 @@ class Campaign:
             }
 
     def standing(self) -> dict[str, Any]:
-        """Rank 2 waits for a dead disk; the run ends, and continues when it is started again."""
+        """Rank 2 waits for a disk that does not answer; the run ends and is resumed."""
         step, short = 33, {**LAYOUT, "distributed_timeout_minutes": 0.2}
         run = Run(self.inputs, self.out / "standing")
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -303,11 +303,11 @@ class Campaign:
         while ranks.running() and time.monotonic() < end:
             time.sleep(0.05)
         ranks.clear()
-        told = re.search(r"(rank \d) \(\S+, (after step \d+)\) has stalled", run.log(1))
+        found = re.search(r"(rank \d) \(\S+, (after step \d+)\) has stalled", run.log(1))
         run.finish(**short)
         return {
             "faults": 1,
-            "named": told and ", ".join(told.groups()),
+            "named": found and ", ".join(found.groups()),
             "difference": difference(run, self.reference),
         }
 
@@ -317,14 +317,14 @@ class Campaign:
         whole, cut = Run(self.inputs, self.out / "nan"), Run(self.inputs, self.out / "nan_killed")
         for run in (whole, cut):
             shutil.rmtree(run.folder, ignore_errors=True)
-        whole.finish(lambda rank: poison(rank, bad))
-        ranks = cut.start(lambda rank: poison(rank, bad))
+        whole.finish(lambda rank: inject_nan(rank, bad))
+        ranks = cut.start(lambda rank: inject_nan(rank, bad))
         while cut.step() < 28:
             assert ranks.running(), cut.log(0)[-3000:]
             time.sleep(0.01)
         ranks.signal(1, signal.SIGKILL)
         ranks.clear()
-        cut.finish(lambda rank: poison(rank, bad))
+        cut.finish(lambda rank: inject_nan(rank, bad))
         skipped = [
             row["step"] for row in whole.rows() if "train/lr" in row and "train/loss" not in row
         ]
@@ -337,18 +337,18 @@ class Campaign:
         }
 
 
-def poison(rank: int, steps: tuple[int, ...]) -> None:
+def inject_nan(rank: int, steps: tuple[int, ...]) -> None:
     """Let rank 3 of this process's engine compute gradients that are not finite in these steps."""
     inner = McoreEngine._gradients
 
-    def poisoned(engine: McoreEngine, plan: Any, batches: Any) -> Any:
+    def not_finite(engine: McoreEngine, plan: Any, batches: Any) -> Any:
         totals = inner(engine, plan, batches)
         if rank == 3 and plan.step + 1 in steps:
             for parameter in engine._models[0].parameters():
                 parameter.main_grad.fill_(torch.nan)
         return totals
 
-    McoreEngine._gradients = poisoned  # type: ignore[method-assign]
+    McoreEngine._gradients = not_finite  # type: ignore[method-assign]
 
 
 def truncate(file: Path) -> None:
@@ -369,7 +369,7 @@ def scenarios(campaign: Campaign) -> dict[str, Callable[[], dict[str, Any]]]:
         "newest checkpoint, one bit flipped": lambda: campaign.damaged("flipped", flip),
         "disk full for 15 steps": campaign.disk,
         "NaN gradients on one rank, and a kill": campaign.not_finite,
-        "a rank with a dead disk": campaign.standing,
+        "a rank whose disk does not answer": campaign.standing,
         "resumed as TP 2 x DP 2": lambda: campaign.layout("tp2", tensor_model_parallel_size=2),
         "resumed as PP 2 x DP 2": lambda: campaign.layout("pp2", pipeline_model_parallel_size=2),
         "resumed as DP 4": lambda: campaign.layout("dp4", tensor_model_parallel_size=1),
@@ -408,7 +408,7 @@ def main() -> None:
             results[name] = campaign.result(name, scenario)
         except CannotArrange as reason:
             results[name] = {"refused": str(reason)}
-    say(table(results))
+    log(table(results))
     bars = [result.get("difference", 0.0) <= BAR for result in results.values()]
     sys.exit(0 if all(bars) else 1)
 

@@ -185,7 +185,7 @@ def versions() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """What Linux says of the first processor: vendor, family, model, a hash of its features."""
+    """The first processor as Linux reports it: vendor, family, model, a hash of its features."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text().splitlines() if table.is_file() else []
     entries = dict(reversed([line.split("\t", 1) for line in lines if "\t" in line]))

@@ -69,7 +69,7 @@ def test_bf16_weights_give_nearly_the_same_loss(view: ParallelView, kernels: str
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_a_gpu_trains_with_triton_unless_told_otherwise(
+def test_a_gpu_trains_with_triton_by_default(
     view: ParallelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dms_train.kernels.train_attention import triton_attention as triton_train

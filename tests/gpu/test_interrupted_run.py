@@ -27,7 +27,7 @@ SIZES = {
     "kv_channels": 64,
 }
 _PATIENCE = 200.0
-# A rank that says nothing for half of this is given up.
+# A rank without a heartbeat for half of this counts as stalled.
 TIMEOUT_MINUTES = 2.0
 
 
@@ -103,7 +103,7 @@ def killed_in_save(run: StartedRun) -> None:
         ),
     ],
 )
-def test_a_run_killed_while_it_saves_goes_on(
+def test_a_run_killed_while_it_saves_resumes(
     tmp_path: Path, processes: int, tensor_parallel: int
 ) -> None:
     common = [*words(tmp_path), f"parallel.tensor_model_parallel_size={tensor_parallel}"]

@@ -68,7 +68,7 @@ def test_parameters_and_checkpoints_are_named_as_recorded(view, family: str) -> 
     assert layers_worker.recorded(engine) == json.loads(NAMES.read_text())[family]
 
 
-def test_auto_takes_transformer_engine_and_says_so(view) -> None:
+def test_auto_takes_transformer_engine_and_logs_it(view) -> None:
     from tests.support import layers_worker
 
     described = layers_worker.build("auto", "llama", view).describe_layers()
@@ -92,7 +92,7 @@ def run(kind: str, checkpoint: Path, out: Path, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-def test_a_checkpoint_goes_on_with_other_layers(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_with_other_layers(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:  # of processes, most of whose time is spent on imports
         sources = [source for source, _ in MOVES]
         written = list(pool.map(lambda k: run(k, tmp_path / k, tmp_path / f"{k}_out"), sources))

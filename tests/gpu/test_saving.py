@@ -79,12 +79,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("processes", "each"), CHOSEN)
-def test_later_steps_do_not_leak(folder: Path, processes: int, each: dict[str, Any]) -> None:
+def test_later_steps_do_not_change_the_checkpoint(
+    folder: Path, processes: int, each: dict[str, Any]
+) -> None:
     outcomes = saving_runs.read(folder, each, "overlap")
     assert len(outcomes) == processes
     megabytes = [found["bytes"] >> 20 for found in outcomes]
     print(each["name"], megabytes, "MB; losses", [row["loss"] for row in outcomes[0]["rows"]])
-    saving_runs.assert_nothing_leaks(outcomes)
+    saving_runs.assert_checkpoints_are_of_their_step(outcomes)
 
 
 def move(source: str, name: str, parallel: dict[str, Any]) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def random_shapes(count: int) -> list[Shape]:
         documents = tuple(lengths) if packed else ()
         b = 1 if packed else draw.choice((1, 2))
         window = draw.choice((1, 16, 64, 100, 256))
-        dead = draw.choice((0.0, 0.2, 0.5, 1.0))
-        shapes.append(Shape(b, s, hk * r, hk, d, window, dtype, documents, dead))
+        evicted = draw.choice((0.0, 0.2, 0.5, 1.0))
+        shapes.append(Shape(b, s, hk * r, hk, d, window, dtype, documents, evicted))
     return shapes
 
 

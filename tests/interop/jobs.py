@@ -1,4 +1,4 @@
-"""What both workers share: jobs in as JSON, tensors out; in the other project's environment."""
+"""What both workers share in the other project's environment: jobs as JSON, results as tensors."""
 
 from __future__ import annotations
 

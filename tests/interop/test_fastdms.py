@@ -99,7 +99,7 @@ def test_dense_inside_a_long_prompt(theirs, folders, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_default_expires_late(theirs, folders, family):
-    """Unless told otherwise, the engine drops tokens only once per window."""
+    """By default the engine drops tokens only once per window."""
     live = theirs[f"{family} auto"]["live"]
     exact = ours(folders[family], TEXT[:SHORT], 1)["live"]
     assert (live[:, 0] >= exact[:, 0]).all()

@@ -302,14 +302,14 @@ MUTATIONS = [
         "dms_train/method/visibility.py",
         "query_positions[:, None] - key_positions[None, :] > window",
         "query_positions[:, None] - key_positions[None, :] >= window",
-        "tests/unit/method/test_visibility.py::test_rule_equals_its_prose",
+        "tests/unit/method/test_visibility.py::test_rule_equals_its_description",
     ),
     Mutation(
         "the decision shift is ignored",
         "dms_train/method/spec.py",
         "return self.decision_shift + (",
         "return 0 + (",
-        "tests/unit/method/test_visibility.py::test_rule_equals_its_prose",
+        "tests/unit/method/test_visibility.py::test_rule_equals_its_description",
     ),
     Mutation(
         "the temperature of the relaxation is ignored",

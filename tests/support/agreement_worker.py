@@ -104,14 +104,14 @@ def resumed(run: Path, view: ParallelView, case: str) -> str:
 def main() -> None:
     out = Path(sys.argv[1])
     view = groups.start(ParallelOptions(distributed_timeout_minutes=0.5), seed=1)
-    told = {}
+    outcomes = {}
     for case in CASES:
         run = out / case
         if view.rank == 0:
             write(run)
         groups.value_of_rank_0(None)
-        told[case] = resumed(run, view, case)
-    (out / f"{view.rank}.json").write_text(json.dumps(told))
+        outcomes[case] = resumed(run, view, case)
+    (out / f"{view.rank}.json").write_text(json.dumps(outcomes))
     groups.stop()
 
 

@@ -53,7 +53,7 @@ class Browser:
     def text(self, selector: str) -> str:
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
 
-    def complaints(self) -> list[str]:
+    def console_messages(self) -> list[str]:
         """Warnings and errors of the console."""
         return [entry["message"] for entry in self._post("/se/log", {"type": "browser"})]
 

@@ -1,4 +1,4 @@
-"""Configurations and architectures for tests: valid ones, to be spoilt one value at a time."""
+"""Configurations and architectures for tests: valid ones, of which a test changes single values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def architecture(**changes: Any) -> Architecture:
     return Architecture(**{**values, **changes})
 
 
-# The models that conf/experiment speaks of, from their config.json files.
+# The models that conf/experiment names, from their config.json files.
 _LLAMA = {"kv_channels": 128, "num_attention_heads": 32, "tie_word_embeddings": False}
 _QWEN2 = {
     "family": "qwen2",

@@ -11,7 +11,7 @@ _STDERR = 2  # standard streams may be sockets
 def connections(pid: int) -> list[str]:
     """The sockets and polls of a process beside its standard streams.
 
-    A descriptor that is closed between the listing and the look at it is not held.
+    A descriptor that is closed between the listing and its inspection is not counted.
     """
     found = []
     for name in os.listdir(f"/proc/{pid}/fd"):

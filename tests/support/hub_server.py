@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: takes what is uploaded and remembers it."""
+"""A Hugging Face hub on this machine: records what is uploaded."""
 
 from __future__ import annotations
 

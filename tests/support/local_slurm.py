@@ -79,7 +79,7 @@ def missing() -> str | None:
 
 
 class LocalSlurm:
-    """The cluster in `folder`; `start` it, `stop` it whatever happened."""
+    """The cluster in `folder`; `start` it, `stop` it in any case."""
 
     def __init__(self, folder: Path, nodes: int = 2, cpus: int = 8) -> None:
         self.folder = folder
@@ -127,7 +127,7 @@ class LocalSlurm:
         self._run("slurmd", "-D", "-N", name, "-f", str(self._conf), name=name)
 
     def kill_node(self, name: str) -> None:
-        """As if its power were cut: its daemon and everything that runs on it die at once."""
+        """As in a power failure: its daemon and all processes on it end at once."""
         for process in self._processes(name):
             with contextlib.suppress(psutil.Error):
                 process.kill()

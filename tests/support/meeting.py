@@ -1,4 +1,4 @@
-"""Ranks that have imported everything meet, so that a short timeout does not count the imports."""
+"""A barrier after the imports, so that a short timeout does not include them."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from dms_train.method.plan import StepPlan
 from tests.support import tiny
 from tests.support.resume_worker import build
 
-BALLAST = 2**28
+EXTRA_BYTES = 2**28
 
 
 def main() -> None:
     view = groups.start(ParallelOptions(tensor_model_parallel_size=2), seed=1)
     engine = build("tp2", "fp32", view, 1)
-    ballast = torch.ones(view.rank * BALLAST // 4)
+    extra = torch.ones(view.rank * EXTRA_BYTES // 4)
     before = torch.tensor([own_memory(view.device), 0.0, 0.0], dtype=torch.float64)
     plan = StepPlan(step=0, stage_step=0, eviction="soft", neuron_scale=0.0, target_cr=4.0)
     result = engine.train_step(plan, [tiny.batch(0)])
@@ -29,10 +29,10 @@ def main() -> None:
     before[1:] = torch.tensor([own_memory(view.device), result.memory_bytes])
     dist.all_gather(found, before)
     least, most = found[1][:2].tolist()
-    assert least > found[0][1].item(), "the ballast does not count"
-    assert found[0][2] == found[1][2], "the ranks say different things"
+    assert least > found[0][1].item(), "the extra memory is not counted"
+    assert found[0][2] == found[1][2], "the ranks report different values"
     assert least <= result.memory_bytes <= 1.1 * most
-    assert len(ballast) == view.rank * BALLAST // 4  # held until here
+    assert len(extra) == view.rank * EXTRA_BYTES // 4  # held until here
     groups.stop()
 
 

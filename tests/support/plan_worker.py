@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
 def _stand_in() -> None:
     F.rms_norm = lambda x, shape, weight, eps: _Norm.apply(x, weight)
     api.backend = lambda name: lambda q, k, v, log_keep, *_: _Attention.apply(q, k, v, log_keep)
-    # nothing arrives: every rank is believed to have said the same, and the batch to have tokens
+    # nothing is received: all ranks are taken to have the same values, and the batch to have tokens
     dist.all_gather_object = lambda out, value, group=None: out.__setitem__(
         slice(None), [value] * len(out)
     )

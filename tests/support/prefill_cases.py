@@ -180,7 +180,7 @@ def check_chunks(run: InChunks) -> None:
             assert int(state.lengths[b, h]) == len(tokens)
             pairs = torch.cat([run.key[b, h], run.value[b, h]], 1)[tokens.to(run.key.device)]
             held = torch.cat(run.held(b, h, len(tokens)), 1)
-            if run.shuffled:  # any order will do; one channel of 16 bits does not tell rows apart
+            if run.shuffled:  # any order will do; one channel of 16 bits does not distinguish rows
                 pairs, held = (torch.unique(x.float(), dim=0) for x in (pairs, held))
             assert torch.equal(held, pairs)
 

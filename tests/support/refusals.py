@@ -1,4 +1,4 @@
-"""Runs commands on spoilt inputs and says what they answered and what they touched."""
+"""Runs commands on damaged inputs and reports their messages and the files they changed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Outcome:
     def messages(self) -> list[str]:
         """The lines on stderr that are no progress messages; warnings are messages."""
         lines = [line for line in self.stderr.splitlines() if line.strip()]
-        told = [line for line in lines if not _LOG_LINE.match(line) or " warning: " in line]
-        return [_LOG_LINE.sub("", line) for line in told]
+        messages = [line for line in lines if not _LOG_LINE.match(line) or " warning: " in line]
+        return [_LOG_LINE.sub("", line) for line in messages]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def write_model(path: Path, tokenizer: Path, **changes: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """A folder with copies of the assets, to be spoilt; `closing` is undone when it is left."""
+    """A folder with copies of the assets, to be damaged; `closing` is undone when it is left."""
 
     folder: Path
     assets: Assets

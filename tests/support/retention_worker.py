@@ -48,7 +48,7 @@ def evaluated(layout: dict[str, Any]) -> StepResult:
 
 def main() -> None:
     found = {name: evaluated(layout) for name, layout in LAYOUTS.items()}
-    # both ranks must know: each writes a file of its own
+    # both ranks must have the result: each writes a file of its own
     rows = {name: {"kept": r.kept, "cr_factor": r.cr_factor} for name, r in found.items()}
     Path(f"{sys.argv[1]}.{groups.dist.get_rank()}").write_text(json.dumps(rows))
     groups.stop()

@@ -33,7 +33,7 @@ def read(out: Path, case: dict[str, Any], what: str) -> list[dict[str, Any]]:
     return json.loads((out / case["name"] / f"{what}.json").read_text())
 
 
-def assert_nothing_leaks(outcomes: list[dict[str, Any]]) -> None:
+def assert_checkpoints_are_of_their_step(outcomes: list[dict[str, Any]]) -> None:
     """A checkpoint written during later steps is the one of its own step, and continues the run."""
     for found in outcomes:
         rows = found["rows"]
@@ -73,7 +73,7 @@ def _wait(what: str, done: Any, running: Any = lambda: True) -> None:
 
 def kill_during_save(case: dict[str, Any], processes: int, rank: int, out: Path) -> None:
     """SIGKILL to one rank whose writers are at work: they end with it, and the checkpoint before
-    continues the run as if nothing had happened."""
+    continues the run with the same losses."""
     listing = out / "cases.json"
     listing.write_text(json.dumps([case]))
     words = ["-m", "tests.support.saving_worker", "killed", str(listing), str(out)]

@@ -3,7 +3,7 @@
 torchrun ... -m tests.support.saving_worker overlap|moved|killed|resumed CASES.json OUT_FOLDER
 
 `moved` continues in another layout what `overlap` saved. `killed` holds the writers of its second
-checkpoint and trains until somebody kills it.
+checkpoint and trains until it is killed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tests.support import hub_model
 from tests.unit.inference.conftest import tiny_architecture, varied_weights
 
 NAME = "tiny"
-VOCABULARY = 512  # of the model; the tokenizer knows fewer
+VOCABULARY = 512  # of the model; the tokenizer has fewer
 LONGEST = 1024
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}"

@@ -23,8 +23,8 @@ NAMES = ("dp2", "tp2", "pp2")
 WHERE = ("gradient", "batch", "loss")
 
 
-def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
-    """A step that is bad, which but for the loss only rank 1 could know; what this rank made of it.
+def bad_step(engine: McoreEngine, where: str | None) -> dict[str, Any]:
+    """A step that is not finite, on rank 1 only except for its loss; this rank's result.
 
     An overflowing sum of losses is bad although every gradient is finite.
     """
@@ -35,7 +35,7 @@ def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
         mask = batches[0].loss_mask * math.nan
         batches[0] = batches[0]._replace(loss_mask=mask)
 
-    def poisoned(plan: StepPlan, given: Any) -> Any:
+    def not_finite(plan: StepPlan, given: Any) -> Any:
         totals = inner(plan, given)
         if where == "gradient" and view.rank == 1:
             for model in engine._models:
@@ -45,7 +45,7 @@ def spoilt(engine: McoreEngine, where: str | None) -> dict[str, Any]:
             totals[0] = math.inf
         return totals
 
-    engine._gradients = poisoned  # type: ignore[method-assign]
+    engine._gradients = not_finite  # type: ignore[method-assign]
     before = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
     result = engine.train_step(StepPlan(eviction="soft", neuron_scale=0.0, target_cr=4.0), batches)
     engine._gradients = inner  # type: ignore[method-assign]
@@ -69,10 +69,10 @@ def main() -> None:
     for name in NAMES:
         view = groups.start(ParallelOptions(**LAYOUTS[name]), seed=1)
         engine, undisturbed = (build(name, "fp32", view, 1) for _ in range(2))
-        told: dict[str, Any] = {str(where): spoilt(engine, where) for where in (*WHERE, None)}
-        spoilt(undisturbed, None)
-        told["same"] = same_weights(engine, undisturbed)
-        (out / f"{name}-{view.rank}.json").write_text(json.dumps(told))
+        results: dict[str, Any] = {str(where): bad_step(engine, where) for where in (*WHERE, None)}
+        bad_step(undisturbed, None)
+        results["same"] = same_weights(engine, undisturbed)
+        (out / f"{name}-{view.rank}.json").write_text(json.dumps(results))
         groups.stop(keep_process_group=True)
     groups.stop()
 

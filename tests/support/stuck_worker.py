@@ -1,7 +1,7 @@
 """Ranks that stall, and ranks that only take long.
 
 torchrun ... -m tests.support.stuck_worker deadlock|patient FOLDER
-torchrun ... -m tests.support.stuck_worker reads WORDS    `dms-train WORDS`, rank 1 with a dead disk
+torchrun ... -m tests.support.stuck_worker reads WORDS    `dms-train WORDS`, rank 1's disk hangs
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from dms_train.observe.state_files import StateFiles
 from tests.support.meeting import meet
 
 TIMEOUT_SECONDS = 12.0
-STEP = 3  # the last one that the dead disk has the samples of
+STEP = 3  # the last one whose samples can be read
 
 
-def read_from_a_dead_disk() -> bytes:
+def read_from_a_hanging_disk() -> bytes:
     reading, _writing = os.pipe()
     return os.read(reading, 1)
 
 
-def lose_the_disk(first: int) -> None:
+def hang_the_disk(first: int) -> None:
     """From this sample on none arrives in this process."""
     inner = TokenSamples.__getitem__
 
     def read(samples: TokenSamples, number: int) -> Any:
         if number >= first:
-            read_from_a_dead_disk()
+            read_from_a_hanging_disk()
         return inner(samples, number)
 
     TokenSamples.__getitem__ = read  # type: ignore[method-assign]
 
 
-def train_with_a_dead_disk(words: list[str]) -> None:
+def train_with_a_hanging_disk(words: list[str]) -> None:
     """Samples of the global batch (8) that follows some step never arrive on rank 1."""
     if os.environ["RANK"] == "1":
-        lose_the_disk(8 * STEP)
+        hang_the_disk(8 * STEP)
     sys.argv = ["dms-train", *words]
     train.main()
 
 
 class Together:
-    """Two ranks with signs of life, and a process group that gives up after `timeout` seconds."""
+    """Two ranks with heartbeats, and a process group with a timeout of `timeout` seconds."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         options = ParallelOptions(distributed_timeout_minutes=timeout / 60)
@@ -96,7 +96,7 @@ class Together:
 def main() -> None:
     mode, *words = sys.argv[1:]
     if mode == "reads":
-        train_with_a_dead_disk(words)
+        train_with_a_hanging_disk(words)
         return
     folder = Path(words[0])
     if mode == "patient":

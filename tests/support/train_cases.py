@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     window: int
     dtype: torch.dtype = torch.float32
     documents: tuple[int, ...] = ()  # lengths; their sum is s
-    dead: float = 0.2  # share of keys with alpha exactly 1
+    evicted: float = 0.2  # share of keys with alpha exactly 1
 
     @property
     def bounds(self) -> list[int]:
@@ -45,9 +45,9 @@ def leaves(shape: Shape, device: str, seed: int = 0) -> tuple[list[Tensor], Tens
     b, s, hq, hk, d = shape[:5]
     log_keep = torch.nn.functional.logsigmoid(-3 * torch.randn(b, hk, s, generator=generator))
     kind = torch.rand(b, hk, s, generator=generator)
-    log_keep[kind < shape.dead] = -torch.inf
+    log_keep[kind < shape.evicted] = -torch.inf
     log_keep[kind > 0.9] = 0.0
-    log_keep[..., s // 4 : s // 2] = -torch.inf if shape.dead else 0.0
+    log_keep[..., s // 4 : s // 2] = -torch.inf if shape.evicted else 0.0
     found = [normal(b, s, h, d) for h in (hq, hk, hk)] + [log_keep.to(device)]
     return [x.requires_grad_() for x in found], normal(b, s, hq, d)
 

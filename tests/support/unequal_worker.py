@@ -1,4 +1,4 @@
-"""Two ranks, of which the second has a smaller GPU, as their driver would say.
+"""Two ranks, of which the second has a smaller GPU, as their driver would report.
 
 torchrun ... -m tests.support.unequal_worker GIB_OF_RANK_1
 """

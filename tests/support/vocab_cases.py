@@ -90,7 +90,7 @@ def exact_divergence(problem: Rows, task: Divergence, device: str) -> tuple[Tens
     """The same from `method.losses` in float64."""
     leaf = problem.logits(0, device)[:, : problem.columns].double().requires_grad_()
     teacher = problem.logits(1, device)[:, : problem.columns].double()
-    # columns without probability in both contribute nothing, which float64 cannot say itself
+    # columns without probability in both contribute nothing, which float64 cannot represent
     possible = (leaf.detach()[0] > -torch.inf).nonzero()[:, 0]
     loss = DIRECTIONS[task.direction](leaf[:, possible], teacher[:, possible], task.temperature)
     loss.sum().backward()

@@ -1,6 +1,6 @@
-"""A stand-in for the server of Weights & Biases: it agrees to everything and keeps what it is sent.
+"""A stand-in for the server of Weights & Biases that accepts every request and records it.
 
-It knows the few requests that wandb makes to open a run, stream its rows and upload its files.
+It implements the few requests that wandb makes to open a run, stream its rows and upload its files.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST  # noqa: N815
 
     def log_message(self, *words: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _data(self, request: dict[str, Any]) -> dict[str, Any]:
         query, given = request["query"], request.get("variables", {})

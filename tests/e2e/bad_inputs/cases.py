@@ -1,4 +1,4 @@
-"""What a case of bad input is, how it is run, and what several topics spoil."""
+"""A case of bad input, how it is run, and the changes that several topics share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Case:
 
     Attributes:
         done: What the user did, for the documentation.
-        arrange: Spoils a workspace and returns the command.
+        arrange: Damages a workspace and returns the command.
         kind: Beginning of the line on stderr that the case is about: the class of the error.
-        facts: What this line must name: key, value, and how to fix it.
+        facts: What this line must contain: key, value, and how to fix it.
         code: Exit code.
         lines: Lines on stderr that are no progress.
         runner: How the command is started.
@@ -49,30 +49,30 @@ def train(*overrides: str) -> Callable[[Workspace], list[str]]:
     return lambda workspace: workspace.train(*overrides)
 
 
-def spoilt(
-    spoil: Callable[[Workspace], object], *overrides: str, finished: bool = False
+def damaged(
+    damage: Callable[[Workspace], object], *overrides: str, finished: bool = False
 ) -> Callable[[Workspace], list[str]]:
-    """Spoil something, then train; overrides may name `{workspace.model}` and the like."""
+    """Damage an input, then train; overrides may name `{workspace.model}` and the like."""
 
     def arrange(workspace: Workspace) -> list[str]:
         if finished:
             workspace.finish_run()
-        spoil(workspace)
+        damage(workspace)
         return workspace.train(*(text.format(workspace=workspace) for text in overrides))
 
     return arrange
 
 
 def command(
-    *words: str, spoil: Callable[[Workspace], object] | None = None, finished: bool = False
+    *words: str, damage: Callable[[Workspace], object] | None = None, finished: bool = False
 ) -> Callable[[Workspace], list[str]]:
-    """Spoil something, then run another command."""
+    """Damage an input, then run another command."""
 
     def arrange(workspace: Workspace) -> list[str]:
         if finished:
             workspace.finish_run()
-        if spoil is not None:
-            spoil(workspace)
+        if damage is not None:
+            damage(workspace)
         return [word.format(workspace=workspace) for word in words]
 
     return arrange
@@ -131,7 +131,7 @@ def answer(case: Case, workspace: Workspace) -> Answer:
     )
 
 
-def told(case: Case, found: Answer) -> str:
+def message_of(case: Case, found: Answer) -> str:
     """The message that the case is about; empty when there is none."""
     fitting = (
         line
@@ -147,7 +147,7 @@ def check(case: Case, workspace: Workspace) -> None:
         found = answer(case, workspace)
     except CannotArrange as reason:
         pytest.skip(str(reason))
-    assert told(case, found), found.stderr
+    assert message_of(case, found), found.stderr
     assert found.code == case.code, found.stderr
     assert len(found.messages) == case.lines, found.stderr
     assert "Traceback" not in found.stderr

@@ -16,7 +16,7 @@ from tests.e2e.bad_inputs import (
     test_server,
     test_tools,
 )
-from tests.e2e.bad_inputs.cases import Case, answer, told
+from tests.e2e.bad_inputs.cases import Case, answer, message_of
 from tests.support import refusals
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "errors.md"
@@ -85,7 +85,7 @@ def _row_of(name: str, case: Case, folder: Path, assets: refusals.Assets) -> str
     begin = time.monotonic()
     with refusals.open_workspace(folder / name, assets) as workspace:
         found = answer(case, workspace)
-    message = told(case, found)
+    message = message_of(case, found)
     print(f"{time.monotonic() - begin:5.1f} s  {name}: {found.messages} {found.touched}")
     return row(case, message, found.code)
 

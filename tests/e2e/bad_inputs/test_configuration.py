@@ -12,7 +12,7 @@ from tests.support.refusals import Outcome, Workspace, run_as
 def _under_torchrun(words: list[str]) -> Outcome:
     """Two ranks; torchrun's own report, which follows a failure, is left out.
 
-    So is the second rank's echo, which is heard when rank 0 takes seconds to end.
+    So is the message of the second rank, which is printed when rank 0 takes seconds to end.
     """
     done = launch.torchrun(2, "-m", refusals.module(words[0]), *words[1:], timeout=90)
     assert "[rank0]:" not in done.stderr, "a rank printed a traceback"
@@ -279,7 +279,7 @@ CASES = {
         lines=2,
     ),
     "one-line-of-two-ranks": Case(
-        done="a wrong value under torchrun with 2 processes: said once",
+        done="a wrong value under torchrun with 2 processes: printed once",
         arrange=train("method.window=32"),
         kind="config error",
         facts=("method.window=32", "use"),

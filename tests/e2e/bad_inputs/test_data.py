@@ -15,9 +15,9 @@ from tests.e2e.bad_inputs.cases import (
     check,
     command,
     cut,
+    damaged,
     edit_json,
     flip,
-    spoilt,
     train,
 )
 from tests.support import refusals
@@ -62,13 +62,13 @@ def _tokenize(
     name: str,
     content: bytes | None,
     *flags: str,
-    spoil: Callable[[Workspace], object] | None = None,
+    damage: Callable[[Workspace], object] | None = None,
 ) -> Callable[[Workspace], list[str]]:
     def arrange(workspace: Workspace) -> list[str]:
         if content is not None:
             _text(workspace, name, content)
-        if spoil is not None:
-            spoil(workspace)
+        if damage is not None:
+            damage(workspace)
         words = ["data", "tokenize", str(workspace.folder / name), "--output", str(workspace.out)]
         words += ["--tokenizer", str(workspace.model), *flags]
         return [word.format(workspace=workspace) for word in words]
@@ -79,49 +79,49 @@ def _tokenize(
 CASES = {
     "manifest-missing": Case(
         done="`PREFIX.manifest.json` deleted",
-        arrange=spoilt(lambda workspace: Path(f"{workspace.data}.manifest.json").unlink()),
+        arrange=damaged(lambda workspace: Path(f"{workspace.data}.manifest.json").unlink()),
         kind="error",
         facts=("DATA.manifest.json", "dms-data tokenize", "data.paths", "make"),
     ),
     "data-with-extension": Case(
         done="`data.paths=[PREFIX.bin]`",
-        arrange=spoilt(lambda workspace: None, "data.paths=[{workspace.data}.bin]"),
+        arrange=damaged(lambda workspace: None, "data.paths=[{workspace.data}.bin]"),
         kind="error",
         facts=("name",),
     ),
     "manifest-broken": Case(
         done="`PREFIX.manifest.json` cut off",
-        arrange=spoilt(lambda workspace: cut(Path(f"{workspace.data}.manifest.json"))),
+        arrange=damaged(lambda workspace: cut(Path(f"{workspace.data}.manifest.json"))),
         kind="error",
         facts=("DATA.manifest.json", "JSON"),
     ),
     "bin-cut": Case(
         done="`PREFIX.bin` cut off",
-        arrange=spoilt(lambda workspace: cut(Path(f"{workspace.data}.bin"))),
+        arrange=damaged(lambda workspace: cut(Path(f"{workspace.data}.bin"))),
         kind="error",
         facts=("DATA.bin",),
     ),
     "idx-damaged": Case(
         done="one bit of `PREFIX.idx` flipped",
-        arrange=spoilt(lambda workspace: flip(Path(f"{workspace.data}.idx"), 40)),
+        arrange=damaged(lambda workspace: flip(Path(f"{workspace.data}.idx"), 40)),
         kind="error",
         facts=("DATA.idx", "SHA", "256"),
     ),
     "other-tokenizer": Case(
         done="data made with another tokenizer than the model's",
-        arrange=spoilt(_other_tokenizer),
+        arrange=damaged(_other_tokenizer),
         kind="error",
         facts=("sheets.jsonl", "tokenizer"),
     ),
     "token-ids": Case(
         done="token ids outside the model's vocabulary",
-        arrange=spoilt(_smaller_vocabulary),
+        arrange=damaged(_smaller_vocabulary),
         kind="error",
         facts=("49", "40"),
     ),
     "data-too-small": Case(
         done="less data than one sample",
-        arrange=spoilt(_short_data),
+        arrange=damaged(_short_data),
         kind="error",
         facts=("DATA", "5", "1", "33", "data.split", "data.seq_length"),
     ),
@@ -170,7 +170,7 @@ CASES = {
     "tokenizer-missing": Case(
         done="`--tokenizer` of a folder without `tokenizer.json`",
         arrange=_tokenize(
-            "page.txt", b"1", spoil=lambda workspace: (workspace.model / "tokenizer.json").unlink()
+            "page.txt", b"1", damage=lambda workspace: (workspace.model / "tokenizer.json").unlink()
         ),
         kind="",
         facts=("MODEL", "tokenizer.json", "give"),
@@ -194,14 +194,14 @@ CASES = {
             "data",
             "check",
             "{workspace.data}",
-            spoil=lambda workspace: flip(Path(f"{workspace.data}.bin"), 99),
+            damage=lambda workspace: flip(Path(f"{workspace.data}.bin"), 99),
         ),
         kind="",
         facts=("DATA.bin", "SHA", "256"),
     ),
     "problems-missing": Case(
         done="`stage.validate.problems` of a file that is not there",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: None,
             *VALIDATED,
             "stage.validate.problems={workspace.folder}/problems.jsonl",
@@ -211,7 +211,7 @@ CASES = {
     ),
     "problems-broken": Case(
         done="a malformed line in `stage.validate.problems`",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: _problems(workspace, '{"prompt": "So 1", "answers": ["1"]}', "{"),
             *VALIDATED,
             "stage.validate.problems={workspace.folder}/problems.jsonl",
@@ -221,7 +221,7 @@ CASES = {
     ),
     "problems-answers": Case(
         done="a line of `stage.validate.problems` whose answers are numbers",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: _problems(workspace, '{"prompt": "So 1", "answers": [1]}'),
             *VALIDATED,
             "stage.validate.problems={workspace.folder}/problems.jsonl",
@@ -231,7 +231,7 @@ CASES = {
     ),
     "problems-long": Case(
         done="a problem longer than the model's positions",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: _problems(
                 workspace, json.dumps({"prompt": "1" * 128, "answers": ["1"]})
             ),
@@ -243,7 +243,7 @@ CASES = {
     ),
     "problems-tokenizer": Case(
         done="problems for a model without a tokenizer",
-        arrange=spoilt(
+        arrange=damaged(
             _without_tokenizer,
             *VALIDATED,
             "stage.validate.problems={workspace.folder}/problems.jsonl",

@@ -7,7 +7,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.bad_inputs.cases import Case, check, cut, edit_json, edit_weights, spoilt, train
+from tests.e2e.bad_inputs.cases import Case, check, cut, damaged, edit_json, edit_weights, train
 from tests.support.refusals import Workspace
 
 
@@ -25,7 +25,7 @@ def _only_pickle(workspace: Workspace) -> None:
 CASES = {
     "no-teacher": Case(
         done="a new model with the distillation loss",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: None,
             "model=scratch",
             "model.path=null",
@@ -38,7 +38,7 @@ CASES = {
     ),
     "no-teacher-to-validate": Case(
         done="`validate` without the original",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: None,
             "model=scratch",
             "model.path=null",
@@ -60,7 +60,7 @@ CASES = {
     ),
     "model-missing": Case(
         done="`model.path` of a folder that is not there",
-        arrange=spoilt(lambda workspace: None, "model.path={workspace.folder}/absent"),
+        arrange=damaged(lambda workspace: None, "model.path={workspace.folder}/absent"),
         kind="error",
         facts=("FOLDER/absent",),
     ),
@@ -72,19 +72,19 @@ CASES = {
     ),
     "config-missing": Case(
         done="`config.json` deleted",
-        arrange=spoilt(lambda workspace: (workspace.model / "config.json").unlink()),
+        arrange=damaged(lambda workspace: (workspace.model / "config.json").unlink()),
         kind="error",
         facts=("MODEL/config.json",),
     ),
     "config-broken": Case(
         done="`config.json` cut off",
-        arrange=spoilt(lambda workspace: cut(workspace.model / "config.json")),
+        arrange=damaged(lambda workspace: cut(workspace.model / "config.json")),
         kind="error",
         facts=("MODEL/config.json", "JSON"),
     ),
     "model-type": Case(
         done="a model of another family",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: edit_json(workspace.model / "config.json", model_type="gpt2")
         ),
         kind="error",
@@ -92,7 +92,7 @@ CASES = {
     ),
     "config-value": Case(
         done="`hidden_size` is text in `config.json`",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: edit_json(workspace.model / "config.json", hidden_size="32")
         ),
         kind="error",
@@ -100,7 +100,7 @@ CASES = {
     ),
     "config-key": Case(
         done="`vocab_size` is null in `config.json`",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: edit_json(workspace.model / "config.json", vocab_size=None)
         ),
         kind="error",
@@ -108,7 +108,7 @@ CASES = {
     ),
     "rope": Case(
         done="a model with YaRN RoPE",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: edit_json(
                 workspace.model / "config.json",
                 rope_parameters=None,
@@ -120,7 +120,7 @@ CASES = {
     ),
     "rope-llama3": Case(
         done="Llama 3 RoPE scaling with other frequencies than Llama 3's",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: edit_json(
                 workspace.model / "config.json",
                 rope_parameters=None,
@@ -138,31 +138,31 @@ CASES = {
     ),
     "weights-cut": Case(
         done="`model.safetensors` cut off",
-        arrange=spoilt(lambda workspace: cut(workspace.model / "model.safetensors")),
+        arrange=damaged(lambda workspace: cut(workspace.model / "model.safetensors")),
         kind="error",
         facts=("MODEL/model.safetensors", "copy"),
     ),
     "shard-missing": Case(
         done="a shard that the index names is missing",
-        arrange=spoilt(_lose_a_shard),
+        arrange=damaged(_lose_a_shard),
         kind="error",
         facts=("00001", "-of-00002", "copy"),
     ),
     "pickle-only": Case(
         done="`pytorch_model.bin` only",
-        arrange=spoilt(_only_pickle),
+        arrange=damaged(_only_pickle),
         kind="error",
         facts=("pytorch_model.bin", "save_pretrained", "safe_serialization=True", "convert"),
     ),
     "no-weights": Case(
         done="no weights at all",
-        arrange=spoilt(lambda workspace: (workspace.model / "model.safetensors").unlink()),
+        arrange=damaged(lambda workspace: (workspace.model / "model.safetensors").unlink()),
         kind="error",
         facts=("MODEL", "model.safetensors", "copy"),
     ),
     "weights-shape": Case(
         done="weights of another size than `config.json` says",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: edit_json(workspace.model / "config.json", intermediate_size=64)
         ),
         kind="error",
@@ -170,7 +170,7 @@ CASES = {
     ),
     "weights-missing": Case(
         done="a tensor is missing",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: edit_weights(workspace, lambda t: t.pop("model.norm.weight"))
         ),
         kind="error",
@@ -178,7 +178,7 @@ CASES = {
     ),
     "model-is-an-export": Case(
         done="`model.path` of a DMS export",
-        arrange=spoilt(lambda workspace: None, "model.path={workspace.export}/hf", finished=True),
+        arrange=damaged(lambda workspace: None, "model.path={workspace.export}/hf", finished=True),
         kind="config error",
         facts=("DMS", "model.path", "run.load", "give"),
     ),

@@ -22,10 +22,10 @@ from tests.e2e.bad_inputs.cases import (
     Case,
     check,
     cut,
+    damaged,
     edit_weights,
     file_in_place_of_run,
     flip,
-    spoilt,
     train,
 )
 from tests.support import launch, refusals
@@ -148,7 +148,7 @@ def _run_dir(words: list[str]) -> Path:
 
 
 def _with_a_dead_rank(words: list[str]) -> Outcome:
-    """Two ranks, the second killed in the middle of training; what the first one says."""
+    """Two ranks, the second killed in the middle of training; the output of the first one."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = refusals.start_ranks(words, launch.free_ports(1)[0], Path(folder) / "stderr")
         try:
@@ -173,19 +173,19 @@ def _resumes(workspace: Workspace) -> None:
 CASES = {
     "load-missing": Case(
         done="`run.load` of a folder that is not there",
-        arrange=spoilt(lambda workspace: None, "run.load={workspace.folder}/absent"),
+        arrange=damaged(lambda workspace: None, "run.load={workspace.folder}/absent"),
         kind="config error",
         facts=("run.load=FOLDER/absent",),
     ),
     "load-not-a-checkpoint": Case(
         done="`run.load` of some other folder",
-        arrange=spoilt(lambda workspace: None, "run.load={workspace.folder}/data"),
+        arrange=damaged(lambda workspace: None, "run.load={workspace.folder}/data"),
         kind="config error",
         facts=("run.load=FOLDER/data",),
     ),
     "load-cut": Case(
         done="`run.load` of a checkpoint with a cut-off file",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: cut(workspace.checkpoint(4) / "__0_0.distcp"),
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -196,7 +196,7 @@ CASES = {
     ),
     "load-state-broken": Case(
         done="`run.load` of a checkpoint with a cut-off `run_state.json`",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: cut(workspace.checkpoint(4) / "run_state.json"),
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -207,7 +207,7 @@ CASES = {
     ),
     "load-malicious-metadata": Case(
         done="`run.load` of a checkpoint whose metadata would run a command",
-        arrange=spoilt(
+        arrange=damaged(
             _malicious_metadata,
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -218,7 +218,7 @@ CASES = {
     ),
     "load-malicious-common": Case(
         done="`run.load` of a checkpoint whose `common.pt` would run a command",
-        arrange=spoilt(
+        arrange=damaged(
             _malicious_common,
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -229,7 +229,7 @@ CASES = {
     ),
     "load-malicious-shard": Case(
         done="`run.load` of a checkpoint with an object in a shard that would run a command",
-        arrange=spoilt(
+        arrange=damaged(
             _malicious_shard,
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -240,7 +240,7 @@ CASES = {
     ),
     "load-other-constants": Case(
         done="`run.load` of a checkpoint trained with another window",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: None,
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -252,7 +252,7 @@ CASES = {
     ),
     "load-borrowed": Case(
         done="`run.load` of a retrofitted checkpoint, and `zero_neuron` again",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: None,
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -263,7 +263,7 @@ CASES = {
     ),
     "load-other-model": Case(
         done="`run.load` of a checkpoint of another model",
-        arrange=spoilt(
+        arrange=damaged(
             _other_depth,
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -274,19 +274,19 @@ CASES = {
     ),
     "resume-other-lr": Case(
         done="resumed with another learning rate",
-        arrange=spoilt(lambda workspace: None, "optim.lr=1e-3", finished=True),
+        arrange=damaged(lambda workspace: None, "optim.lr=1e-3", finished=True),
         kind="config error",
         facts=("optim.lr", "05", "0.001", "restore"),
     ),
     "resume-never": Case(
         done="`run.resume=never` on a used folder",
-        arrange=spoilt(lambda workspace: None, "run.resume=never", finished=True),
+        arrange=damaged(lambda workspace: None, "run.resume=never", finished=True),
         kind="config error",
         facts=("RUN", "step_00000004", "run.resume=never", "choose"),
     ),
     "resume-past-a-cut-one": Case(
         done="resumed with a cut-off newest checkpoint: continues from the one before",
-        arrange=spoilt(
+        arrange=damaged(
             lambda workspace: cut(workspace.checkpoint(4) / "__0_0.distcp"), finished=True
         ),
         kind="warning",
@@ -306,7 +306,7 @@ CASES = {
     ),
     "load-flipped-bit": Case(
         done="`run.load` of a checkpoint with a flipped bit",
-        arrange=spoilt(
+        arrange=damaged(
             _flip_a_bit,
             "run.load={workspace.run}/checkpoints/step_00000004",
             "run.dir={workspace.out}",
@@ -320,19 +320,19 @@ CASES = {
     ),
     "resume-all-cut": Case(
         done="resumed with cut-off checkpoints only",
-        arrange=spoilt(_cut_all_checkpoints, finished=True),
+        arrange=damaged(_cut_all_checkpoints, finished=True),
         kind="config error",
         facts=("run.dir=RUN", "4", "choose"),
     ),
     "resume-malicious-metadata": Case(
         done="resumed with checkpoint metadata that would run a command",
-        arrange=spoilt(_malicious_metadata, finished=True),
+        arrange=damaged(_malicious_metadata, finished=True),
         kind="error",
         facts=("posix.system", "do not load"),
     ),
     "run-dir-unwritable": Case(
         done="`run.dir` is a file",
-        arrange=spoilt(file_in_place_of_run),
+        arrange=damaged(file_in_place_of_run),
         kind="config error",
         facts=("run.dir=RUN", "choose"),
     ),
@@ -344,13 +344,13 @@ CASES = {
     ),
     "nvidia-window": Case(
         done="NVIDIA's preset with a window not above the cache page",
-        arrange=spoilt(_qwen3, "method=dms_nvidia"),
+        arrange=damaged(_qwen3, "method=dms_nvidia"),
         kind="error",
         facts=("method.window=4", "256"),
     ),
     "foreign-export": Case(
         done="the export folder holds somebody's files",
-        arrange=spoilt(_foreign_export),
+        arrange=damaged(_foreign_export),
         kind="error",
         facts=("RUN/exports/final/hf", "choose"),
     ),

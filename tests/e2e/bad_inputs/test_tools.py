@@ -64,7 +64,7 @@ CASES = {
         arrange=command(
             "verify",
             "{workspace.export}/hf",
-            spoil=lambda workspace: shutil.rmtree(workspace.export / "hf" / "dms_selftest"),
+            damage=lambda workspace: shutil.rmtree(workspace.export / "hf" / "dms_selftest"),
             finished=True,
         ),
         kind="",
@@ -75,7 +75,7 @@ CASES = {
         arrange=command(
             "verify",
             "{workspace.export}/hf",
-            spoil=lambda workspace: cut(
+            damage=lambda workspace: cut(
                 workspace.export / "hf" / "dms_selftest" / "reference.safetensors"
             ),
             finished=True,
@@ -100,7 +100,7 @@ CASES = {
         arrange=command(
             "inspect",
             "{workspace.model}",
-            spoil=lambda workspace: cut(workspace.model / "model.safetensors"),
+            damage=lambda workspace: cut(workspace.model / "model.safetensors"),
         ),
         kind="",
         facts=("dms-inspect", "MODEL/model.safetensors", "copy"),
@@ -123,7 +123,7 @@ CASES = {
             "export",
             "{workspace.run}/checkpoints/step_00000004",
             "{workspace.out}",
-            spoil=lambda workspace: cut(workspace.checkpoint(4) / "__0_0.distcp"),
+            damage=lambda workspace: cut(workspace.checkpoint(4) / "__0_0.distcp"),
             finished=True,
         ),
         kind="error",
@@ -169,7 +169,7 @@ CASES = {
         done="`dms-validate` of an export that does not pass its self-test",
         arrange=command(
             *_validate("--data={workspace.data}", "--seq-length=32", "--samples=1"),
-            spoil=_other_reference,
+            damage=_other_reference,
             finished=True,
         ),
         kind="error",
@@ -183,7 +183,7 @@ CASES = {
             "export",
             "{workspace.export}/megatron",
             "{workspace.out}",
-            spoil=_foreign_out,
+            damage=_foreign_out,
             finished=True,
         ),
         kind="error",
@@ -227,7 +227,9 @@ CASES = {
             "import",
             "{workspace.model}",
             "{workspace.out}",
-            spoil=lambda workspace: edit_json(workspace.model / "config.json", num_hidden_layers=3),
+            damage=lambda workspace: edit_json(
+                workspace.model / "config.json", num_hidden_layers=3
+            ),
         ),
         kind="error",
         facts=("MODEL", "model.layers.2", "config.json", "copy"),

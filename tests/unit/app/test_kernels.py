@@ -1,4 +1,4 @@
-"""What a run says about its attention's backend, and that a resumed run may have another."""
+"""The log line of the attention backend; a resumed run may have another backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "chosen"), [("auto", "blockwise"), ("blockwise",) * 2, ("reference",) * 2]
 )
-def test_one_line_says_what_attends(given: str, chosen: str) -> None:
+def test_one_line_names_the_attention_backend(given: str, chosen: str) -> None:
     stream = io.StringIO()
     log.configure(stream=stream)
     session._announce_kernels(configs.config(kernels=given))

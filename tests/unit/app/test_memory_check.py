@@ -1,4 +1,4 @@
-"""A training that cannot fit its GPU says so before it allocates anything."""
+"""A training that cannot fit its GPU is refused before it allocates anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(monkeypatch: pytest.MonkeyPatch, gib: float, **changes) -> None:
     check_memory(config, MODEL, view)
 
 
-def test_what_fits_passes_in_silence(monkeypatch, caplog):
+def test_what_fits_is_accepted_without_a_warning(monkeypatch, caplog):
     check(monkeypatch, 139)
     assert not [record for record in caplog.records if record.name == "dms_train"]
 
@@ -52,6 +52,6 @@ def test_what_cannot_fit_is_refused(monkeypatch):
         check(monkeypatch, 20)
 
 
-def test_a_cpu_has_what_it_has(monkeypatch):
+def test_memory_is_not_checked_on_a_cpu(monkeypatch):
     view = SimpleNamespace(device=torch.device("cpu"), world_size=1, rank=0)
     check_memory(configs.config(), MODEL, view)

@@ -51,7 +51,7 @@ def test_the_same_method_resumes(run: Path) -> None:
     assert (found.state.step, found.resumes) == (7, True)
 
 
-def test_each_changed_constant_is_one_line_with_both_values_and_the_way_out(run: Path) -> None:
+def test_each_changed_constant_is_one_line_with_both_values_and_the_fix(run: Path) -> None:
     changed = {**TRAINED, "method__window": 8, "method__clear_after_rope": True}
     with pytest.raises(ConfigError) as refused:
         resume_point(configs.config(run__dir=str(run), **changed), START)

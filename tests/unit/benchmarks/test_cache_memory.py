@@ -1,4 +1,4 @@
-"""The memory benchmark says what the engine's accounting says."""
+"""The memory benchmark reports the engine's accounting."""
 
 from __future__ import annotations
 

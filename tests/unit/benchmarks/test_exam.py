@@ -1,4 +1,4 @@
-"""The exam script says what the embedded teacher solves, which is nearly everything."""
+"""The exam script reports what the embedded teacher solves, which is nearly everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of measured numbers says what the JSON says, and the tiles are what the window makes."""
+"""The page of measured numbers matches the JSON, and the figure's tiles match the window."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_invalid_run_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "invalid" in capsys.readouterr().out
 
 
-def test_points_lie_where_their_arithmetic_says() -> None:
+def test_points_lie_at_their_arithmetic_intensity() -> None:
     decode = {"group": 4, "cache": "bf16", "tb_s": 3.0}
     found = list(
         performance_page.points(record() | {"decode": [decode, decode | {"cache": "fp8"}]})

@@ -15,7 +15,7 @@ from dms_train.config.step_time import step_time
 
 RESULTS = Path(plan_memory.__file__).parents[1] / "results" / "nvidia_h200" / "plan_memory.json"
 ROWS = json.loads(RESULTS.read_text())["rows"]
-# What code that has changed since has allocated is shown, and says nothing about the plan.
+# Allocations of code that has changed since are shown, but not compared with the plan.
 VALID = [name for name, row in ROWS.items() if "superseded" not in row]
 CHECKED = sorted(set(VALID) - set(plan_memory.CALIBRATING))
 STEPS = plan_memory.train_steps(RESULTS.parent)
@@ -30,7 +30,7 @@ def test_memory_is_within_a_tenth_of_what_a_gpu_allocated(name):
 
 
 @pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['label']}-{row['case']['layout']}")
-def test_so_it_is_for_the_steps_of_the_other_benchmark(row):
+def test_memory_is_within_a_tenth_in_the_steps_of_the_other_benchmark(row):
     stages = plan_memory.stages(Case.from_dict(row["case"]))
     fullest = max(of_stage(stage).allocated(calibration()) for stage in stages)
     assert fullest == pytest.approx(row["max_memory_allocated"], rel=0.1)

@@ -92,7 +92,7 @@ def test_a_setting_is_what_is_measured_and_not_for_how_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "known"),
+    ("changes", "supported"),
     [
         ({"kind": "lm", "layout": Layout(tp=2)}, True),
         ({"kind": "lm", "layout": Layout(tp=2, sp=True)}, False),
@@ -102,9 +102,9 @@ def test_a_setting_is_what_is_measured_and_not_for_how_long() -> None:
         ({"kind": "dms"}, False),
     ],
 )
-def test_what_the_peer_cannot_do_is_known(asked: dict[str, object], known: bool) -> None:
-    peer = {"layers": "local"} | asked
-    assert case(subject="peer", **peer).known == known
+def test_cases_that_the_peer_supports(changes: dict[str, object], supported: bool) -> None:
+    peer = {"layers": "local"} | changes
+    assert case(subject="peer", **peer).known == supported
     assert case(**peer).known
 
 
@@ -114,7 +114,7 @@ def test_what_the_peer_cannot_do_is_refused_before_anything_runs(capsys) -> None
     assert "teacher + KL + DMS in layout dp1: the peer cannot do that" in capsys.readouterr().err
 
 
-def test_the_page_says_which_command_measured_a_row() -> None:
+def test_the_page_names_the_command_that_measured_a_row() -> None:
     measured = {
         "label": "",
         "step_s": 0.2,

@@ -1,4 +1,4 @@
-"""The page of training steps says what the JSON says; the projection is the sum of its parts."""
+"""The page of training steps matches the JSON; the projection is the sum of its parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_page_is_filled_between_its_markers(tmp_path: Path) -> None:
     assert "| central |" in text
 
 
-def test_rows_of_a_command_that_did_not_say_when_it_began_are_shown() -> None:
+def test_rows_of_a_command_without_a_recorded_time_are_shown() -> None:
     dated, undated = row("dp1", "distill", 0.5), row("dp1", "dms", 0.5)
     del undated["run"]
     page = list(train_step_page.page_lines({"device": "some", "rows": [undated, dated]}))

@@ -73,7 +73,7 @@ def test_bugs_propagate(error):
         ("0", PeerLost("rank 0: gone"), True, "error: rank 0: gone\n"),
     ],
 )
-def test_ranks_give_rank_zero_time_to_speak(rank, error, waits, text, monkeypatch, capsys):
+def test_other_ranks_wait_before_they_print(rank, error, waits, text, monkeypatch, capsys):
     naps: list[float] = []
     monkeypatch.setattr(errors.time, "sleep", naps.append)
     monkeypatch.setenv("RANK", rank)

@@ -68,10 +68,10 @@ def test_a_gpu_that_is_too_small_is_refused(monkeypatch, capsys, tmp_path):
     words = ["experiment=qwen_r1_7b", f"model.path={tmp_path}", "data.paths=[x]"]
     layout = ["parallel=tp1_bf16", "--world-size", "8"]
     assert run_plan(monkeypatch, *words, *layout, "--gpu", "a100_40gb") == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "(ranks 0 to 7) needs" in said
-    assert "parallel.tensor_model_parallel_size=" in said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "(ranks 0 to 7) needs" in message
+    assert "parallel.tensor_model_parallel_size=" in message
     assert run_plan(monkeypatch, *words, *layout, "--gpu", "h300") == 2
     assert "choose one of a100_40gb" in capsys.readouterr().err
     assert run_plan(monkeypatch, *words, *layout, "cluster.gpu=h300") == 2
@@ -91,9 +91,9 @@ def test_what_does_not_divide_is_answered_with_what_does(monkeypatch, capsys, tm
     words = ["experiment=qwen_r1_7b", f"model.path={tmp_path}", "data.paths=[x]"]
     layout = ["parallel.tensor_model_parallel_size=3", "--world-size=8"]
     assert run_plan(monkeypatch, *words, *layout) == 2
-    said = capsys.readouterr().err
-    assert "does not divide the model's num_attention_heads=28" in said
-    assert "the fastest layout that divides and fits H100 SXM 80 GB: parallel." in said
+    message = capsys.readouterr().err
+    assert "does not divide the model's num_attention_heads=28" in message
+    assert "the fastest layout that divides and fits H100 SXM 80 GB: parallel." in message
 
 
 def test_stages_shorter_than_five_steps():

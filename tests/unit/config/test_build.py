@@ -1,4 +1,4 @@
-"""Mappings become frozen dataclasses, or one line says why not."""
+"""Mappings become frozen dataclasses, or are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every cross-field rule: one line that names the value and the way out."""
+"""Every cross-field rule: one line that names the value and the fix."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_every_group_option_composes(choice):
         ("hydra.foo=1", "Could not override 'hydra.foo'"),
     ],
 )
-def test_complaints_are_one_line_each(override, expected):
+def test_errors_are_one_line_each(override, expected):
     given = [g for g in GIVEN if g.partition("=")[0] != override.partition("=")[0]]
     (line,) = problems(*given, override)
     assert line.startswith(expected) or expected in line

@@ -1,4 +1,4 @@
-"""The experiments on known models: every layout they state fits, and the docs say what they do."""
+"""The experiments on known models: every layout fits, and the documentation lists them."""
 
 from __future__ import annotations
 

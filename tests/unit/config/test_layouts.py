@@ -79,9 +79,9 @@ def test_what_does_not_divide_is_answered_with_what_does():
 
 def test_too_few_gpus_are_answered_with_how_many_would_do():
     large = configs.KNOWN["qwen_r1_32b"]
-    said = layouts.advice(config(), large, 4, H100)
-    more = int(said.partition("and fits; ")[2].split()[0])
-    assert said.startswith("no layout of 4 H100 SXM 80 GB divides and fits; ")
+    advice = layouts.advice(config(), large, 4, H100)
+    more = int(advice.partition("and fits; ")[2].split()[0])
+    assert advice.startswith("no layout of 4 H100 SXM 80 GB divides and fits; ")
     assert not layouts.search(config(), large, more // 2, H100)
     assert layouts.search(config(), large, more, H100)
     tiny = H100._replace(memory_gib=1.0)

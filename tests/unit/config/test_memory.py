@@ -1,4 +1,4 @@
-"""Memory estimates against numbers worked out by hand."""
+"""Memory estimates against numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def flip(path: str, position: int) -> None:
 
 
 def restamp(prefix: str) -> None:
-    """Make the manifest vouch for a changed index, so that later checks are reached."""
+    """Store the hash of a changed index in the manifest, so that later checks are reached."""
     index = idx_path(prefix)
     changed = replace(
         read_manifest(prefix), idx_bytes=index.stat().st_size, idx_sha256=file_sha256(index)
@@ -106,7 +106,7 @@ def test_prefix_given_with_an_extension(make_shard: MakeShard) -> None:
     ("position", "message"),
     [(0, "not a Megatron index"), (9, "index version 0"), (17, "token type code 9")],
 )
-def test_invalid_header_that_the_manifest_vouches_for(
+def test_invalid_header_with_the_recorded_hash(
     make_shard: MakeShard, position: int, message: str
 ) -> None:
     prefix = make_shard()

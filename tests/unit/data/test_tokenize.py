@@ -127,7 +127,7 @@ def test_tokens_equal_the_published_ones(
     expected = golden["greedy_from_bos_200"]
     source = write_rows(tmp_path, {"text": expected["text"]})
     assert tokenize(source, stories_tokenizer, "--add-bos") == 0
-    data = IndexedDataset(str(tmp_path / "out"))  # its arrays die with it
+    data = IndexedDataset(str(tmp_path / "out"))  # its arrays are freed with it
     assert data[0].tolist() == expected["ids"]
 
 

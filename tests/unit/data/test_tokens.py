@@ -22,8 +22,8 @@ MakeShard = Callable[..., str]
 
 
 def build(tmp_path: Path, *paths: str, **changes: Any) -> tuple[Any, Any]:
-    asked: dict[str, Any] = {"train_samples": 30, "valid_samples": 4, "seed": 7}
-    asked.update({name: changes.pop(name) for name in list(changes) if name in asked})
+    requested: dict[str, Any] = {"train_samples": 30, "valid_samples": 4, "seed": 7}
+    requested.update({name: changes.pop(name) for name in list(changes) if name in requested})
     settings: dict[str, Any] = {
         "paths": paths,
         "split": "80,20,0",
@@ -33,7 +33,7 @@ def build(tmp_path: Path, *paths: str, **changes: Any) -> tuple[Any, Any]:
     }
     options = DataOptions(**{**settings, **changes})
     return build_datasets(
-        options, vocab_size=VOCAB_SIZE, eod_id=EOD_ID, cache_dir=tmp_path / "cache", **asked
+        options, vocab_size=VOCAB_SIZE, eod_id=EOD_ID, cache_dir=tmp_path / "cache", **requested
     )
 
 

@@ -72,7 +72,7 @@ def test_agreement_and_cost(target, samples, load):
     assert found.dms.cache_bytes < found.dense.cache_bytes
 
 
-def test_the_control_sees_its_window_and_nothing_else(target, samples):
+def test_the_control_attends_within_its_window_only(target, samples):
     """Against transformers with a mask that is written out."""
     found = agreement(target, samples, COUNT, window_only=True)
     assert found.kl == agreement(target, samples, COUNT).kl
@@ -120,8 +120,8 @@ def test_replay(target, tokenizer, tmp_path):
     assert not replace(found, kl=float("nan")).passed
 
 
-def test_replay_sees_what_only_the_cache_does(target, tokenizer, tmp_path):
-    """The weights are right and the window is not: a mask of the right window would not notice."""
+def test_replay_finds_errors_of_the_cache(target, tokenizer, tmp_path):
+    """The weights are right and the window is not: a mask of the right window would not show it."""
     spec = SPEC.override(window=2)
     recorded = SelfTest.load(target.export)
     write_model(tmp_path / "other", spec, 0, tokenizer, recorded)
@@ -165,8 +165,8 @@ def test_examine(target, load):
 
 def test_a_failed_replay_is_refused_after_measuring(target, samples, tokenizer, tmp_path):
     recorded = SelfTest.load(target.export)
-    spoilt = replace(recorded, logits=recorded.logits.flip(0))
-    write_model(tmp_path / "other", SPEC, 0, tokenizer, spoilt)
+    changed = replace(recorded, logits=recorded.logits.flip(0))
+    write_model(tmp_path / "other", SPEC, 0, tokenizer, changed)
     here = replace(target, export=tmp_path / "other")
     found = validate(here, samples, ValidateOptions(samples=1), lambda line: None, 0.0)
     with pytest.raises(EvaluationError, match=r"self-test failed: KL .* at most 0\.02"):

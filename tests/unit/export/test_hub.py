@@ -43,7 +43,7 @@ def test_every_file_of_the_export_arrives(export, tmp_path):
     assert printed.strip() == f"{hub.endpoint}/someone/x"
     (made,) = hub.created
     assert made["name"] == "x"
-    # releases of huggingface_hub say it in different words
+    # the wording depends on the release of huggingface_hub
     assert made.get("private") is True or made.get("visibility") == "private"
     sent = {
         str(file.relative_to(directory)): file.read_bytes()
@@ -83,12 +83,12 @@ def test_a_token_without_rights_is_named(tmp_path):
     assert hub.files == {}
 
 
-def test_an_export_asks_no_network_unless_told_to(tmp_path):
+def test_an_export_makes_no_network_access_by_default(tmp_path):
     """`dms-export` refuses an upload that cannot be made before it reads the checkpoint."""
     command = ["-m", "dms_train.checkpoints_tools.megatron_to_hf", "absent", "out"]
-    told = launch.python(*command, "--push-to-hub=someone/x", HF_HUB_OFFLINE="1")
-    untold = launch.python(*command, HF_HUB_OFFLINE="1")
-    assert told.returncode == untold.returncode == 2
-    assert "HF_HUB_OFFLINE" in told.stderr
-    assert "absent" in untold.stderr
-    assert "HF_HUB_OFFLINE" not in untold.stderr
+    offline = launch.python(*command, "--push-to-hub=someone/x", HF_HUB_OFFLINE="1")
+    without_upload = launch.python(*command, HF_HUB_OFFLINE="1")
+    assert offline.returncode == without_upload.returncode == 2
+    assert "HF_HUB_OFFLINE" in offline.stderr
+    assert "absent" in without_upload.stderr
+    assert "HF_HUB_OFFLINE" not in without_upload.stderr

@@ -1,4 +1,4 @@
-"""The Python files of an export need nothing that does not travel with them."""
+"""The Python files of an export import only shipped or public modules."""
 
 from __future__ import annotations
 

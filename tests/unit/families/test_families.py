@@ -1,4 +1,4 @@
-"""Every family says of itself what transformers says of it."""
+"""The description of every family agrees with transformers."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_published_mistral():
     }
     read = from_hf_config(mistral)
     assert (read.kv_channels, read.rotary_base, read.tie_word_embeddings) == (128, 1e6, False)
-    assert from_hf_config(to_hf_config(read)) == read  # says that it has no window
+    assert from_hf_config(to_hf_config(read)) == read  # the config states that there is no window
     assert from_hf_config({**mistral, "head_dim": 160}).kv_channels == 160
     assert from_hf_config({**mistral, "sliding_window": 32768}) == read  # never leaves the window
     windowed = {**mistral, "sliding_window": 4096}

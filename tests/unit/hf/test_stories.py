@@ -62,7 +62,7 @@ def test_masked_model(stories, weights, load, spec, reference_forward, tmp_path)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_tokenizer_travels(stories, weights, spec, tmp_path):
+def test_the_tokenizer_is_copied(stories, weights, spec, tmp_path):
     from transformers import AutoTokenizer
 
     directory = write(tmp_path / "dms", stories, weights, spec("dms"))

@@ -15,7 +15,7 @@ PAGE = 4
 
 
 def brute(decisions, spec, prompt, chunk):
-    """decisions [L, H, T] of the T tokens that were computed; what RequestKV should say."""
+    """decisions [L, H, T] of the T tokens that were computed; the expected RequestKV."""
     length = decisions.shape[-1]
     counts = visible(decisions, spec).sum(-1)  # [L, H, T]
     ends = [*range(chunk - 1, prompt - 1, chunk), prompt - 1, *range(prompt, length)]

@@ -60,7 +60,7 @@ def byte_fallback() -> Tokenizer:
 TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 
 
-def spoken(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[str]:
+def decoded(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[str]:
     stream = IncrementalDetokenizer(tokenizer, before)
     return [*(stream.add(token) for token in ids), stream.finish()]
 
@@ -72,7 +72,7 @@ def test_an_encoded_text_comes_back(name, text):
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode(text)
     if tokenizer.decode(ids) == text:  # not of Llama 2's: it drops a space at the front
-        assert "".join(spoken(tokenizer, [], ids)) == text
+        assert "".join(decoded(tokenizer, [], ids)) == text
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -83,17 +83,17 @@ def test_a_text_is_continued_behind_a_prompt(name, text, at):
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode("the " + text)
     whole, head = tokenizer.decode(ids), tokenizer.decode(ids[:at]).rstrip("\ufffd")
-    assert head + "".join(spoken(tokenizer, ids[:at], ids[at:])) == whole
+    assert head + "".join(decoded(tokenizer, ids[:at], ids[at:])) == whole
 
 
 @given(ids=st.lists(st.integers(1, 256), max_size=30))
 @settings(max_examples=300)
 def test_bytes_that_form_no_character_are_left_out(ids):
-    """Any bytes; Python's own decoder says which of them are text."""
+    """Any bytes; Python's own decoder is the reference."""
     tokenizer = byte_level()
     alphabet = byte_alphabet()
     data = bytes(alphabet[tokenizer._inner.id_to_token(token)] for token in ids)
-    parts = spoken(tokenizer, [], ids)
+    parts = decoded(tokenizer, [], ids)
     assert "".join(parts) == data.decode(errors="ignore")
     assert not any("\ufffd" in part for part in parts)
 
@@ -101,15 +101,15 @@ def test_bytes_that_form_no_character_are_left_out(ids):
 def test_half_of_a_character_is_held_back():
     tokenizer = byte_level()
     ids = tokenizer.encode("a🦀b")
-    parts = spoken(tokenizer, [], ids)
+    parts = decoded(tokenizer, [], ids)
     assert [part for part in parts if part] == ["a", "🦀", "b"]
-    assert "".join(spoken(tokenizer, [], ids[:2])) == "a"
+    assert "".join(decoded(tokenizer, [], ids[:2])) == "a"
 
 
 def test_special_tokens_are_no_text():
     tokenizer = byte_level()
     ids = [0, *tokenizer.encode("one"), 0, *tokenizer.encode(" two")]
-    assert "".join(spoken(tokenizer, [0], ids)) == "one two"
+    assert "".join(decoded(tokenizer, [0], ids)) == "one two"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The public face: prompts, stops, refusals, sampling."""
+"""The public interface: prompts, stops, refusals, sampling."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_stop_texts(characters):
         first, second = characters.generate(prompts, [replace(how, stop=("never", stop)), how])
         assert first.outputs[0].text == free[0].text[:until]
         assert first.outputs[0].finish_reason == "stop"
-        # the model may also say tokens without characters
+        # the model may also generate tokens without characters
         assert free[0].token_ids[: len(first.outputs[0].token_ids)] == first.outputs[0].token_ids
         assert second.outputs[0] == free[1]
     unseen = characters.generate(prompts, replace(how, stop=("\n\n\n\n",)))
@@ -197,11 +197,11 @@ def test_a_streamed_text_is_never_taken_back(characters):
 def test_stop_texts_across_turns(characters):
     how = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     with characters.conversation() as conversation:
-        said = conversation.say("So", how).outputs[0].text
-    stop = said[5:8]
+        text = conversation.say("So", how).outputs[0].text
+    stop = text[5:8]
     with characters.conversation() as conversation:
         short = conversation.say("So", replace(how, stop=(stop,))).outputs[0]
-        assert short.text == said[: said.index(stop)]
+        assert short.text == text[: text.index(stop)]
         # what the first turn ended at does not end the second
         assert (
             conversation.say("1", replace(how, max_tokens=3)).outputs[0].finish_reason == "length"

@@ -73,7 +73,7 @@ def test_left_padding_holds_no_padding(model):
 
 
 def test_a_mask_with_holes(model):
-    """Token 0 in the middle counts as padding unless a mask says otherwise."""
+    """Token 0 in the middle counts as padding unless a mask includes it."""
     prompt = ids(40)
     prompt[0, [0, 5, 6, 20]] = 0
     m = model("llama", "dms")

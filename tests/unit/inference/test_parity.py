@@ -76,14 +76,14 @@ def test_turns(folder, assert_greedy, family, preset):
     """Prefill after decoding, twice, while other requests come and go."""
     directory = folder(family, small_spec(preset))
     llm = LLM(directory, max_num_seqs=2, prefill_chunk=7, **SMALL)
-    said: list[int] = []
+    tokens: list[int] = []
     with llm.conversation() as conversation:
         for turn, length in enumerate((12, 1, 30)):
             prompt = random_ids(length, seed=turn)
             output = conversation.say(prompt, greedy(20))
-            said += prompt
-            assert_greedy(directory, said, output.outputs[0].token_ids)
-            said += output.outputs[0].token_ids
+            tokens += prompt
+            assert_greedy(directory, tokens, output.outputs[0].token_ids)
+            tokens += output.outputs[0].token_ids
             other = [random_ids(10, seed=9)]
             check(assert_greedy, directory, other, llm.generate(other, greedy(5)), evicted=None)
     assert llm.kv.allocated_bytes < 200

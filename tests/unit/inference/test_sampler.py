@@ -1,4 +1,4 @@
-"""Tokens are drawn as the definition of each parameter says, whatever else is in the batch."""
+"""Tokens are drawn by the definition of each parameter, independent of the rest of the batch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def leaves_of(heads: tuple[int, int], length: int = 40) -> tuple[list[Tensor], T
 
 
 def alone(leaves: list[Tensor], bounds: list[int], window: int, *, biased: bool) -> Tensor:
-    """Every document through the reference, which is told of no other."""
+    """Every document through the reference, without the others."""
     q, k, v, log_keep = leaves
     parts = [
         reference.dms_attention(

@@ -91,17 +91,17 @@ def test_scores_far_from_zero_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"query": torch.zeros(1, 3, 150, 16)}, "3 query heads for 2 KV heads"),
         ({"query": torch.zeros(1, 4, 150, 16).half()}, "dtype"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(change: dict, said: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(change: dict, message: str) -> None:
     p = Prompt()
     query, key, value, evicted = p.tensors()
     chunk = prefill.count(evicted, torch.zeros(p.b, p.h, dtype=torch.int32))
     given = {"query": query, "key": key, "value": value} | change
     pages = prefill.fresh_pages(key, p.s)
-    with pytest.raises(KernelError, match=said):
+    with pytest.raises(KernelError, match=message):
         prefill.extend(Tokens(**given), chunk, pages, **p.how)

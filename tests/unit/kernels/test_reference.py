@@ -1,4 +1,4 @@
-"""The reference attention against a float64 loop that knows nothing of it."""
+"""The reference attention against an independent float64 loop."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_partial_sums_of_a_group_are_added(tiles, monkeypatch) -> None:
 
 @pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
 def test_tiles_evicted_for_good_are_left_out(tiles) -> None:
-    shape = Shape(1, 64, 1, 1, 16, 8, dead=1.0)
+    shape = Shape(1, 64, 1, 1, 16, 8, evicted=1.0)
     inputs, _ = leaves(shape, "cpu")
     inputs[3].data[..., :16] = -torch.inf
     inputs[1].data[:, :16] = float("nan")  # never loaded by queries behind the window

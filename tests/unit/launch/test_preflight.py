@@ -1,4 +1,4 @@
-"""What a node is looked at for before anything starts; nvidia-smi is a stand-in on PATH."""
+"""The checks of a node before anything starts; nvidia-smi is a stand-in on PATH."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def node(folder: Path, nvidia_smi: str, **environment: str) -> subprocess.Comple
     )
 
 
-def test_a_node_with_everything_says_so_and_starts(tmp_path: Path) -> None:
+def test_a_node_with_everything_is_logged_and_starts(tmp_path: Path) -> None:
     done = node(tmp_path, EIGHT, NODE_GPUS="8", FREE_BYTES="1000")
     first, second = done.stdout.splitlines()
     assert first.startswith("node a7 has 8 visible GPU(s), ")
@@ -54,7 +54,7 @@ def test_a_node_with_everything_says_so_and_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nvidia_smi", "environment", "says"),
+    ("nvidia_smi", "environment", "message"),
     [
         ("echo 'GPU 0: NVIDIA H200'", {"NODE_GPUS": "2"}, "1 visible GPU(s), 2 are needed"),
         (
@@ -72,14 +72,14 @@ def test_a_node_with_everything_says_so_and_starts(tmp_path: Path) -> None:
         ("", {"NODE_GPUS": "0", "FREE_BYTES": str(2**60)}, "1073741824.0 GiB are needed"),
     ],
 )
-def test_a_node_that_lacks_something_is_named_and_starts_nothing(
-    tmp_path: Path, nvidia_smi: str, environment: dict[str, str], says: str
+def test_a_node_that_lacks_something_is_reported_and_starts_nothing(
+    tmp_path: Path, nvidia_smi: str, environment: dict[str, str], message: str
 ) -> None:
     done = node(tmp_path, nvidia_smi, **environment, SLURM_NODEID="1")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: node a7: ")
-    assert says in line
+    assert message in line
     assert done.stdout == ""
     described = json.loads((tmp_path / "run" / "errors" / "12.0-rank0.json").read_text())
     assert described["message"] == line

@@ -200,7 +200,7 @@ def test_a_cancel_does_not_wait_for_ever(
 def test_the_submission_lock_works_on_a_full_disk(tmp_path: Path) -> None:
     try:
         with small_disk(tmp_path / "disk", 8) as disk:
-            with (disk / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+            with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
                 while file.write(b"x" * 1024):
                     pass
             for _ in range(2):

@@ -131,7 +131,7 @@ def explicit_context(
 @pytest.mark.parametrize("eviction", ["soft", "hard"])
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_attends_as_its_decisions_say(
+def test_a_layer_attends_according_to_its_decisions(
     build: Build, family: str, preset: str, eviction: str
 ) -> None:
     engine = build(family, preset, trains=False, alpha_offset=0.5)
@@ -200,7 +200,7 @@ def test_tokens_after_a_position_do_not_change_its_logits(build: Build) -> None:
     torch.testing.assert_close(whole.logits[:15], shorter.logits, rtol=1e-5, atol=1e-5)
 
 
-def test_the_engine_attends_with_the_backend_it_was_told(
+def test_the_engine_attends_with_the_configured_backend(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -212,10 +212,10 @@ def test_the_engine_attends_with_the_backend_it_was_told(
     monkeypatch.setattr(reference, "dms_attention", counted)
     tokens = tiny.batch(3, 1).tokens[0]
     plan = StepPlan(neuron_scale=0.0, eviction="hard")
-    told = build("llama", "dms", trains=False, kernels="reference").record(plan, tokens)
+    expected = build("llama", "dms", trains=False, kernels="reference").record(plan, tokens)
     assert calls == [4, 4]  # the window, in each of two layers
     chosen = build("llama", "dms", trains=False).record(plan, tokens)
     assert len(calls) == 2
-    assert told is not None
+    assert expected is not None
     assert chosen is not None
-    torch.testing.assert_close(told.logits, chosen.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected.logits, chosen.logits, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What the model is at the moment the borrowed neuron stops being a query and starts to decide.
+"""The model before and after the reset of the eviction channel.
 
 Run with -s for the table of all presets and families.
 """
@@ -145,7 +145,7 @@ def test_the_inference_rule_continues_the_last_zeroing_step(
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if f.qk_norm])
-def test_with_query_norms_the_hand_over_is_a_small_jump(
+def test_with_query_norms_the_reset_changes_logits_little(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
 ) -> None:
     """The norm divides by the size of the whole head, and one channel of 16 leaves it."""
@@ -201,7 +201,7 @@ def test_eviction_channel_rows_lose_weight_and_moments_and_others_lose_nothing(
 def test_a_step_that_does_not_decide_leaves_the_eviction_channel_at_zero(
     build: Build, family: str, dtype: str
 ) -> None:
-    """Neither a moment nor a forgotten copy of the weights brings the old neuron back."""
+    """Neither Adam's moments nor an fp32 copy of the weights restore the old values."""
     engine = build(family, "dms", dtype)
     zeroing_steps(engine)
     rows = mapping.eviction_channel_rows(engine.architecture, 0, 4)

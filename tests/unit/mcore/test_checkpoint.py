@@ -75,7 +75,7 @@ def test_damage_is_refused_in_one_line_with_the_folder(sealed: Path, damage: str
     assert "\n" not in str(caught.value)
 
 
-def test_newest_passes_damaged_folders_and_says_why(tmp_path: Path) -> None:
+def test_newest_passes_damaged_folders_and_reports_why(tmp_path: Path) -> None:
     for step in (8, 9, 10, 100):
         write(tmp_path / f"step_{step:08d}", PLAIN, step=step)
     for name in ("1a2b.partial", "damaged"):
@@ -96,7 +96,7 @@ def test_newest_of_nothing_is_none(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "absent") == (None, [])
 
 
-class Trap:
+class Malicious:
     """Creates a file when unpickled."""
 
     def __init__(self, target: Path) -> None:
@@ -147,7 +147,7 @@ def test_pickles_outside_the_metadata_are_refused_before_they_run(
     tmp_path: Path, place: str
 ) -> None:
     ran = tmp_path / "ran"
-    contents = {"common.pt": saved({}), "x.distcp": saved(None), place: saved(Trap(ran))}
+    contents = {"common.pt": saved({}), "x.distcp": saved(None), place: saved(Malicious(ran))}
     stored = _StorageInfo("x.distcp", 0, len(contents["x.distcp"]))
     metadata = Metadata({"x": BytesStorageMetadata()}, storage_data={MetadataIndex("x"): stored})
     files = {".metadata": pickle.dumps(metadata), **contents}

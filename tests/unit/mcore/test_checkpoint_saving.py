@@ -1,4 +1,4 @@
-"""A checkpoint holds the weights of the moment it was asked for, or does not exist."""
+"""A checkpoint holds the weights of its own step, or does not exist."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_it_holds_the_weights_of_its_beginning(engine: McoreEngine, tmp_path: Path) -> None:
-    path, asked = tmp_path / "step_00000001", weights(engine)
+def test_it_holds_the_weights_at_the_call_of_save(engine: McoreEngine, tmp_path: Path) -> None:
+    path, at_save = tmp_path / "step_00000001", weights(engine)
     engine.save(path, {"step": 1}, wait=False)
     step(engine, 1)
     after = weights(engine)
-    assert not equal(asked, after)
+    assert not equal(at_save, after)
     assert engine.finish_save(wait=True) == path
     assert engine.finish_save(wait=True) is None
     assert equal(weights(engine), after)
     assert engine.load(path, with_optimizer=True)["step"] == 1
-    assert equal(weights(engine), asked)
+    assert equal(weights(engine), at_save)
     step(engine, 1)
     assert equal(weights(engine), after)  # so the optimizer's state is of that moment too
 
@@ -115,7 +115,7 @@ def test_the_writing_process_ends_with_its_rank() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_writing_process_that_is_killed_costs_this_checkpoint_only(
+def test_a_killed_writing_process_fails_this_checkpoint_only(
     engine: McoreEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, writing = tmp_path / "step_00000001", tmp_path / "writing"
@@ -243,7 +243,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.97, 0.999])
-def test_a_full_disk_costs_this_checkpoint_only(
+def test_a_full_disk_fails_this_checkpoint_only(
     engine: McoreEngine, tmp_path: Path, disk: Callable[[int], Path], share: float, wait: bool
 ) -> None:
     whole, kept = tmp_path / "step_00000001", weights(engine)

@@ -55,6 +55,8 @@ def test_it_is_refused_where_it_cannot_run(
     device: torch.device, found: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers.te, "HAVE_TE", found)
-    with pytest.raises(ModelError, match=f"parallel.layers=transformer_engine: .*{reason}") as said:
+    with pytest.raises(
+        ModelError, match=f"parallel.layers=transformer_engine: .*{reason}"
+    ) as refused:
         layers.choose("transformer_engine", device)
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""The CPU stand-ins for torch.cuda come and go without a trace."""
+"""The CPU stand-ins for torch.cuda are installed and removed completely."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.support import tiny
 
 RATE = LearningRate(max_lr=1e-2, min_lr=1e-3, steps=6, warmup_steps=1, style="cosine")
 # The loss of 1e30 times the weights is finite, the sum of the squared gradients is not.
-SPOILT = {"loss": math.nan, "gradient norm": 1e30}
+NOT_FINITE = {"loss": math.nan, "gradient norm": 1e30}
 
 
 def step(engine: McoreEngine, number: int, factor: float = 1.0) -> StepResult:
@@ -45,7 +45,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("what", SPOILT)
+@pytest.mark.parametrize("what", NOT_FINITE)
 def test_a_skipped_step_changes_nothing(
     build: Callable[..., McoreEngine], dtype: str, what: str
 ) -> None:
@@ -55,7 +55,7 @@ def test_a_skipped_step_changes_nothing(
         assert not step(made, 0).skipped
     before = everything(engine)
     for number in (1, 2):
-        result = step(engine, number, SPOILT[what])
+        result = step(engine, number, NOT_FINITE[what])
         assert result.skipped
         assert math.isfinite(result.loss) == (what == "gradient norm")
         assert not math.isfinite(result.grad_norm)

@@ -116,7 +116,9 @@ def test_positions_may_be_taken_in_any_number_of_chunks(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_sixteen_bit_logits_are_judged_in_float32(view: ParallelView, direction: str) -> None:
+def test_losses_of_sixteen_bit_logits_are_computed_in_float32(
+    view: ParallelView, direction: str
+) -> None:
     student, teacher = projection(0, torch.bfloat16), projection(1, torch.bfloat16)
     found = outcome(kl(view, Divergence(direction), torch.bfloat16), student)
     assert found[0].dtype == torch.float32
@@ -141,7 +143,7 @@ def sizes_of(call: Callable[[], Any]) -> list[int]:
 
     seen: list[int] = []
 
-    class Watching(TorchDispatchMode):
+    class RecordSizes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             out = func(*args, **(kwargs or {}))
             seen.extend(
@@ -151,7 +153,7 @@ def sizes_of(call: Callable[[], Any]) -> list[int]:
             )
             return out
 
-    with Watching():
+    with RecordSizes():
         call()
     return seen
 

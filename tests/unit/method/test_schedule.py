@@ -1,4 +1,4 @@
-"""The recipe's ramps start, pass and end where the paper says."""
+"""The ramps of the recipe have the values of the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The presets' numbers are a contract with checkpoints and with the readers of exports."""
+"""The values of the presets, which checkpoints and readers of exports depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one rule of who sees whom, against worked examples and a literal loop."""
+"""The visibility rule against worked examples and a literal loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def decisions(text: str) -> Tensor:
 
 
 def by_loop(evicts: list[bool], s: DMSSpec) -> Tensor:
-    """The rule as prose has it: a key that left the window is gone when its decision says so."""
+    """The rule in words: a key outside the window is invisible if its decision is to evict."""
     length = len(evicts)
     delay = s.decision_shift + (s.window if s.eviction == "immediate" else 0)
     rows = torch.zeros(length, length, dtype=torch.bool)
@@ -93,7 +93,7 @@ bits = st.lists(st.booleans(), min_size=1, max_size=14)
 
 
 @given(evicts=bits, s=specs)
-def test_rule_equals_its_prose(evicts: list[bool], s: DMSSpec) -> None:
+def test_rule_equals_its_description(evicts: list[bool], s: DMSSpec) -> None:
     assert torch.equal(visible(torch.tensor(evicts), s), by_loop(evicts, s))
 
 
@@ -122,7 +122,7 @@ def test_nothing_evicted_is_causal_and_everything_evicted_is_a_window() -> None:
     assert torch.equal(everything, causal & (distance <= 3))
 
 
-def test_heads_and_samples_do_not_see_each_others_decisions() -> None:
+def test_decisions_of_heads_and_samples_are_independent() -> None:
     evicts = torch.rand(2, 3, 11, generator=torch.Generator().manual_seed(0)) < 0.5
     rows = visible(evicts, spec(2))
     assert rows.shape == (2, 3, 11, 11)

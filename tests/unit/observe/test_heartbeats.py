@@ -24,7 +24,7 @@ LOOKS = 3  # in a row, before a late rank counts as silent
 
 
 class Ranks:
-    """Heartbeats of several ranks in one process, which look when they are told to.
+    """Heartbeats of several ranks in one process, which check when a test calls them.
 
     Time passes by setting the times of files.
     """
@@ -43,7 +43,7 @@ class Ranks:
         for rank in ranks:
             self.all[rank]._beat()
 
-    def fall_silent(self, rank: int, seconds: float = 2 * PATIENCE) -> None:
+    def stop_beating(self, rank: int, seconds: float = 2 * PATIENCE) -> None:
         """As a stopped process: the file stays."""
         file = self.all[rank]._file(rank)
         os.utime(file, (time.time() - seconds,) * 2)
@@ -71,8 +71,8 @@ def test_the_rank_before_names_the_silent_ones(ranks: Ranks) -> None:
     for heartbeats in ranks.all:
         heartbeats.reached(7)
     ranks.beat(0, 1, 2, 3)
-    ranks.fall_silent(1)
-    ranks.fall_silent(2)
+    ranks.stop_beating(1)
+    ranks.stop_beating(2)
     assert [ranks.all[3].look() for _ in range(LOOKS + 1)] == [False] * (LOOKS + 1)
     assert [ranks.all[0].look() for _ in range(LOOKS)] == [False, False, True]
     ((by, found),) = ranks.found
@@ -83,12 +83,12 @@ def test_the_rank_before_names_the_silent_ones(ranks: Ranks) -> None:
 
 def test_one_rank_reports_and_all_end(ranks: Ranks) -> None:
     ranks.beat(0, 1, 2, 3)
-    ranks.fall_silent(1)
-    ranks.fall_silent(3)
+    ranks.stop_beating(1)
+    ranks.stop_beating(3)
     assert [ranks.all[2].look() for _ in range(LOOKS - 1)] == [False] * (LOOKS - 1)
     while not ranks.all[0].look():
         assert ranks.found == []
-    assert ranks.all[2].look()  # at which it would say the same
+    assert ranks.all[2].look()  # at which it would report the same
     assert ranks.all[3].look()
     (first, found), *others = ranks.found
     assert first == 0
@@ -96,10 +96,10 @@ def test_one_rank_reports_and_all_end(ranks: Ranks) -> None:
     assert others == [(2, None), (3, None)]
 
 
-def test_what_an_earlier_run_said_ends_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    said = tmp_path / "ranks" / "said"
-    said.touch()
-    os.utime(said, (1, 1))
+def test_a_report_of_an_earlier_run_ends_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    report = tmp_path / "ranks" / "said"
+    report.touch()
+    os.utime(report, (1, 1))
     for heartbeats in ranks.all:
         heartbeats.start()
     assert [heartbeats.look() for heartbeats in ranks.all] == [False] * 4
@@ -109,7 +109,7 @@ def test_ranks_that_beat_or_left_are_not_named(ranks: Ranks) -> None:
     ranks.beat(0, 1, 2, 3)
     ranks.all[3].stop()
     for _ in range(LOOKS + 1):
-        ranks.fall_silent(0, PATIENCE - 10)  # a little late
+        ranks.stop_beating(0, PATIENCE - 10)  # a little late
         assert [heartbeats.look() for heartbeats in ranks.all[:3]] == [False] * 3
     assert ranks.found == []
 
@@ -128,18 +128,18 @@ def test_files_of_an_earlier_run_do_not_count(ranks: Ranks, tmp_path: Path) -> N
     assert "rank 2" not in str(found)
 
 
-def test_a_thread_looks_until_the_run_ends(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
+def test_a_thread_checks_until_the_run_ends(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = threading.Event()
     monkeypatch.setattr("dms_train.observe.heartbeats._EVERY_SECONDS", 0.01)
-    ranks.all[0].hang = lambda _: told.set()
+    ranks.all[0].hang = lambda _: reported.set()
     ranks.beat(1)
     ranks.all[0].start()
     ranks.all[0]._began -= 2 * PATIENCE
-    ranks.fall_silent(1)
-    told.wait()
+    ranks.stop_beating(1)
+    reported.wait()
 
 
-def test_what_an_earlier_run_left_is_not_believed(ranks: Ranks, tmp_path: Path) -> None:
+def test_files_of_an_earlier_run_are_not_used(ranks: Ranks, tmp_path: Path) -> None:
     old = tmp_path / "ranks" / "1"
     old.write_text(json.dumps(asdict(Report("host", 3, "data", "tokens.py:1 in f", 99.0))))
     os.utime(old, (time.time() - 9000, time.time() - 9000))
@@ -244,20 +244,20 @@ def test_a_process_that_is_gone_is_named_at_the_second_look(other) -> None:  # t
 
 def test_the_end_of_a_process_ends_the_run_long_before_its_silence(other, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     process, heartbeats = other
-    told = threading.Event()
+    reported = threading.Event()
     found: list[str] = []
 
     def hang(what: str) -> None:
         found.append(what)
-        told.set()
+        reported.set()
 
     monkeypatch.setattr("dms_train.observe.heartbeats._EVERY_SECONDS", 0.05)
     heartbeats.hang = hang
     heartbeats.start()
     os.utime(heartbeats._file(2))
-    assert not told.wait(0.5)
+    assert not reported.wait(0.5)
     process.kill()
-    assert told.wait(20)
+    assert reported.wait(20)
     assert re.fullmatch(r"rank 2 \(\S+, after step 7\) has ended", found[0])
 
 
@@ -299,7 +299,7 @@ def test_a_rank_that_fails_leaves_its_file(ranks: Ranks, tmp_path: Path) -> None
 
 
 class Scripted(Heartbeats):
-    """Sees the next rank silent or not as a list says, one entry for each look."""
+    """Sees the next rank silent or not by a list, one entry for each check."""
 
     script: list[bool]
 

@@ -100,7 +100,7 @@ def test_without_wandb_one_warning_and_silence(tmp_path, monkeypatch):
 
 
 class BrokenRun:
-    """A run whose server went away; it finishes when it is told to."""
+    """A run whose server went away; it finishes on request."""
 
     def __init__(self):
         self.answers = threading.Event()
@@ -272,12 +272,12 @@ def test_online_without_a_key_asks_nothing(wandb, tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def server(status: int) -> Iterator[tuple[str, list[str]]]:
-    """Answers every request with a status; its address, and the paths that were asked for."""
-    asked: list[str] = []
+    """Answers every request with a status; its address, and the paths that were requested."""
+    requested: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(status)
             self.send_header("Content-Length", "0")
@@ -290,17 +290,17 @@ def server(status: int) -> Iterator[tuple[str, list[str]]]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as opened:
         threading.Thread(target=opened.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{opened.server_port}", asked
+        yield f"http://127.0.0.1:{opened.server_port}", requested
         opened.shutdown()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 500])
 def test_a_server_that_refuses_leaves_an_offline_run(wandb, tmp_path, monkeypatch, status):
-    with server(status) as (url, asked):
+    with server(status) as (url, requested):
         monkeypatch.setenv("WANDB_BASE_URL", url)
         warnings = record(tmp_path, 0, range(1, 3), wandb="online")
-    assert "/graphql" in asked
+    assert "/graphql" in requested
     assert warnings[-1].endswith("recording offline"), warnings
     assert KEY not in "".join(warnings)
     assert len(wandb_file.read(wandb_file.find(tmp_path)[-1]).rows) == 2
@@ -309,7 +309,7 @@ def test_a_server_that_refuses_leaves_an_offline_run(wandb, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_server_that_never_answers_holds_nobody_up(wandb, tmp_path, monkeypatch):
+def test_a_server_that_never_answers_delays_nothing(wandb, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         (warning,) = record(tmp_path, 0, range(1, 3), wandb="online")

@@ -1,4 +1,4 @@
-"""What a run folder says about the run in it."""
+"""The state files of a run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PeerLost(RuntimeError):
     """Named like the error of ranks that only saw another one end."""
 
 
-def test_a_new_start_forgets_that_the_last_one_stopped(tmp_path: Path) -> None:
+def test_a_new_start_removes_the_mark_of_a_stop(tmp_path: Path) -> None:
     files = StateFiles(tmp_path)
     files.begin()
     files.stopped(7)
@@ -49,7 +49,7 @@ def test_the_root_cause_is_not_the_rank_that_lost_its_peer(tmp_path: Path) -> No
     assert "disk full" in cause["traceback"][-1]
 
 
-def test_a_refusal_is_kept_as_it_was_said(tmp_path: Path) -> None:
+def test_a_refusal_is_stored_with_its_message(tmp_path: Path) -> None:
     files = StateFiles(tmp_path)
     files.refused(["error: a: missing", "error: b: missing"])
     assert (tmp_path / "state" / "REFUSED").read_text() == "error: a: missing\nerror: b: missing\n"

@@ -13,7 +13,7 @@ from dms_train.observe.progress import BarProgress, LineProgress, NoProgress, op
 
 
 class Clock:
-    """Moves only when told."""
+    """Advances on request only."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
+    """A stream whose isatty() is True."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Malformed requests, limits and keys: refused with 4xx, and the server answers on."""
+"""Malformed requests, limits and keys: refused with 4xx, and the server continues."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def malformed(number: int) -> tuple[str, bytes]:
         del body[_REQUIRED[route]]
     elif kind == 6:  # or holds something else
         body[_REQUIRED[route]] = rng.choice([5, True, {}, {"a": 1}, [[]], [None], -1, 1e300])
-    elif kind == 7:  # a field that nobody knows
+    elif kind == 7:  # an unknown field
         body[f"field{rng.randrange(1000)}"] = rng.choice([1, "x", [], {}])
     elif kind == 8:  # an escape that is no character
         text = json.dumps(body).replace('"the"', '"\\ud800"').replace('"a"', '"\\udfff x"')

@@ -104,9 +104,9 @@ def test_a_failed_step_ends_its_requests_only(model, monkeypatch):
         monkeypatch.setattr(runner, "step", step)
         body = {"prompt": "the", "max_tokens": 3}
         with ThreadPoolExecutor(2) as threads, server.paused():
-            asked = [threads.submit(server.ask, "/v1/completions", body) for _ in range(2)]
+            pending = [threads.submit(server.ask, "/v1/completions", body) for _ in range(2)]
             wait_for(lambda: server.server.admission.inside == 2)
-        answers = [future.result() for future in asked]
+        answers = [future.result() for future in pending]
         assert sorted(status for status, _, _ in answers) == [200, 500]
         failed = next(answer for status, _, answer in answers if status == 500)
         assert failed["error"]["type"] == "server_error"

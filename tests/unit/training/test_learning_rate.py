@@ -14,7 +14,7 @@ PEAK = 3e-4
 
 
 def rates(rate: LearningRate, order: list[int] | None = None) -> list[float]:
-    """What the optimizer sees at each stage step, asked for in some order."""
+    """The optimizer's learning rate at each stage step, in a given order."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=123.0)
     scheduler = optim.build_scheduler(optimizer, rate, weight_decay=0.1)
     seen = {}

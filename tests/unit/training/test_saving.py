@@ -19,23 +19,23 @@ from dms_train.training.state import TrainState
 
 
 class SlowEngine:
-    """Completes a background save when it has been asked for the second time, or waited for."""
+    """Completes a background save at the second poll, or when it is waited for."""
 
     def __init__(self) -> None:
         self.pending: tuple[Path, dict[str, Any]] | None = None
-        self.asked = 0
+        self.polls = 0
         self.full = False  # the disk
 
     def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
         assert self.pending is None, "two saves at once"
         path.with_name(path.name + ".1f.partial").mkdir(parents=True)
-        self.pending, self.asked = (path, state), 0
+        self.pending, self.polls = (path, state), 0
         if wait:
             self.finish_save(wait=True)
 
     def finish_save(self, *, wait: bool) -> Path | None:
-        self.asked += 1
-        if self.pending is None or not (wait or self.asked > 1):
+        self.polls += 1
+        if self.pending is None or not (wait or self.polls > 1):
             return None
         (path, state), self.pending = self.pending, None
         if self.full:
@@ -96,7 +96,9 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
 
 
-def test_training_goes_on_until_a_poll_finds_the_checkpoint_complete(workspace: Workspace) -> None:
+def test_training_continues_until_a_poll_finds_the_checkpoint_complete(
+    workspace: Workspace,
+) -> None:
     workspace.save(4)
     assert workspace.steps == []
     workspace.saver.poll(5)
@@ -115,7 +117,7 @@ def test_a_save_waits_for_the_one_before(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("how", ["required", "wait"])
-def test_a_required_checkpoint_is_there_at_once(workspace: Workspace, how: str) -> None:
+def test_a_required_checkpoint_is_complete_at_once(workspace: Workspace, how: str) -> None:
     workspace.save(4)
     workspace.save(5, **{how: True})
     assert workspace.steps == [4, 5]
@@ -128,7 +130,7 @@ def test_without_async_save_every_checkpoint_is_waited_for(tmp_path: Path) -> No
     assert workspace.steps == [4]
 
 
-def test_old_ones_go_only_when_a_new_one_is_complete(workspace: Workspace) -> None:
+def test_old_ones_are_removed_only_when_a_new_one_is_complete(workspace: Workspace) -> None:
     workspace.save(1, permanent=True, wait=True)
     for step in (2, 3, 4):
         workspace.save(step)
