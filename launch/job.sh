@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the batch shell of a job does: `job.sh MODULE ARGUMENT...` runs the module on the job's nodes,
+# The batch shell of a job: `job.sh MODULE ARGUMENT...` runs the module on the job's nodes,
 # passes signals on, watches the heartbeat and decides by the state files what happens next.
 # Environment, set by slurm/*.sbatch: RUN, STAGE, CODE, WORKDIR, PYTHON, NPROC (ranks per node, 0 for
 # one plain process), NODE_GPUS and FREE_BYTES (what a node must have), MAX_FAILURES, HANG_S (0: no
@@ -8,20 +8,20 @@ set -uo pipefail # no -e: exit codes are read here, not fatal
 state=$RUN/state
 failures=$state/$STAGE.failures
 mkdir -p "$state" "$RUN/errors"
-say() { echo "== $(date -u +%FT%TZ) $STAGE: $*"; }
+log() { echo "== $(date -u +%FT%TZ) $STAGE: $*"; }
 newest() { find "$RUN/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1; }
-slurm_says() { scontrol show job -o "$SLURM_JOB_ID" | grep -q "$1"; }
-cancelled() { [[ -e $state/CANCELLED ]] || slurm_says 'JobState=CANCELLED'; }
-preempted() { slurm_says 'PreemptTime=[0-9]'; }
+slurm_reports() { scontrol show job -o "$SLURM_JOB_ID" | grep -q "$1"; }
+cancelled() { [[ -e $state/CANCELLED ]] || slurm_reports 'JobState=CANCELLED'; }
+preempted() { slurm_reports 'PreemptTime=[0-9]'; }
 rc=1
 give_up() {
   echo "$1" >"$state/$STAGE.FAILED"
-  say "$1"
+  log "$1"
   exit "$rc"
 }
 
 if [[ -e $state/$STAGE.done ]]; then
-  say "finished before; nothing to do"
+  log "finished before; nothing to do"
   exit 0
 fi
 cd "$WORKDIR" || give_up "gave up: $WORKDIR, where it was submitted, is not on $(hostname -s)"
@@ -35,11 +35,11 @@ NNODES=$SLURM_NNODES
 RENDEZVOUS=$SLURM_JOB_ID.$attempt
 DMS_ATTEMPT=$SLURM_JOB_ID.$attempt
 export RUN CODE PYTHON NPROC SAVE_S NNODES MASTER_ADDR MASTER_PORT RENDEZVOUS DMS_ATTEMPT
-say "job $SLURM_JOB_ID, attempt $attempt, nodes $SLURM_JOB_NODELIST"
+log "job $SLURM_JOB_ID, attempt $attempt, nodes $SLURM_JOB_NODELIST"
 
 # srun can wait for ever for a node that failed and came back, so the request is followed by SIGKILL.
 end_step() {
-  say "$1: ending the step"
+  log "$1: ending the step"
   scancel "$SLURM_JOB_ID.0"
   sleep 10
   kill -9 "$step" 2>/dev/null
@@ -48,7 +48,7 @@ end_step() {
 # here, once all nodes have reported that they ignore it until the ranks listen; it would end them before.
 # It is sent again until the step ends, since a rank that was still starting has not received it. A step
 # that has not saved and ended after SAVE_S seconds is ended.
-asked='' step='' helpers=()
+received='' step='' helpers=()
 stop_step() {
   local since=$SECONDS
   while kill -0 "$step" 2>/dev/null; do
@@ -60,9 +60,9 @@ stop_step() {
 }
 # shellcheck disable=SC2317 # called by the traps
 on_signal() {
-  [[ -n $asked ]] && return
-  asked=$1
-  say "signal $1: asking the step to save and stop"
+  [[ -n $received ]] && return
+  received=$1
+  log "signal $1: asking the step to save and stop"
   [[ -n $step ]] && { stop_step & helpers+=($!); }
 }
 trap 'on_signal USR1' USR1
@@ -74,7 +74,7 @@ srun --kill-on-bad-exit=1 --export=ALL "${options[@]}" \
   bash -c 'trap "" USR1; touch "$RUN/state/node$SLURM_NODEID.up"; export NODE_NAME=$SLURMD_NODENAME
     exec bash "$CODE/dms_train/launch/node.sh" "$@"' node "$@" &
 step=$!
-[[ -n $asked && ${#helpers[@]} == 0 ]] && { stop_step & helpers+=($!); }
+[[ -n $received && ${#helpers[@]} == 0 ]] && { stop_step & helpers+=($!); }
 if ((HANG_S > 0)); then
   while sleep 5 && kill -0 "$step" 2>/dev/null; do
     beat=$(stat -c %Y "$state/heartbeat" 2>/dev/null) || continue
@@ -93,12 +93,12 @@ kill "${helpers[@]}" 2>/dev/null
 
 if [[ -e $state/$STAGE.done ]]; then
   rm -f "$failures"
-  say "finished"
+  log "finished"
   exit 0
 fi
 ((rc)) || rc=1
 if cancelled; then
-  say "cancelled"
+  log "cancelled"
   exit "$rc"
 fi
 if [[ -e $state/REFUSED ]]; then
@@ -118,7 +118,7 @@ else
   fi
   reason="failure $count of at most $MAX_FAILURES without progress, exit code $rc"
 fi
-say "requeued: $reason"
+log "requeued: $reason"
 trap - TERM
 scontrol requeue "$SLURM_JOB_ID" ||
   give_up "$reason; it could not be requeued, so dms-submit resume ${RUN@Q} must go on"

@@ -12,15 +12,15 @@ export TOKENIZERS_PARALLELISM=false
 # Large buffers are kept instead of being returned and mapped again in every step: a tenth faster.
 export MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000
 
-say() { printf '\n== %s\n' "$*"; }
+log() { printf '\n== %s\n' "$*"; }
 steps() { awk -v n="$1" -v f="$STEPS" 'BEGIN { s = int(n * f + 0.5); print (s < 1 ? 1 : s) }'; }
 
 rm -rf "$OUT"
-say "1/2  exam sheets to train on, and problems that no sheet holds"
+log "1/2  exam sheets to train on, and problems that no sheet holds"
 dms-data exam-sheets --out "$OUT/data" --sheets 3300 --document-tokens 320 --n-max 2
 dms-data exam-problems --out "$OUT/data/problems.jsonl" --sheets 200 --n 2
 
-say "2/2  retrofit to CR 4, export, validate: $(steps 6) zeroing steps instead of the paper's 2,000," \
+log "2/2  retrofit to CR 4, export, validate: $(steps 6) zeroing steps instead of the paper's 2,000," \
   "$(steps 42) a CR unit instead of 100, $(steps 130) of cool-down"
 dms-train experiment=demo "method=$METHOD" run.dir="$OUT" "data.paths=[$OUT/data/train]" \
   stage.validate.problems="$OUT/data/problems.jsonl" \

@@ -87,7 +87,7 @@ def exact(inputs: AttentionInputs) -> list[Tensor]:
     return _results(Call(forward, leaves, inputs.d_out.double()))
 
 
-def yardstick(inputs: AttentionInputs) -> list[Tensor]:
+def sdpa_baseline(inputs: AttentionInputs) -> list[Tensor]:
     """Output and gradients of SDPA with the bias in memory, heads moved back behind positions."""
     d = inputs.query.shape[-1]
     widened = _widened(inputs, -d % 8)  # the fused kernel takes multiples of 8
@@ -174,7 +174,7 @@ def _measure_family(
     for seed in range(family, count, len(FAMILIES)):
         case = draw_case(seed, longest)
         inputs = case_inputs(case, device)
-        truth, peer = exact(inputs), yardstick(inputs)
+        truth, peer = exact(inputs), sdpa_baseline(inputs)
         for name in names:
             errors = error_ratios(_results(ours(inputs, name)), peer, truth)
             found[name].append({"case": _described(case), "ratios": errors})

@@ -101,9 +101,9 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         except ValueError:
             raise HFError(f"{path}: not a safetensors file (unreadable header)") from None
     header.pop("__metadata__", None)
-    promised = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
-    if size != promised:
-        raise HFError(f"{path}: {size} bytes, its header promises {promised}; copy the file again")
+    expected = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
+    if size != expected:
+        raise HFError(f"{path}: {size} bytes, its header states {expected}; copy the file again")
     return header
 
 
@@ -157,12 +157,12 @@ class WeightReader:
         for name, shape in expected_shapes(architecture).items():
             if name not in self._entries:
                 raise HFError(
-                    f"{self.directory}: no tensor {name}, which config.json promises; "
+                    f"{self.directory}: no tensor {name}, which config.json states; "
                     "copy the directory again"
                 )
             if self.shape(name) != shape:
                 raise HFError(
-                    f"{self.directory}: {name} has shape {self.shape(name)}, config.json promises "
+                    f"{self.directory}: {name} has shape {self.shape(name)}, config.json states "
                     f"{shape}; the weights and config.json do not belong together"
                 )
 

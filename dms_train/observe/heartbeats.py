@@ -36,7 +36,7 @@ from dms_train.observe.log import logger
 
 Phase = Literal["data", "step", "other"]
 _EVERY_SECONDS = 10.0
-_SAID = "said"  # the file that marks that a rank has reported a reason to end
+_REPORTED = "reported"  # the file that marks that a rank has reported a reason to end
 # Times the patience, which is half of the timeout of a collective.
 _LATE = 1.5
 # After a pause of all ranks (a file system that fails over, a suspended job) all files are old; a
@@ -243,23 +243,23 @@ class Heartbeats:
         found = f"{who} did not answer" if silent else self.stuck()
         if (gone := self.ended()) is not None:
             found = f"{gone} has ended"
-        if self._said() or found is not None:
+        if self._has_report() or found is not None:
             self._end(found)
             return True
         self._mention(following)
         return False
 
-    def _said(self) -> bool:
+    def _has_report(self) -> bool:
         """Whether a rank of this run has reported why it ends."""
         try:
-            return (self.folder / _SAID).stat().st_mtime >= self._began
+            return (self.folder / _REPORTED).stat().st_mtime >= self._began
         except FileNotFoundError:
             return False
 
     def _end(self, found: str | None) -> None:
-        reported = self._said()
+        reported = self._has_report()
         with contextlib.suppress(OSError):
-            (self.folder / _SAID).touch()
+            (self.folder / _REPORTED).touch()
         self._remove()  # else the next rank to notice would name this one
         self.hang(None if reported else found)
 

@@ -5,7 +5,7 @@ next. Standard library only: the command that submits and watches runs reads the
 
     state/heartbeat       touched by rank 0 after every step
     state/ranks/N         heartbeat of rank N (`heartbeats`)
-    state/ranks/said      a rank has reported why all of them end
+    state/ranks/reported  a rank has reported why all of them end
     state/STOPPED         the run saved and ended on request; removed by the next start
     state/REFUSED         the run was refused as it is; the same start would be refused again
     state/STAGE.done      a stage is finished and what it made is stored

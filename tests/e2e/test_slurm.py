@@ -202,10 +202,10 @@ def test_a_chain_runs_from_text_to_a_validated_export(site: Site, whole: Path) -
 
 def test_a_checkpoint_needs_the_space_that_nodes_are_checked_for(whole: Path) -> None:
     script = (whole / "launch" / "retrofit.sbatch").read_text()
-    promised = int(script.partition("FREE_BYTES=")[2].split()[0])
+    required = int(script.partition("FREE_BYTES=")[2].split()[0])
     newest = sorted((whole / "checkpoints").glob("step_*"))[-1]
     taken = sum(file.stat().st_size for file in newest.iterdir())
-    assert taken <= promised <= 1.2 * taken
+    assert taken <= required <= 1.2 * taken
     assert "node dmsnode2 has " in logs(whole)
 
 

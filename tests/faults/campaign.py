@@ -30,7 +30,7 @@ from dms_train.mcore.engine import McoreEngine
 from tests.support import metrics_file, refusals
 from tests.support.disks import CannotArrange, small_disk
 from tests.support.forked_ranks import Prepare, Ranks
-from tests.support.stuck_worker import lose_the_disk
+from tests.support.stuck_worker import hang_the_disk
 
 WORLD, STEPS, STOP = 4, 60, 30
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -298,7 +298,7 @@ class Campaign:
         step, short = 33, {**LAYOUT, "distributed_timeout_minutes": 0.2}
         run = Run(self.inputs, self.out / "standing")
         shutil.rmtree(run.folder, ignore_errors=True)
-        ranks = run.start(lambda rank: None if rank != 2 else lose_the_disk(4 * step), **short)
+        ranks = run.start(lambda rank: None if rank != 2 else hang_the_disk(4 * step), **short)
         end = time.monotonic() + _PATIENCE
         while ranks.running() and time.monotonic() < end:
             time.sleep(0.05)

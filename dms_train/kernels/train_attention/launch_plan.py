@@ -98,7 +98,7 @@ def forced(plan: TilePlan) -> Iterator[None]:
         _forced.pop()
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Read the file of tuned tiles again at the next call."""
     _stored_or_default.cache_clear()
 

@@ -88,7 +88,7 @@ def tune(
             best = trial
     assert best is not None
     store(launch_plan.TUNED_FILE, family, best.plan)
-    launch_plan.forget()
+    launch_plan.clear_cache()
     return best
 
 

@@ -119,7 +119,7 @@ def _checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
     tensor = source.get(name)
     if tuple(tensor.shape) != shape:
         raise ModelError(
-            f"weights: {name} has shape {tuple(tensor.shape)}, config.json promises {shape}; "
+            f"weights: {name} has shape {tuple(tensor.shape)}, config.json states {shape}; "
             "the checkpoint and its config.json do not belong together"
         )
     return tensor

@@ -32,7 +32,7 @@ GROUPS = {
 _VARYING = (
     (re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{12}(?![0-9a-zA-Z])"), "HASH"),
     (re.compile(r"\d+ bytes"), "N bytes"),
-    (re.compile(r"(promises|says|instead of) \d+"), r"\1 N"),
+    (re.compile(r"(states|says|instead of) \d+"), r"\1 N"),
     (re.compile(r"step \d+:"), "step N:"),
     (re.compile(r"127\.0\.0\.1 port \d+:"), "127.0.0.1 port N:"),
     (re.compile(r"KL \S+ nats"), "KL N nats"),

@@ -184,11 +184,11 @@ def test_a_wrong_backend_is_not_within(monkeypatch: pytest.MonkeyPatch, wrong: A
     assert not attention_accuracy.measure(CPU, 10, ("blockwise",))["within"]
 
 
-def test_the_yardstick_computes_the_same_function() -> None:
+def test_the_baseline_computes_the_same_function() -> None:
     for seed in range(6):
         case = attention_accuracy.draw_case(seed, 60)._replace(dtype=torch.float32)
         inputs = attention_accuracy.case_inputs(case, CPU)
         truth = attention_accuracy.exact(inputs)
-        for a, b in zip(attention_accuracy.yardstick(inputs), truth, strict=True):
+        for a, b in zip(attention_accuracy.sdpa_baseline(inputs), truth, strict=True):
             assert a.shape == b.shape
             assert (a.double() - b).norm() <= 1e-4 * max(b.norm(), 1e-2 * truth[0].norm())

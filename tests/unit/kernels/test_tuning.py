@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
 def tuned_file(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "tiles.json"
     monkeypatch.setattr(launch_plan, "TUNED_FILE", path)
-    launch_plan.forget()
+    launch_plan.clear_cache()
     yield path
-    launch_plan.forget()
+    launch_plan.clear_cache()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures through the interpreter")
@@ -38,7 +38,7 @@ def test_the_fastest_candidate_is_stored_and_used(tuned_file) -> None:
     assert best == trials[0]
     other = best.plan._replace(forward=TrainTiles(32, 16, 4, 1))
     tuning.store(tuned_file, launch_plan.family(torch.float32, 16, CPU), other)
-    launch_plan.forget()
+    launch_plan.clear_cache()
     assert launch_plan.plan_tiles(torch.float32, 12, CPU).forward == other.forward
     assert launch_plan.plan_tiles(torch.float32, 64, CPU) == default_plan(torch.float32, 64, CPU)
     assert len(json.loads(tuned_file.read_text())) == 1

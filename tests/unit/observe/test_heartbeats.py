@@ -97,7 +97,7 @@ def test_one_rank_reports_and_all_end(ranks: Ranks) -> None:
 
 
 def test_a_report_of_an_earlier_run_ends_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    report = tmp_path / "ranks" / "said"
+    report = tmp_path / "ranks" / "reported"
     report.touch()
     os.utime(report, (1, 1))
     for heartbeats in ranks.all:
