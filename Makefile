@@ -1,5 +1,4 @@
-# `make setup` once, then `make check test`. The same verbs run at the desk, before a commit and in
-# continuous integration.
+# `make setup` once, then `make check test`. Continuous integration runs the same targets.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin

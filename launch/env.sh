@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Settings of NCCL, CUDA, torchrun, the allocator and caches: the only place that exports them.
-# Sourced by launch/node.sh. What the caller or the site has set already wins.
+# Sourced by launch/node.sh. What the caller or the site has set already takes precedence.
 
 # Order of kernels and communication: tensor parallelism overlaps as megatron-core expects.
 : "${CUDA_DEVICE_MAX_CONNECTIONS:=1}"

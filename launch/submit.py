@@ -102,11 +102,11 @@ def _check_site(cluster: ClusterOptions) -> None:
 
 @contextmanager
 def _alone(run: Path, patience: float = 0.0) -> Iterator[None]:
-    """Keep every other `dms-submit` away from a run folder, on whatever machine it is.
+    """Lock a run folder against every other `dms-submit`, also on other machines.
 
     Args:
         run: The folder.
-        patience: Seconds to wait for one that was first.
+        patience: Seconds to wait for another process that holds the lock.
     """
     mark = run / "launch" / "submitting"
     end = time.monotonic() + patience
@@ -124,7 +124,7 @@ def _alone(run: Path, patience: float = 0.0) -> Iterator[None]:
 
 
 def _marked(run: Path, mark: Path) -> bool:
-    """Leave the mark; False when another process has left its own."""
+    """Create the lock file; False when another process holds it."""
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch(exist_ok=False)  # atomic on shared file systems too

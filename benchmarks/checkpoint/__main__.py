@@ -4,7 +4,7 @@
 
 One process, random weights, AdamW state. Prints a table and writes `checkpoint.json` into the
 folder of the device, with medians and extremes. The seconds until a checkpoint is complete depend
-on the disk; `held up` is the time that training waits.
+on the disk; `blocked` is the time that training waits.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _run(args: argparse.Namespace) -> int:
         path = Path(folder) / "step_00000001"
         engine.save(path, {})  # the first one creates the optimizer's state
         rows = {
-            "held up, in the background": _background(engine, path, args.repeats),
-            "held up, waiting": _seconds(lambda: engine.save(path, {}), args.repeats),
+            "blocked, in the background": _background(engine, path, args.repeats),
+            "blocked, waiting": _seconds(lambda: engine.save(path, {}), args.repeats),
             "checksums compared": _seconds(lambda: checkpoint.verify(path, view), args.repeats),
         }
         size = sum(file.stat().st_size for file in path.iterdir())

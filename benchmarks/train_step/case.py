@@ -164,7 +164,7 @@ def measure(case: Case) -> dict[str, Any]:
         "versions": {**timing.versions(view.device), **_packages()},
     }
     if case.profile:
-        row["profile"] = kernel_times.take_apart(step, view.device)
+        row["profile"] = kernel_times.profile_step(step, view.device)
     groups.stop()
     return row
 

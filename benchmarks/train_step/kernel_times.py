@@ -28,7 +28,7 @@ KINDS = (
 _TOP, _TOP_WAITS = 30, 6
 
 
-def take_apart(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     """Milliseconds of one step by kind and by kernel, on this rank.
 
     Returns:
@@ -98,7 +98,7 @@ def kind_of(kernel: str) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The result of `take_apart` as text."""
+    """The result of `profile_step` as text."""
     text = [
         f"wall {found['wall_ms']:.1f} ms under the profiler, GPU busy {found['busy_ms']:.1f} ms",
         "  ".join(f"{kind} {ms:.1f}" for kind, ms in found["kinds"].items()),

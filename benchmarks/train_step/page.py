@@ -55,7 +55,7 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
     yield from (f"{train_step.line(row)} {numbers.get(row.get('run'), '?')} |" for row in rows)
     yield ""
     yield from (f"- {text}" for text in [*train_step.ratio_lines(rows), *scaling_lines(rows)])
-    yield "\n## What a step is made of\n"
+    yield "\n## Kernel times of a step\n"
     yield from _kinds(rows)
     projected = list(train_step_projection.lines(rows))
     if projected:

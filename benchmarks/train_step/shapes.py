@@ -124,7 +124,7 @@ class Case:
         microbatches: Of one data-parallel rank in a step.
         recompute: `parallel.recompute_granularity`.
         warmup: Steps before those that are measured.
-        profile: Whether a further step is taken apart into its kernels.
+        profile: Whether the kernels of a further step are profiled.
     """
 
     shape: str

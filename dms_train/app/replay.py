@@ -60,7 +60,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _before(file: Path, step: int) -> Prepared:
-    """The run as it stood before the step."""
+    """The run at the newest checkpoint before the step."""
     folder = file.resolve().parents[1]
     config = read_frozen(folder / CONFIG_FILE)
     # as written it may be relative to where the run was started

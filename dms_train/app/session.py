@@ -139,7 +139,7 @@ def _announce_kernels(config: RunConfig) -> None:
 
 
 def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) -> TrainState:
-    """Run the first `count` stages; where the run then stands."""
+    """Run the first `count` stages; the position of the run after them."""
     config = prepared.config
     is_main_rank = view.rank == 0
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))

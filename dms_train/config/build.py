@@ -48,7 +48,7 @@ def build(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def build_dataclass(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
-    """`build` for any of the option dataclasses; `path` is where `mapping` sits in the whole."""
+    """`build` for any of the option dataclasses; `path` is the key of `mapping` in the whole."""
     known = [path, *valid_paths(cls, path)] if path else list(valid_paths(cls))
     refused = _Refused(known=known)
     result = _dataclass(cls, mapping, path, refused)

@@ -144,7 +144,7 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 
 def _validation(rows: list[dict[str, Any]]) -> str:
-    """The last validation of the export; intervals stand in one row with their value."""
+    """The last validation of the export; intervals are in one row with their value."""
     found = [row for row in rows if any(name.startswith(_VALIDATION) for name in row)]
     if not found:
         return ""
@@ -196,5 +196,5 @@ def _cell(value: Any) -> str:
 
 
 def _embedded(rows: list[dict[str, Any]]) -> str:
-    """The rows as JSON that cannot end the element it stands in."""
+    """The rows as JSON that cannot end the element around it."""
     return json.dumps(rows).replace("<", "\\u003c")

@@ -185,7 +185,7 @@ def check_replaceable(out_dir: Path) -> None:
 
 
 def _source_config(source: Path | None) -> dict[str, Any]:
-    """Keys worth carrying over (token ids and the like); empty without a config.json."""
+    """Keys that an export takes over (token ids and the like); empty without a config.json."""
     if source is None or not (source / "config.json").is_file():
         return {}
     return {

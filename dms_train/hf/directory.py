@@ -35,7 +35,7 @@ def resolve(
     """Find a model directory.
 
     Args:
-        path_or_id: A directory, which wins, or a hub id such as `Qwen/Qwen3-0.6B`.
+        path_or_id: A directory, which takes precedence, or a hub id such as `Qwen/Qwen3-0.6B`.
         revision: Hub revision; ignored for directories.
         local_files_only: Look only into the local hub cache, never at the network.
 

@@ -37,11 +37,11 @@ from dms_train.observe.log import logger
 Phase = Literal["data", "step", "other"]
 _EVERY_SECONDS = 10.0
 _REPORTED = "reported"  # the file that marks that a rank has reported a reason to end
-# Times the patience, which is half of the timeout of a collective.
+# Multiples of the patience, which is half of the timeout of a collective.
 _LATE = 1.5
 # After a pause of all ranks (a file system that fails over, a suspended job) all files are old; a
 # rank that runs has written again by the third check.
-_LOOKS = 3
+_CHECKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Heartbeats:
     _last: tuple[float, int, float] = field(default=(0.0, -1, 0.0), init=False)
     _began: float = field(default=0.0, init=False)
     _own: Report | None = field(default=None, init=False)
-    _late_looks: int = field(default=0, init=False)
+    _late_checks: int = field(default=0, init=False)
     _mentioned: bool = field(default=False, init=False)
     _process: str = field(default_factory=processes.mark, init=False)
     _gone: frozenset[int] = field(default=frozenset(), init=False)
@@ -230,15 +230,15 @@ class Heartbeats:
         while not self._ends.wait(self._interval()):
             # a file system may fail for a moment
             with contextlib.suppress(OSError):
-                if self.look():
+                if self.check():
                     return
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Write a heartbeat and check the others once; whether the run had to be ended."""
         following = (self.rank + 1) % self.ranks
         late = self._age(following, self._beat()) is not None
-        self._late_looks = self._late_looks + 1 if late else 0
-        silent = self.silent() if self._late_looks >= _LOOKS else []
+        self._late_checks = self._late_checks + 1 if late else 0
+        silent = self.silent() if self._late_checks >= _CHECKS else []
         who = ", ".join(map(str, silent))
         found = f"{who} did not answer" if silent else self.stuck()
         if (gone := self.ended()) is not None:

@@ -1,6 +1,6 @@
 """Where metrics go: `metrics.jsonl` always, other views where configured. One rank owns them.
 
-`metrics.jsonl` is the record that survives anything: every row is on disk before the next step.
+`metrics.jsonl` is the durable record: every row is on disk before the next step.
 Weights & Biases is a view of it that may fail in many ways, none of which may stop training.
 Names are the same everywhere. A value is a number, or a table [layers][KV heads] of shares, which
 the views show as a picture and a histogram.
@@ -131,7 +131,7 @@ class JsonlSink:
 
 
 class WandbSink:
-    """Weights & Biases. Every failure is one warning; after one in `log` the sink stays silent.
+    """Weights & Biases. Every failure is one warning; after one in `log` the sink records nothing.
 
     The run id is stored in the run folder, so a resumed run continues the same id: offline as one
     more segment, which `wandb sync` joins to the earlier ones. Steps that such a run repeats keep
@@ -267,7 +267,7 @@ def reachable(url: str) -> bool:
 
 
 def _settings(wandb: Any) -> Any:
-    """Short patience with the server; nothing about the machine, its code or its output."""
+    """Short timeouts for the server; nothing about the machine, its code or its output."""
     return wandb.Settings(
         init_timeout=10,
         login_timeout=1,

@@ -93,7 +93,7 @@ class Reporter:
         self.throughput.pause()
 
     def note(self, text: str) -> None:
-        """Anything else worth a line."""
+        """Log any other line."""
         logger().info(text)
         self.throughput.pause()
 

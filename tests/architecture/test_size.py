@@ -39,7 +39,7 @@ def test_functions():
     assert statistics.quantiles(sizes, n=20)[-1] <= FUNCTION_P95
 
 
-def test_names_say_what_is_inside():
+def test_names_of_modules_are_specific():
     vague = {"utils", "util", "helpers", "misc", "common", "new", "v2"}
     assert [f for f in FILES if vague & set(f.stem.split("_"))] == []
 

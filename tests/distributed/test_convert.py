@@ -103,7 +103,7 @@ def test_the_models_have_the_features_of_their_names(
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_weights_come_back_bit_for_bit(
+def test_weights_are_equal_bit_for_bit_after_conversion(
     models: tuple[Path, dict[str, Tensor]], results: Path, family: str, layout: str
 ) -> None:
     expected = original(models, family)

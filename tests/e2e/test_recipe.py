@@ -155,7 +155,7 @@ def assert_the_report_is_complete(run: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_evaluation_puts_dms_between_the_window_and_the_original(folder: Path) -> None:
+def test_dms_is_evaluated_between_the_window_and_the_original(folder: Path) -> None:
     train(1, *retrofit(folder, "compared"), "parallel=single")
     command = launch.python(
         "-m",

@@ -93,7 +93,7 @@ def test_what_runs_is_finished_after_sigterm(model):
     assert "river" not in server.log
 
 
-def test_what_takes_too_long_is_ended_and_the_key_of_the_environment_is_asked_for(model):
+def test_late_requests_are_ended_and_the_key_of_the_environment_is_required(model):
     words = ("--drain-seconds", "0", "--served-model-name", "small")
     with started(model, *words, DMS_API_KEY="secret") as server:
         assert ask(f"{server.url}/v1/models")[0] == 401

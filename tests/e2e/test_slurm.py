@@ -348,7 +348,7 @@ def test_a_cancelled_run_is_not_requeued_and_can_be_resumed(site: Site, whole: P
     assert losses(run) == losses(whole)
 
 
-def test_a_lost_node_that_comes_back_is_used_again(site: Site, whole: Path) -> None:
+def test_a_lost_node_that_returns_is_used_again(site: Site, whole: Path) -> None:
     run = site.start("lost", *TRAINING, "run.save_interval=5", "cluster.hang_seconds=60")
     with held(run, ZEROING + 7):
         name = site.slurm.names[1]

@@ -115,7 +115,7 @@ class ExportFormat:
             variant, whose spec has no meaningful channel. HFError if the values are incomplete,
             contradictory or of a variant not supported.
         problem: The first reason why the consumer would misread the weights, or None.
-        advice: One line each: correct to load, but worth knowing.
+        advice: One line each: correct to load, with a remark.
         json_files: Further files beside config.json, by name.
         code_files: Modelling code of a family that is shipped: name in the export to name in
             `dms_train/export/code`.

@@ -57,7 +57,7 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
         model: What is to be exported.
 
     Returns:
-        Advice, one line each: correct to load, but worth knowing.
+        Advice, one line each: correct to load, with a remark.
 
     Raises:
         ExportRefused: The first reason why the weights would be misread.

@@ -1,4 +1,4 @@
-"""The JSON file that makes a folder a checkpoint: where the run stood, and what its files hold.
+"""The JSON file that makes a folder a checkpoint: position of the run, records of its files.
 
 It is written last, so a folder that has one is complete. It records size and checksum of every
 other file, and a checksum of itself.

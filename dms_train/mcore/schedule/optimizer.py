@@ -130,7 +130,7 @@ def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
 def build_scheduler(optimizer: Any, rate: LearningRate, weight_decay: float) -> Any:
     """Megatron's scheduler; `set_step` makes it a function of the step alone."""
     for group in optimizer.param_groups:
-        # megatron lets a group's own limits win over the scheduler's
+        # in megatron a group's own limits take precedence over the scheduler's
         group["max_lr"], group["min_lr"] = rate.max_lr, rate.min_lr
     return OptimizerParamScheduler(
         optimizer,

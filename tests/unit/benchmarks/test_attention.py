@@ -27,7 +27,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_a_row_holds_times_and_what_follows_from_them(record: dict[str, Any]) -> None:
+def test_a_row_holds_times_and_values_derived_from_them(record: dict[str, Any]) -> None:
     assert [case["label"] for case in record["train"]] == [
         shape.label for shape in train_cases.TINY_SHAPES
     ]
@@ -49,7 +49,7 @@ def test_a_row_holds_times_and_what_follows_from_them(record: dict[str, Any]) ->
     assert ratio["time_over_dense"] == pytest.approx(row["total_ms"] / dense)
 
 
-def test_the_record_says_where_it_comes_from(record: dict[str, Any]) -> None:
+def test_the_record_states_its_origin(record: dict[str, Any]) -> None:
     assert record["device"].startswith("CPU")
     assert record["versions"]["torch"] == torch.__version__
     assert record["valid"] is None
@@ -148,7 +148,7 @@ def test_accuracy_of_the_cpu_backend(tmp_path: Any, capsys: pytest.CaptureFixtur
     assert "| blockwise | dlogits |" in capsys.readouterr().out
 
 
-def test_cases_cover_what_they_should() -> None:
+def test_the_cases_cover_their_ranges() -> None:
     cases = [attention_accuracy.draw_case(seed, 700) for seed in range(200)]
     shapes = [case.shape for case in cases]
     assert {s.d for s in shapes} >= {33, 64, 128, 256}

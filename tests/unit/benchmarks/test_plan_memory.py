@@ -39,7 +39,7 @@ def test_memory_is_within_a_tenth_in_the_steps_of_the_other_benchmark(row):
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_a_gpu_never_used_more_than_the_plan_asks_for(name):
+def test_no_gpu_used_more_than_planned(name):
     case = Case.from_dict(ROWS[name]["case"])
     stages = plan_memory.stages(case)
     for stage, found in zip(stages, ROWS[name]["stages"], strict=True):
@@ -47,7 +47,7 @@ def test_a_gpu_never_used_more_than_the_plan_asks_for(name):
         assert found["used"] <= 1.01 * needed
 
 
-def test_enough_was_checked():
+def test_the_measurements_cover_enough_cases():
     cases = [ROWS[name]["case"] for name in CHECKED] + [row["case"] for row in STEPS]
     recomputed = [case for case in cases if case["recompute"]]
     pipelined = [case for case in cases if case["layout"]["pp"] > 1]

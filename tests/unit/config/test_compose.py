@@ -60,7 +60,7 @@ def test_an_ablation_has_a_folder_for_every_point(name):
         assert f"${{{key}}}" in values["run"]["dir"]
 
 
-def test_defaults_ask_only_for_model_and_data():
+def test_defaults_require_only_model_and_data():
     assert [line.partition(":")[0] for line in problems()] == ["model.path", "data.paths"]
     assert compose(GIVEN).stage.run == ("zero_neuron", "retrofit", "export")
 

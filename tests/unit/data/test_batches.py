@@ -69,7 +69,7 @@ def test_resuming_reads_what_the_first_run_would_have_read() -> None:
 
 
 @pytest.mark.parametrize("first", [-1, 33, 48])
-def test_samples_never_wrap(first: int) -> None:
+def test_samples_past_the_end_are_refused(first: int) -> None:
     with pytest.raises(DataError, match="built with 48"):
         source().microbatches(first)
 
@@ -78,7 +78,9 @@ def test_samples_never_wrap(first: int) -> None:
     ("rank", "size", "micro", "total"),
     [(0, 1, 3, 16), (0, 3, 2, 16), (2, 2, 2, 16), (-1, 2, 2, 16), (0, 0, 2, 16), (0, 1, 0, 16)],
 )
-def test_impossible_layouts(rank: int, size: int, micro: int, total: int) -> None:
+def test_layouts_that_do_not_divide_are_refused(
+    rank: int, size: int, micro: int, total: int
+) -> None:
     with pytest.raises(ValueError, match=r"multiple|not below|at least 1"):
         source(rank, size, micro, total)
 

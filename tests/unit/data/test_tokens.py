@@ -100,7 +100,7 @@ def test_many_epochs(tmp_path: Path, make_shard: MakeShard) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, (9.0, 1.0)])
-def test_blend_reaches_the_size_asked_for(
+def test_a_blend_has_the_requested_size(
     tmp_path: Path, make_shard: MakeShard, weights: tuple[float, ...] | None
 ) -> None:
     paths = (make_shard("big"), make_shard("small", documents=10, seed=1))

@@ -37,5 +37,5 @@ def test_problems_of_a_sheet_count_once():
     assert apart.high - apart.low < 0.6 * (sheets.high - sheets.low)
 
 
-def test_entries_weigh_as_much_as_they_hold():
+def test_entries_are_weighted_by_their_size():
     assert ratio([0.0, 9.0], [1.0, 9.0]).value == 0.9

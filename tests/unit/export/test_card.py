@@ -95,7 +95,7 @@ def test_an_evaluation_replaces_the_one_before(export):
     assert text.partition("## How to load")[2] == before.partition("## How to load")[2]
 
 
-def test_a_folder_without_our_card_is_left_alone(tmp_path):
+def test_a_folder_without_our_card_is_not_changed(tmp_path):
     add_evaluation(tmp_path, {"cr_factor": 2.0})
     (tmp_path / CARD_FILE).write_text("# Someone's own card\n")
     add_evaluation(tmp_path, {"cr_factor": 2.0})

@@ -104,7 +104,7 @@ def test_impossible_compression(architecture, cr):
         check_export("dms", exported(PRESETS["dms"], architecture("llama"), target_cr=cr))
 
 
-def test_own_format_takes_everything(architecture):
+def test_own_format_supports_every_spec(architecture):
     spec = PRESETS["dms"].override(eviction="immediate", window=7)
     model = exported(spec, architecture("qwen2"), dtype="float32", target_cr=2.5)
     assert check_export("dms", model) == []

@@ -68,7 +68,7 @@ def decoded(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[str
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS)
 @settings(max_examples=200)
-def test_an_encoded_text_comes_back(name, text):
+def test_an_encoded_text_is_decoded_to_itself(name, text):
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode(text)
     if tokenizer.decode(ids) == text:  # not of Llama 2's: it drops a space at the front

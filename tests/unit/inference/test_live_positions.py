@@ -44,7 +44,7 @@ def test_they_are_what_the_last_token_sees(folder, oracle, chunk, cache):
         engine.live_positions(request_id)
 
 
-def test_a_paged_cache_knows_none(folder):
+def test_a_paged_cache_has_none(folder):
     if not decode.runs_on(torch.device("cpu")):
         pytest.skip("needs triton's interpreter")
     options = EngineOptions(kernels="triton", max_num_seqs=1, prefill_chunk=8)

@@ -87,7 +87,7 @@ def test_bias_and_penalties_change_the_logits_as_defined() -> None:
     assert_drawn(shares(params, prompt, output), softmax(scores))
 
 
-def test_rows_draw_alone_what_they_draw_in_a_batch() -> None:
+def test_a_row_draws_the_same_token_alone_and_in_a_batch() -> None:
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 500, generator=draw)
     kinds = [

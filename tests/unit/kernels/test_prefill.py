@@ -39,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("p", CASES)
-def test_a_prompt_in_one_go_equals_masked_dense_attention(p: Prompt) -> None:
+def test_a_whole_prompt_equals_masked_dense_attention(p: Prompt) -> None:
     assert_near(*in_one_go(p))
 
 
@@ -64,7 +64,7 @@ def test_sequences_of_one_batch_may_differ_in_length() -> None:
     check_ragged(Prompt(s=140, window=10), starts=[0, 30, 64], stops=[140, 100, 65])
 
 
-def test_an_evicted_value_cannot_leak_not_even_a_huge_one() -> None:
+def test_an_evicted_value_has_no_effect_even_if_it_is_huge() -> None:
     p = Prompt(s=100, window=4, odds=1.0)
     query, key, value, evicted = p.tensors()
     evicted[..., 10] = True

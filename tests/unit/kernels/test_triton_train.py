@@ -131,7 +131,7 @@ def test_mixed_dtypes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tiles", TILES[:1], indirect=True, ids=str)
-def test_a_decision_that_is_no_number_is_not_hidden(tiles) -> None:
+def test_a_decision_that_is_not_a_number_is_propagated(tiles) -> None:
     inputs, _ = leaves(Shape(1, 64, 1, 1, 16, 8), "cpu")
     inputs[3].data[..., :16] = float("nan")
     out = triton_train.dms_attention(*inputs, 8, 0.25)

@@ -85,7 +85,7 @@ def test_a_node_that_lacks_something_is_reported_and_starts_nothing(
     assert described["message"] == line
 
 
-def test_without_slurm_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_without_slurm_nothing_is_checked(tmp_path: Path) -> None:
     assert node(tmp_path, "exit 1").stdout == "the module ran\n"
 
 

@@ -113,7 +113,7 @@ def test_weights_move_as_adamw_with_this_option_moves_them(view: ParallelView, n
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_cases_tell_the_options_apart(view: ParallelView, name: str) -> None:
+def test_the_cases_distinguish_the_options(view: ParallelView, name: str) -> None:
     """With this option at megatron's own value the weights end elsewhere."""
     _, found, _ = both(view, options(**{name: CHANGES[name]}))
     _, other, _ = both(view, BASE)

@@ -93,7 +93,7 @@ def test_an_infinite_loss_is_enough(
     assert not step(engine, 2).skipped
 
 
-def test_the_host_asks_for_the_totals_before_the_update_and_never_again(
+def test_the_host_reads_the_totals_once_and_before_the_update(
     build: Callable[..., McoreEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, order = build("llama", "dms", "fp32"), []

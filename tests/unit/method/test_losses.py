@@ -18,7 +18,7 @@ def logits(probabilities: list[float], offset: float = 3.0) -> torch.Tensor:
     return torch.tensor([probabilities], dtype=torch.float64).log() + offset
 
 
-def test_divergence_directions_are_what_their_names_say() -> None:
+def test_divergence_directions_have_the_right_names() -> None:
     student, teacher = logits(Q), logits(P)
     assert losses.kl_teacher_student(student, teacher).item() == pytest.approx(KL_PQ)
     assert losses.kl_student_teacher(student, teacher).item() == pytest.approx(KL_QP)

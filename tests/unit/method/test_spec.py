@@ -51,7 +51,7 @@ def test_presets_are_exactly_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_spec_survives_json(name: str) -> None:
+def test_a_spec_is_unchanged_by_json(name: str) -> None:
     spec = PRESETS[name].override(window=7, tau=0.25, eviction="immediate")
     assert DMSSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 

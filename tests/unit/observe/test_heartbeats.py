@@ -20,7 +20,7 @@ from dms_train.observe.heartbeats import Heartbeats, Phase, Report, Silent
 from dms_train.observe.processes import mark
 
 PATIENCE = 60.0
-LOOKS = 3  # in a row, before a late rank counts as silent
+CHECKS = 3  # in a row, before a late rank counts as silent
 
 
 class Ranks:
@@ -73,8 +73,8 @@ def test_the_rank_before_names_the_silent_ones(ranks: Ranks) -> None:
     ranks.beat(0, 1, 2, 3)
     ranks.stop_beating(1)
     ranks.stop_beating(2)
-    assert [ranks.all[3].look() for _ in range(LOOKS + 1)] == [False] * (LOOKS + 1)
-    assert [ranks.all[0].look() for _ in range(LOOKS)] == [False, False, True]
+    assert [ranks.all[3].check() for _ in range(CHECKS + 1)] == [False] * (CHECKS + 1)
+    assert [ranks.all[0].check() for _ in range(CHECKS)] == [False, False, True]
     ((by, found),) = ranks.found
     assert by == 0
     one = r"\(\S+, after step 7, silent for \d+ s\)"
@@ -85,11 +85,11 @@ def test_one_rank_reports_and_all_end(ranks: Ranks) -> None:
     ranks.beat(0, 1, 2, 3)
     ranks.stop_beating(1)
     ranks.stop_beating(3)
-    assert [ranks.all[2].look() for _ in range(LOOKS - 1)] == [False] * (LOOKS - 1)
-    while not ranks.all[0].look():
+    assert [ranks.all[2].check() for _ in range(CHECKS - 1)] == [False] * (CHECKS - 1)
+    while not ranks.all[0].check():
         assert ranks.found == []
-    assert ranks.all[2].look()  # at which it would report the same
-    assert ranks.all[3].look()
+    assert ranks.all[2].check()  # at which it would report the same
+    assert ranks.all[3].check()
     (first, found), *others = ranks.found
     assert first == 0
     assert str(found).startswith("rank 1 ")
@@ -102,15 +102,15 @@ def test_a_report_of_an_earlier_run_ends_nothing(ranks: Ranks, tmp_path: Path) -
     os.utime(report, (1, 1))
     for heartbeats in ranks.all:
         heartbeats.start()
-    assert [heartbeats.look() for heartbeats in ranks.all] == [False] * 4
+    assert [heartbeats.check() for heartbeats in ranks.all] == [False] * 4
 
 
 def test_ranks_that_beat_or_left_are_not_named(ranks: Ranks) -> None:
     ranks.beat(0, 1, 2, 3)
     ranks.all[3].stop()
-    for _ in range(LOOKS + 1):
+    for _ in range(CHECKS + 1):
         ranks.stop_beating(0, PATIENCE - 10)  # a little late
-        assert [heartbeats.look() for heartbeats in ranks.all[:3]] == [False] * 3
+        assert [heartbeats.check() for heartbeats in ranks.all[:3]] == [False] * 3
     assert ranks.found == []
 
 
@@ -119,9 +119,9 @@ def test_files_of_an_earlier_run_do_not_count(ranks: Ranks, tmp_path: Path) -> N
     old.write_text("host, after step 3")
     os.utime(old, (time.time() - 9000,) * 2)
     ranks.all[0].start()
-    assert [ranks.all[0].look() for _ in range(LOOKS + 1)] == [False] * (LOOKS + 1)
+    assert [ranks.all[0].check() for _ in range(CHECKS + 1)] == [False] * (CHECKS + 1)
     ranks.all[0]._began -= 2 * PATIENCE  # since then it could have started
-    while not ranks.all[0].look():
+    while not ranks.all[0].check():
         assert ranks.found == []
     ((_, found),) = ranks.found
     assert str(found).startswith("rank 1 (no step known, silent for ")
@@ -242,7 +242,7 @@ def test_a_process_that_is_gone_is_named_at_the_second_look(other) -> None:  # t
     assert heartbeats.ended() is not None
 
 
-def test_the_end_of_a_process_ends_the_run_long_before_its_silence(other, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_end_of_a_process_ends_the_run_before_the_patience(other, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     process, heartbeats = other
     reported = threading.Event()
     found: list[str] = []
@@ -318,7 +318,9 @@ class Scripted(Heartbeats):
     ("looks", "alarms"),
     [([True, True, True], 1), ([True, True, False] * 3, 0), ([True, False] * 4, 0)],
 )
-def test_a_pause_of_all_ranks_is_no_silence(tmp_path: Path, looks: list[bool], alarms: int) -> None:
+def test_a_pause_of_all_ranks_is_not_reported(
+    tmp_path: Path, looks: list[bool], alarms: int
+) -> None:
     found: list[str] = []
     heartbeats = Scripted(tmp_path, 0, 2, patience=1.0, hang=found.append)
     heartbeats.script = [False, *looks, False]

@@ -55,7 +55,7 @@ def test_resuming_drops_rows_past_the_step_and_a_cut_off_one(tmp_path):
     assert [(row["step"], row["x"]) for row in rows(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_starting_over_forgets_an_earlier_attempt(tmp_path):
+def test_starting_over_drops_an_earlier_attempt(tmp_path):
     JsonlSink(tmp_path).log(1, {})
     JsonlSink(tmp_path)
     assert rows(tmp_path) == []
@@ -82,7 +82,7 @@ def test_disabled_opens_no_wandb(tmp_path):
     assert not (tmp_path / "wandb_id").exists()
 
 
-def test_without_wandb_one_warning_and_silence(tmp_path, monkeypatch):
+def test_without_wandb_there_is_one_warning(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def blocked(name, *args, **kwargs):
@@ -118,7 +118,7 @@ def broken_sink(run: object, warnings: list[str]) -> WandbSink:
     return sink
 
 
-def test_failures_never_reach_training():
+def test_failures_do_not_stop_training():
     warnings: list[str] = []
     sink = broken_sink(BrokenRun(), warnings)
     sink.log(1, {})
@@ -236,7 +236,7 @@ def test_names_are_those_of_metrics_jsonl(wandb, tmp_path):
         assert ("eval/kept" in mine) == ("eval/kept.path" in theirs)
 
 
-def test_addresses_lose_their_password():
+def test_passwords_are_removed_from_addresses():
     text = sinks._public("https://me:secret@host:8/x http://host/y@z")
     assert text == "https://host:8/x http://host/y@z"
 
@@ -261,7 +261,7 @@ def test_online_without_a_server_records_offline(wandb, tmp_path, monkeypatch):
     assert all(KEY.encode() not in f.read_bytes() for f in tmp_path.rglob("*") if f.is_file())
 
 
-def test_online_without_a_key_asks_nothing(wandb, tmp_path, monkeypatch):
+def test_online_without_a_key_prompts_for_nothing(wandb, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -350,7 +350,7 @@ def test_offline_segments_are_synchronized_as_one_run(wandb, tmp_path, monkeypat
     assert not any(KEY.encode() in body for body in received.bodies)
 
 
-def test_rows_wait_for_room_on_a_full_disk(tmp_path):
+def test_rows_wait_for_space_on_a_full_disk(tmp_path):
     warnings = []
     try:
         with small_disk(tmp_path / "disk", 32) as disk:
@@ -370,7 +370,7 @@ def test_rows_wait_for_room_on_a_full_disk(tmp_path):
         pytest.skip(str(reason))
 
 
-def test_rows_that_never_found_room_are_admitted(tmp_path):
+def test_rows_that_could_not_be_written_are_reported(tmp_path):
     warnings = []
     try:
         with small_disk(tmp_path / "disk", 8) as disk:

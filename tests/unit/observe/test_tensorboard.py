@@ -79,7 +79,7 @@ def test_a_resumed_run_replaces_later_rows(accumulator, tmp_path):
     assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0)]
 
 
-def test_without_the_package_one_warning_and_silence(tmp_path, monkeypatch):
+def test_without_the_package_there_is_one_warning(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     warnings: list[str] = []
     sink = TensorBoardSink(tmp_path, {}, resume_step=0, warn=warnings.append)
@@ -90,7 +90,7 @@ def test_without_the_package_one_warning_and_silence(tmp_path, monkeypatch):
     assert warning.endswith("no longer recorded there")
 
 
-def test_a_failing_write_never_reaches_training(tmp_path):
+def test_a_failing_write_does_not_stop_training(tmp_path):
     class Broken:
         def add_scalar(self, *args):
             raise OSError("disk\nfull")

@@ -150,7 +150,7 @@ def test_logprobs_of_a_chat_whole_and_streamed(client):
     assert [e.logprob for e in streamed] == pytest.approx([e.logprob for e in whole], abs=1e-4)
 
 
-def test_a_stream_ends_with_the_usage_if_it_is_asked_for(client):
+def test_a_stream_ends_with_the_usage_if_requested(client):
     options = {**GREEDY, "messages": CHAT, "max_tokens": 6}
     chunks = list(
         client.chat.completions.create(

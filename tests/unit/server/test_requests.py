@@ -121,7 +121,7 @@ def test_a_request_id_is_taken_or_made_and_logged_without_the_prompt(server: Run
     assert "seven" not in caplog.text
 
 
-def test_a_key_is_asked_for(model):
+def test_a_key_is_required(model):
     with served_model.serving(model, api_key="secret") as running:
         body = {"prompt": "the", "max_tokens": 1}
         for path, data in (("/v1/models", None), ("/v1/completions", body), ("/tokenize", body)):

@@ -155,7 +155,7 @@ def test_a_checkpoint_that_was_not_replaced_yet_stays(workspace: Workspace) -> N
     assert workspace.steps == [3, 4]
 
 
-def test_what_the_storage_does_not_delete_is_no_reason_to_stop(
+def test_checkpoints_that_cannot_be_deleted_do_not_stop_training(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def busy(*_: object, **__: object) -> None:
@@ -176,7 +176,7 @@ def test_what_the_storage_does_not_delete_is_no_reason_to_stop(
     assert not list(workspace.folder.glob("*.partial"))
 
 
-def test_a_note_that_cannot_be_written_is_no_reason_to_stop(
+def test_an_annotation_that_cannot_be_written_does_not_stop_training(
     workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
