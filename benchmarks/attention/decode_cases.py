@@ -99,9 +99,10 @@ def build_cache(case: Case, device: str = "cuda") -> PagedCache:
         ring=ring,
         exponents=exponents if quantised else None,
         free=FreePages(
-            free,
-            torch.tensor([spare], dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
+            numbers=free,
+            left=torch.tensor([spare], dtype=torch.int32, device=device),
+            fault=torch.zeros(1, dtype=torch.int32, device=device),
+            holders=torch.ones(len(slab), dtype=torch.int32, device=device),
         ),
     )
 
@@ -161,7 +162,8 @@ def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[s
     memory = triton_decode.workspace(steps[0].query, cache, tuning)
     rule = Decisions(EVICTION_CHANNEL, shift=1, scale=100.0, clear=True)
     output = torch.empty_like(steps[0].query)
-    saved = [x.clone() for x in (cache.lengths, cache.ring, *cache.free)]
+    changed = (cache.lengths, cache.ring, *cache.free[:3])
+    saved = [x.clone() for x in changed]
 
     def attend() -> None:
         for step in steps:
@@ -180,7 +182,7 @@ def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[s
     for name, calls in (("attend", attend), ("both", both), ("append", append)):
         found[name], found[f"{name}_iqr"] = graph_times(calls, len(steps))
         assert int(cache.free.fault) == 0
-        for x, y in zip((cache.lengths, cache.ring, *cache.free), saved, strict=True):
+        for x, y in zip(changed, saved, strict=True):
             x.copy_(y)
     return found
 

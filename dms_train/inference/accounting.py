@@ -1,7 +1,8 @@
 """Cache statistics: reads, tokens and bytes, of one request and of an engine.
 
 `cr_factor` is tokens seen over tokens held, as in `method.accounting`. Token counts are averaged
-over layers and KV heads, so that a model without compression reads t + 1 at position t.
+over layers and KV heads, so that a model without compression reads t + 1 at position t. A token
+that several sequences share counts for each of them; the bytes allocated count it once.
 
 Shape letters: l layers, h KV heads.
 """
@@ -22,6 +23,7 @@ class RequestKV:
 
     Attributes:
         tokens: Tokens seen, evicted ones included.
+        cached_tokens: Prompt tokens that a snapshot held, so that they were not computed.
         kv_reads: Slots attended, summed over the decode steps.
         prefill_reads: Slots attended, summed over the prompt's queries.
         live_tokens: Tokens held.
@@ -34,6 +36,7 @@ class RequestKV:
     """
 
     tokens: int
+    cached_tokens: int
     kv_reads: float
     prefill_reads: float
     live_tokens: float
@@ -62,7 +65,7 @@ class TotalKV:
         peak_live_tokens: Most tokens held at the same time.
         live_bytes: Of tokens held now.
         peak_live_bytes: Most of them.
-        allocated_bytes: Taken from the system now, page tables included.
+        allocated_bytes: Of the memory that holds tokens now, page tables included.
         peak_allocated_bytes: Most of them.
         cr_factors: float64 [l, h], tokens seen over tokens held when requests finished.
     """
@@ -101,13 +104,18 @@ class PassCounts:
 
 
 class Meter:
-    """Counts for one request; peaks and reads start again with `restart`."""
+    """Counts for one request; peaks and reads start again with `restart`.
+
+    Attributes:
+        cached_tokens: Prompt tokens that a snapshot held.
+    """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         """Forget reads and peaks, as at the start of another turn."""
+        self.cached_tokens = 0
         self.decode_reads = 0.0
         self.prefill_reads = 0.0
         self._peak = (0.0, 0, 0)
@@ -143,6 +151,7 @@ class Meter:
         """The numbers so far; `tokens` is the count seen."""
         return RequestKV(
             tokens=tokens,
+            cached_tokens=self.cached_tokens,
             kv_reads=self.decode_reads,
             prefill_reads=self.prefill_reads,
             live_tokens=self._last[0],

@@ -17,6 +17,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput
+from dms_train.inference.row_memory import RowMemory
 from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.scheduler import Scheduler
@@ -54,9 +55,15 @@ class InferenceEngine:
         self.tokenizer = Tokenizer.load(directory)
         self._stop_ids = read_stop_ids(directory)
         self._runner = ModelRunner(loaded, options)
-        self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits)
+        self._memory = RowMemory(self._runner.cache, options)
+        self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)
         self._requests: dict[str, Request] = {}
         self._arrived = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return self._runner.longest
 
     @property
     def kv(self) -> TotalKV | None:
@@ -75,7 +82,7 @@ class InferenceEngine:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes the cache takes from the system now, page tables included."""
+        """Bytes of the memory that holds tokens now, page tables included."""
         return self._runner.cache.allocated_bytes
 
     def add_request(
@@ -164,8 +171,6 @@ class InferenceEngine:
             Outputs of the requests that took part or ended; empty if there is nothing to do.
         """
         plan = self._scheduler.schedule(time.monotonic(), self._sequences(request_ids))
-        for _, row in plan.preempted:
-            self._runner.free(row)
         taking_part = [*(sequence for sequence, _ in plan.batch), *plan.ended]
         ids = list(dict.fromkeys(sequence.request_id for sequence in taking_part))
         try:
@@ -183,6 +188,8 @@ class InferenceEngine:
             if sequence.finish_reason is not None:
                 self._finish(sequence)
         for request in requests:
+            if request.finished:
+                self._memory.forget(request.request_id)
             if request.finished and not request.keep_cache:
                 del self._requests[request.request_id]
         return outputs
@@ -191,7 +198,8 @@ class InferenceEngine:
         """Forget a request and free its cache at once; an id that is not known is ignored."""
         request = self._requests.pop(request_id, None)
         for sequence in request.sequences if request is not None else ():
-            self._free(sequence)
+            self._scheduler.remove(sequence)
+        self._memory.forget(request_id)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is waiting, running, or finished with its cache kept."""
@@ -236,14 +244,12 @@ class InferenceEngine:
             parts = []
             while sequence.remaining:
                 plan = self._scheduler.schedule(time.monotonic(), {sequence})
-                for _, row in plan.preempted:
-                    self._runner.free(row)
                 if not plan.batch:
                     raise InferenceError("the cache is too small for the text; raise cache_bytes")
                 parts.append(self._runner.step(plan.batch, every=True))
             self._runner.total.finish(sequence.meter.report(sequence.computed))
         finally:
-            self._free(sequence)
+            self._scheduler.remove(sequence)
         return torch.cat(parts)
 
     def _sequences(self, request_ids: Collection[str] | None) -> set[Sequence] | None:
@@ -271,6 +277,8 @@ class InferenceEngine:
             )
             for index in range(params.n)
         ]
+        for sequence in sequences[1:]:
+            sequence.leader = sequences[0]
         return Request(request_id=request_id, sequences=sequences)
 
     def _add_prompt(
@@ -279,7 +287,7 @@ class InferenceEngine:
         """Append a prompt; the model must take `new_tokens` more tokens after it."""
         before = request.sequences[0].tokens
         text, tokens = self._encode(prompt, first=not before)
-        longest = self.architecture.max_position_embeddings
+        longest = self.longest
         length = len(before) + len(tokens)
         if length + new_tokens > longest:
             raise InferenceError(f"a prompt of {length} tokens: the model takes {longest}")
@@ -309,23 +317,20 @@ class InferenceEngine:
         if not all(0 <= token < size for token in token_ids):
             raise InferenceError(f"{where} has token ids outside 0..{size - 1}")
 
-    def _free(self, sequence: Sequence) -> None:
-        """Take a sequence out of the scheduler and free its cache."""
-        row = self._scheduler.remove(sequence)
-        if row is not None:
-            self._runner.free(row)
-
     def _finish(self, sequence: Sequence) -> None:
         """Count a sequence that has ended, and free its cache unless it is to be kept."""
         self._runner.total.finish(sequence.meter.report(sequence.computed))
+        self._memory.finish(sequence)
         if not self._requests[sequence.request_id].keep_cache:
-            self._free(sequence)
+            self._scheduler.remove(sequence)
 
     def _advance(self, batch: list[tuple[Sequence, int]]) -> None:
         """Compute a step and sample a token for each sequence that has no tokens left."""
         if not batch:
             return
         logits = self._runner.step(batch)
+        for sequence, _ in batch:
+            self._memory.note(sequence)
         ready = [index for index, (s, _) in enumerate(batch) if not s.remaining]
         chosen = [batch[index][0] for index in ready]
         sampled = sample(logits[ready], [s.sampling_row() for s in chosen])
@@ -333,8 +338,7 @@ class InferenceEngine:
             self._scheduler.observe(sequence.computed, sequence.meter.live_tokens)
             params = sequence.params
             stops = frozenset() if params.ignore_eos else self._stop_ids
-            longest = self.architecture.max_position_embeddings
-            sequence.append(token, stops | frozenset(params.stop_token_ids), longest)
+            sequence.append(token, stops | frozenset(params.stop_token_ids), self.longest)
 
     def _output(self, request: Request) -> RequestOutput:
         first = request.sequences[0]

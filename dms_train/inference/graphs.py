@@ -1,8 +1,7 @@
 """Decode steps replayed as CUDA graphs: one launch instead of several hundred.
 
-A graph is captured for a batch size, a power of two; unused batch entries hold row -1, which the
-kernels skip. The host adds pages and widens tables before the replay; if that moves memory, the
-graphs are captured again.
+A graph is captured at the start for every batch size that is a power of two; unused batch entries
+hold row -1, which the kernels skip. The cache never moves, so that the graphs stay valid.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
 
 
@@ -33,43 +33,47 @@ class DecodeGraphs:
     Args:
         decoder: On a GPU.
         cache: Its cache.
+        most: Largest batch.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: PagedKVCache, most: int) -> None:
         self._decoder, self._cache = decoder, cache
-        self._graphs: dict[int, _Captured] = {}  # by batch size
-        self._memory = cache.addresses
+        sizes = [1 << power for power in range(_power(most) + 1)]
+        with torch.no_grad(), cache.recording():
+            self._graphs = {size: self._capture(size) for size in reversed(sizes)}
 
-    def step(self, tokens: Tensor, position: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As the decoder's `forward` for one token per sequence: tokens and position [b, 1].
+    def step(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """As the decoder's `forward` for one token of every sequence.
 
         The results are overwritten by the next step.
         """
-        b = len(rows)
-        size = 1 << (b - 1).bit_length()
+        b = len(batch.tokens)
         self._cache.prepare(b)
-        if self._cache.addresses != self._memory:
-            self._graphs.clear()
-            self._memory = self._cache.addresses
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size, rows.device)
-        captured = self._graphs[size]
+        captured = self._graphs[1 << _power(b)]
         captured.rows.fill_(-1)
-        for buffer, value in zip(captured[1:4], (tokens, position, rows), strict=True):
+        values = (batch.tokens, batch.position, batch.groups[0].rows)
+        for buffer, value in zip(captured[1:4], values, strict=True):
             buffer[:b].copy_(value)
         captured.graph.replay()
         return captured.hidden[:b], captured.reads[:, :b]
 
-    def _capture(self, size: int, device: torch.device) -> _Captured:
+    def _capture(self, size: int) -> _Captured:
         """Record a step of `size` sequences, after a warm-up that compiles its kernels."""
-        tokens, position = torch.zeros(2, size, 1, dtype=torch.int64, device=device)
+        device = self._cache.pool.device
+        tokens, position = torch.zeros(2, size, dtype=torch.int64, device=device)
         rows = torch.full((size,), -1, device=device)
+        batch = TokenBatch.rectangular(tokens[:, None], position[:, None], rows)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._decoder(tokens, position, rows, self._cache)
+            self._decoder(batch, self._cache)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            hidden, reads = self._decoder(tokens, position, rows, self._cache)
+            hidden, reads = self._decoder(batch, self._cache)
         return _Captured(graph, tokens, position, rows, hidden, reads)
+
+
+def _power(size: int) -> int:
+    """Of the smallest power of two that is not below `size`."""
+    return (size - 1).bit_length()

@@ -73,7 +73,7 @@ class LLM:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes the cache takes from the system now, page tables included."""
+        """Bytes of the memory that holds tokens now, page tables included."""
         return self.engine.allocated_bytes
 
     def generate(

@@ -35,8 +35,14 @@ class EngineOptions:
         max_num_seqs: Sequences in the cache at the same time.
         max_num_batched_tokens: Most tokens of a step, over all sequences.
         prefill_chunk: Most prompt tokens of a sequence in a step.
+        max_model_len: Most tokens of a sequence; None takes what the model was trained for.
         cache_bytes: Most bytes of keys and values in a compact cache; sequences wait, or are
-            preempted and computed again, where they do not fit. None sets no limit.
+            preempted and computed again, where they do not fit. None sets no limit on a CPU.
+        gpu_memory_utilization: Share of a GPU's memory for the model, its computation and the
+            cache, where `cache_bytes` is None.
+        enable_prefix_caching: Keep snapshots of the cache of finished requests and of prompts that
+            begin alike; a request that begins with the tokens of one starts behind it. At most
+            `max_num_seqs` are kept, and fewer where their memory is needed.
         page_slots: Tokens of one page of one KV head.
         slab_pages: Pages by which memory is taken and returned.
         dtype: Compute and cache dtype; `auto` is the stored one.
@@ -52,7 +58,10 @@ class EngineOptions:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 8192
     prefill_chunk: int = 512
+    max_model_len: int | None = None
     cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = False
     page_slots: int = 16
     slab_pages: int = 256
     dtype: str = "auto"
@@ -77,6 +86,12 @@ class EngineOptions:
                 raise InferenceError(f"{name}={getattr(self, name)}: at least 1")
         if self.cache_bytes is not None and self.cache == "dense":
             raise InferenceError("cache_bytes: a dense cache has no limit; use cache=compact")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise InferenceError(f"max_model_len={self.max_model_len}: at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InferenceError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0 and up to 1"
+            )
         if self.window is not None and self.window < 1:
             raise InferenceError(f"window={self.window}: at least 1 token")
 

@@ -2,93 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from dms_train.inference.accounting import PassCounts, TotalMeter
-from dms_train.inference.cache.compact import CompactCache
-from dms_train.inference.cache.dense import DenseCache
-from dms_train.inference.cache.interface import KVCache
-from dms_train.inference.cache.page_slabs import PageSlabs
-from dms_train.inference.cache.paged import PagedKVCache, decode_rule
-from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.errors import InferenceError
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache_builder import build_cache, longest_sequence
 from dms_train.inference.graphs import DecodeGraphs
+from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
-from dms_train.inference.policies.base import CachePolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.scheduler import SchedulerLimits
 from dms_train.inference.sequence import Sequence
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import FP8
-
-
-def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
-    """The empty cache that the options ask for."""
-    a, device = model.architecture, torch.device(options.device)
-    sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
-    if options.cache == "dense":
-        like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
-        return DenseCache(policy, like=like, **sizes)
-    if _uses_kernels(policy, options):
-        slabs = PageSlabs(
-            head_size=a.kv_channels,
-            dtype=FP8 if options.cache_dtype == "fp8" else model.dtype,
-            device=device,
-            page_slots=options.page_slots,
-            slab_pages=options.slab_pages,
-        )
-        _limit(slabs, options)
-        return PagedKVCache(slabs, policy, **sizes)
-    pool = PagePool(
-        head_size=a.kv_channels,
-        state_width=policy.state_width,
-        dtype=model.dtype,
-        device=device,
-        page_slots=options.page_slots,
-        slab_pages=options.slab_pages,
-    )
-    _limit(pool, options)
-    return CompactCache(pool, policy, **sizes)
-
-
-def _limit(pool: PagePool | PageSlabs, options: EngineOptions) -> None:
-    """Keep a pool within `cache_bytes`.
-
-    Raises:
-        InferenceError: They do not hold one slab.
-    """
-    if options.cache_bytes is not None:
-        if options.cache_bytes < pool.slab_bytes:
-            raise InferenceError(
-                f"cache_bytes={options.cache_bytes}: at least {pool.slab_bytes}, or choose a "
-                "smaller slab_pages or page_slots"
-            )
-        pool.limit(options.cache_bytes // pool.slab_bytes)
-
-
-def _uses_kernels(policy: CachePolicy, options: EngineOptions) -> bool:
-    """Whether the fused decode kernels serve the compact cache.
-
-    Raises:
-        InferenceError: They are asked for but cannot.
-    """
-    obstacle = None
-    if not decode.runs_on(torch.device(options.device)):
-        obstacle = f"triton does not run on {options.device}"
-    elif options.page_slots & (options.page_slots - 1):
-        obstacle = f"page_slots={options.page_slots} is not a power of two"
-    elif decode_rule(policy) is None:
-        obstacle = f"the kernels do not support {type(policy).__name__}"
-    wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
-    if wanted and (obstacle is not None or options.kernels == "reference"):
-        cause = obstacle or "kernels=reference stores no fp8"
-        raise InferenceError(
-            f"kernels={options.kernels} cache_dtype={options.cache_dtype}: {cause}"
-        )
-    on_gpu = options.device.startswith("cuda") and options.kernels == "auto"
-    return obstacle is None and (wanted or on_gpu)
 
 
 class ModelRunner:
@@ -103,17 +31,19 @@ class ModelRunner:
         cache: Its cache.
         total: What the cache has cost so far.
         limits: What a step may take.
+        longest: Most tokens of a sequence.
     """
 
     def __init__(self, model: LoadedModel, options: EngineOptions) -> None:
         self.model = model
         self._device = torch.device(options.device)
+        self.longest = longest_sequence(model, options)
         policy = build_policy(options.policy, model.spec, options.window)
         self.cache = build_cache(model, policy, options)
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
         self._graphs: DecodeGraphs | None = None
         if isinstance(self.cache, PagedKVCache) and self._device.type == "cuda":
-            self._graphs = DecodeGraphs(model.decoder, self.cache)
+            self._graphs = DecodeGraphs(model.decoder, self.cache, options.max_num_seqs)
         a = model.architecture
         self.limits = SchedulerLimits(
             rows=options.max_num_seqs,
@@ -136,30 +66,24 @@ class ModelRunner:
         Returns:
             float [b, vocab] in the order of the batch; of one sequence with `every`, [n, vocab].
         """
-        found: dict[int, Tensor] = {}
-        order = sorted(range(len(batch)), key=lambda i: batch[i][0].row or 0)
-        for single in (True, False):  # one token each, then parts of prompts
-            chosen = [i for i in order if (batch[i][1] == 1) == single]
-            if chosen:
-                hidden = self._forward([batch[i] for i in chosen])
-                for place, i in enumerate(chosen):
-                    part = hidden[place, : batch[i][1]]
-                    found[i] = part if every else part[-1:]
-        return self.model.decoder.logits(torch.cat([found[i] for i in range(len(batch))]))
-
-    def free(self, row: int) -> None:
-        """Empty a cache row."""
-        self.cache.free(torch.tensor([row], device=self._device))
+        # one token each, then parts of prompts
+        order = sorted(range(len(batch)), key=lambda i: (batch[i][1] > 1, batch[i][0].row))
+        hidden = self._forward([batch[i] for i in order])
+        if not every:
+            ends = list(accumulate(batch[i][1] for i in order))
+            last = [end - 1 for _, end in sorted(zip(order, ends, strict=True))]
+            hidden = hidden[torch.tensor(last, device=self._device)]
+        return self.model.decoder.logits(hidden)
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> Tensor:
-        """The last hidden states [b, n, hidden], with padding behind shorter sequences."""
-        parts = [sequence.take(count) for sequence, count in batch]
-        tokens, position = self._padded([sequence for sequence, _ in batch], parts)
-        rows = torch.tensor([sequence.row for sequence, _ in batch], device=self._device)
-        if self._graphs is not None and tokens.shape[1] == 1:
-            hidden, reads = self._graphs.step(tokens, position, rows)
+        """The last hidden states of all tokens, [t, hidden]; single tokens come first."""
+        parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
+        tokens = TokenBatch.ragged(parts, self._device)
+        if self._graphs is not None and batch[-1][1] == 1:
+            hidden, reads = self._graphs.step(tokens)
         else:
-            hidden, reads = self.model.decoder(tokens, position, rows, self.cache)
+            hidden, reads = self.model.decoder(tokens, self.cache)
+        rows = torch.cat([group.rows for group in tokens.groups])
         counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
         for index, (sequence, count) in enumerate(batch):
             prompt = sequence.prefilling or count > 1
@@ -168,16 +92,3 @@ class ModelRunner:
             sequence.pages = counts.sums[index][2] // self.limits.page_slots
         self.total.step()
         return hidden
-
-    def _padded(self, sequences: list[Sequence], parts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Token ids and positions [b, n], padded at the right with 0 and -1."""
-        n = max(len(part) for part in parts)
-        tokens = [part + [0] * (n - len(part)) for part in parts]
-        position = [
-            [*range(s.computed, s.computed + len(part)), *[-1] * (n - len(part))]
-            for s, part in zip(sequences, parts, strict=True)
-        ]
-        return (
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(position, device=self._device),
-        )

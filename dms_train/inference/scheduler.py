@@ -9,6 +9,9 @@ How many pages a sequence will take is not known before, because the model decid
 Sequences are admitted by the share of tokens that survived so far, with a margin; where that was
 too little, the last ones are preempted. A step itself never lacks a page: it is planned with the
 most that its tokens can take.
+
+A sequence starts behind the longest snapshot of its first tokens, and pages that it shares with one
+are copied before they change. The further continuations of a prompt wait for such a snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import math
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 _MARGIN = 1.2  # of the pages that a sequence is expected to take
 _WATERMARK = 0.01  # share of the pool that admission leaves free
@@ -36,7 +39,9 @@ class SequenceState:
         prompt_end: Where the current prompt ends.
         computed: Tokens that are in the cache or were evicted from it.
         row: Cache row, or None while it has none.
-        pages: Pages it holds.
+        pages: Pages it holds, shared ones included.
+        cuts: Numbers of tokens after which a snapshot is taken; a step ends there.
+        leader: Continuation of the same prompt that computes it; None where there is no such one.
         finish_reason: Why it ended; None while it runs.
     """
 
@@ -48,6 +53,8 @@ class SequenceState:
     computed: int = 0
     row: int | None = None
     pages: int = 0
+    cuts: tuple[int, ...] = ()
+    leader: SequenceState | None = None
     finish_reason: str | None = None
 
     @property
@@ -59,6 +66,19 @@ class SequenceState:
     def runnable(self) -> bool:
         """Whether it has tokens to compute."""
         return self.finish_reason is None and self.remaining > 0
+
+    @property
+    def awaits_leader(self) -> bool:
+        """Whether another sequence is about to compute its prompt."""
+        leader = self.leader
+        if leader is None or leader.finish_reason is not None:
+            return False
+        return leader.computed < leader.prompt_end - 1
+
+    def next_tokens(self, most: int) -> int:
+        """How many tokens a step of at most `most` computes."""
+        cut = min((c for c in self.cuts if c > self.computed), default=len(self.tokens))
+        return min(cut - self.computed, self.remaining, most)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -98,6 +118,46 @@ class SchedulerLimits:
 
 
 State = TypeVar("State", bound=SequenceState)
+StateIn = TypeVar("StateIn", bound=SequenceState, contravariant=True)
+
+
+class CacheMemory(Protocol[StateIn]):
+    """What the scheduler asks of the cache."""
+
+    def free_pages(self) -> float:
+        """Pages that neither a row nor a snapshot holds; infinite without a limit."""
+        ...
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        """Most pages of a row that are copied for its next tokens, because others hold them too.
+
+        A single token is stored in a page that is taken or in one that is copied; that page is not
+        counted here.
+        """
+        ...
+
+    def free(self, row: int) -> None:
+        """Empty a row."""
+        ...
+
+    def cached_tokens(self, sequence: StateIn) -> int:
+        """Tokens of the longest snapshot that a sequence can start from."""
+        ...
+
+    def restore(self, sequence: StateIn) -> None:
+        """Put that snapshot, if there is one, into the row of a sequence; sets `computed`."""
+        ...
+
+    def reclaim(self, keep_for: StateIn | None = None) -> bool:
+        """Release the least recently used snapshot.
+
+        Args:
+            keep_for: The snapshot that this sequence would start from is kept.
+
+        Returns:
+            Whether there was one.
+        """
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,12 +166,12 @@ class Schedule(Generic[State]):
 
     Attributes:
         batch: Sequences that take part and the number of their tokens.
-        preempted: Sequences whose cache must be freed before the step, with their rows.
+        preempted: Sequences whose cache was freed for others.
         ended: Sequences with a `finish_reason` set by the scheduler; their cache is still theirs.
     """
 
     batch: list[tuple[State, int]] = field(default_factory=list)
-    preempted: list[tuple[State, int]] = field(default_factory=list)
+    preempted: list[State] = field(default_factory=list)
     ended: list[State] = field(default_factory=list)
 
 
@@ -120,15 +180,17 @@ class Scheduler(Generic[State]):
 
     Args:
         limits: Of the engine.
+        memory: Of its cache.
 
     Attributes:
         limits: As given.
+        memory: As given.
         preemptions: How many there were.
         survival: Measured share of the tokens behind the window that stay in the cache.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: SchedulerLimits, memory: CacheMemory[State]) -> None:
+        self.limits, self.memory = limits, memory
         self.preemptions = 0
         self.survival = 1.0
         self.waiting: list[State] = []  # without a row, in their order
@@ -142,13 +204,6 @@ class Scheduler(Generic[State]):
         return sorted(self._free_rows)
 
     @property
-    def free_pages(self) -> float:
-        """Pages that no sequence holds; infinite without a limit."""
-        if self.limits.pages is None:
-            return float("inf")
-        return self.limits.pages - sum(s.pages for s in self.placed)
-
-    @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
         return any(s.runnable for s in self.waiting) or any(s.runnable for s in self.placed)
@@ -157,21 +212,22 @@ class Scheduler(Generic[State]):
         """Queue a sequence without a row."""
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def remove(self, sequence: State) -> int | None:
-        """Forget a sequence. Returns its row, if it had one; the caller frees its cache."""
+    def remove(self, sequence: State) -> None:
+        """Forget a sequence and free its row, if it has one."""
         if sequence.row is None:
             self.waiting = [s for s in self.waiting if s is not sequence]
-            return None
-        row, sequence.row, sequence.pages, sequence.computed = sequence.row, None, 0, 0
+            return
+        self.memory.free(sequence.row)
+        self._free_rows.append(sequence.row)
+        sequence.row, sequence.pages, sequence.computed = None, 0, 0
         self.placed = [s for s in self.placed if s is not sequence]
-        self._free_rows.append(row)
-        return row
 
     def place(self, sequence: State) -> None:
-        """Move a waiting sequence to a free row."""
+        """Move a waiting sequence to a free row, behind what is cached of it."""
         self.remove(sequence)
         sequence.row = self._free_rows.pop()
         self.placed.append(sequence)
+        self.memory.restore(sequence)
 
     def observe(self, tokens: int, live: float) -> None:
         """Note that `live` of a sequence's `tokens` are in the cache, mean over its KV lists."""
@@ -187,6 +243,16 @@ class Scheduler(Generic[State]):
         kept = min(tokens, self.limits.window)
         kept += math.ceil(self.survival * _MARGIN * (tokens - kept))
         return self.limits.most_pages(min(tokens, kept))
+
+    def expected_growth(self, sequence: State) -> int:
+        """Pages that a waiting sequence is expected to take beyond those that it can share.
+
+        Pages of the window change while it decodes, so that they are not shared for long.
+        """
+        cached = self.memory.cached_tokens(sequence)
+        window = self.limits.most_pages(min(cached, self.limits.window))
+        shared = max(0, self.expected_pages(cached) - window)
+        return self.expected_pages(len(sequence.tokens)) - shared
 
     def schedule(self, now: float, allowed: Collection[State] | None = None) -> Schedule[State]:
         """Plan the next step.
@@ -217,7 +283,7 @@ class _Step(Generic[State]):
         self._scheduler, self._limits = scheduler, scheduler.limits
         self._allowed = allowed
         self._budget = scheduler.limits.batch_tokens
-        self._free = scheduler.free_pages
+        self._planned = 0  # pages that the batch may take
 
     def end_late(self, now: float) -> None:
         """End the sequences whose time is over."""
@@ -238,17 +304,29 @@ class _Step(Generic[State]):
 
     def admit(self) -> None:
         """Give rows to waiting sequences, in their order, while they are expected to fit."""
-        limits, scheduler = self._limits, self._scheduler
-        spare = self._free - self._promised() - _WATERMARK * (limits.pages or 0)
+        scheduler = self._scheduler
+        reserve = _WATERMARK * (self._limits.pages or 0)
+        promised = self._promised()
         for sequence in list(filter(self._may_run, scheduler.waiting)):
-            spare -= scheduler.expected_pages(len(sequence.tokens))
-            full = spare < 0 or self._budget == 0 or self.plan.preempted
-            if full and self.plan.batch:
+            if sequence.awaits_leader:
+                continue
+            growth = scheduler.expected_growth(sequence)
+            while self._free - promised - reserve < growth and scheduler.memory.reclaim(sequence):
+                pass
+            full = self._free - promised - reserve < growth or self._budget == 0
+            if (full or self.plan.preempted) and self.plan.batch:
                 return
             if not scheduler.free_rows and not self._preempt(self._idle()):
                 return
             scheduler.place(sequence)
+            planned = self._planned
             self._compute(sequence)
+            promised += max(0, growth - (self._planned - planned))
+
+    @property
+    def _free(self) -> float:
+        """Pages that nothing holds and the batch does not take."""
+        return self._scheduler.memory.free_pages() - self._planned
 
     def _may_run(self, sequence: State) -> bool:
         return sequence.runnable and (self._allowed is None or sequence in self._allowed)
@@ -260,22 +338,30 @@ class _Step(Generic[State]):
     def _compute(self, sequence: State) -> None:
         """Add a sequence with a row to the batch, with as many tokens as there are pages for.
 
-        Others are preempted if there is no page otherwise. A sequence for which the whole cache is
-        too small ends.
+        Snapshots are released and others are preempted if there is no page otherwise. A sequence
+        for which the whole cache is too small ends.
         """
-        count = min(sequence.remaining, self._limits.chunk, self._budget)
+        limits, memory = self._limits, self._scheduler.memory
+        count = sequence.next_tokens(min(limits.chunk, self._budget))
         if count == 0:
             return
-        while self._limits.most_pages(1) > self._free:
-            if not self._preempt(self._victim(sequence)):
+        while self._most_pages(sequence, 1) > self._free:
+            if not memory.reclaim() and not self._preempt(self._victim(sequence)):
                 if self._scheduler.placed == [sequence]:
                     self._end(sequence, "memory")
                 return
-        if self._limits.most_pages(count) > self._free:
-            count = self._limits.tokens_within(int(self._free))
+        if self._most_pages(sequence, count) > self._free:
+            spare = self._free - self._most_pages(sequence, count) + limits.most_pages(count)
+            count = max(1, limits.tokens_within(int(spare)))
         self.plan.batch.append((sequence, count))
-        self._free -= self._limits.most_pages(count)
+        self._planned += self._most_pages(sequence, count)
         self._budget -= count
+
+    def _most_pages(self, sequence: State, count: int) -> int:
+        """Most pages that the next tokens of a sequence with a row can take."""
+        assert sequence.row is not None
+        copies = self._scheduler.memory.most_copies(sequence.row, count)
+        return self._limits.most_pages(count) + copies
 
     def _idle(self) -> State | None:
         """The last of the sequences with a row that cannot take part; None if there is none."""
@@ -292,10 +378,8 @@ class _Step(Generic[State]):
         """Take the cache of a sequence, which is computed again later. False for no sequence."""
         if victim is None:
             return False
-        self._free += victim.pages
-        row = self._scheduler.remove(victim)
-        assert row is not None
-        self.plan.preempted.append((victim, row))
+        self._scheduler.remove(victim)
+        self.plan.preempted.append(victim)
         self._scheduler.preemptions += 1
         self._scheduler.add(victim)
         return True

@@ -204,6 +204,7 @@ class Generation:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": _cached_tokens(outputs)},
             "kv": _kv_usage(outputs),
         }
 
@@ -245,6 +246,11 @@ def _with_view(part: Part, prompt: _Prompt, output: RequestOutput) -> Part:
         finish_reason=part.finish_reason,
         kv=view,
     )
+
+
+def _cached_tokens(outputs: list[RequestOutput]) -> int:
+    """Prompt tokens that were not computed for the first continuation of each prompt."""
+    return sum(output.outputs[0].kv.cached_tokens for output in outputs)
 
 
 def _kv_usage(outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def describe(engine: InferenceEngine, directory: Path, name: str) -> ServedModel
     """What the routes need to know about a loaded model."""
     return ServedModel(
         name=name,
-        longest=engine.architecture.max_position_embeddings,
+        longest=engine.longest,
         vocabulary=engine.architecture.vocab_size,
         tokenizer=engine.tokenizer,
         template=ChatTemplate.load(directory),

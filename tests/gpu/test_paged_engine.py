@@ -66,7 +66,6 @@ def run(preset: str | None, feed: list[list[int]] | None, **how: str):
             s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][step + 1])
     rows = torch.arange(len(PROMPTS), device=DEVICE)
     live = runner.cache.live(rows).cpu()
-    runner.free(1)
     return [s.output for s in running], torch.stack(logits), live
 
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from dms_train.export.writer import write_export
 from dms_train.hf.formats import default_format
 from dms_train.inference.cache.interface import AttentionStep
+from dms_train.inference.cache_builder import build_cache
+from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.registry import build_policy
-from dms_train.inference.runner import build_cache
 from dms_train.method.spec import DMSSpec
 from tests.unit.inference.conftest import random_ids, tiny_architecture, varied_weights
 
@@ -142,8 +143,9 @@ def ours(
     rows, logits, live, seen = torch.tensor([0]), [], [], 0
     for part in [tokens[:prompt], *([token] for token in tokens[prompt:])]:
         position = torch.arange(seen, seen + len(part))[None]
-        hidden, _ = model.decoder(torch.tensor([part]), position, rows, recorder)
-        logits.append(model.decoder.logits(hidden)[0])
+        batch = TokenBatch.rectangular(torch.tensor([part]), position, rows)
+        hidden, _ = model.decoder(batch, recorder)
+        logits.append(model.decoder.logits(hidden))
         live.append(cache.live(rows)[:, 0].clone())
         seen += len(part)
     return {

@@ -52,21 +52,21 @@ def empty_cache(s: Shape, pages: int | None = None) -> PagedCache:
     exponents = None
     if kind == FP8:
         exponents = torch.zeros(*kv_lists, s.places, 2, dtype=torch.int8, **put)
-    count = torch.tensor([n], dtype=torch.int32, **put)
     return PagedCache(
         pages=slab,
         table=torch.zeros(*kv_lists, s.places, dtype=torch.int32, **put),
         lengths=torch.zeros(*kv_lists, dtype=torch.int32, **put),
         ring=torch.zeros(*kv_lists, s.window + 1, dtype=torch.int32, **put),
         exponents=exponents,
-        free=FreePages(order, count, torch.zeros(1, dtype=torch.int32, **put)),
+        free=FreePages.all_of(n, s.device)._replace(numbers=order),
     )
 
 
 def copied(cache: PagedCache) -> PagedCache:
     """The same in other memory, on the CPU."""
     fields = [None if x is None else x.clone().cpu() for x in cache[:-1]]
-    return PagedCache(*fields, FreePages(*(x.clone().cpu() for x in cache.free)))
+    free = [None if x is None else x.clone().cpu() for x in cache.free]
+    return PagedCache(*fields, FreePages(*free))
 
 
 def filled_cache(s: Shape, lengths: torch.Tensor) -> PagedCache:
@@ -165,6 +165,58 @@ def check_append(append, s: Shape, rule: Decisions, steps: int) -> None:
             ):
                 wide = 0.13 if mine.exponents is not None else close
                 torch.testing.assert_close(ours, theirs, rtol=wide, atol=close)
+
+
+def check_shared_pages(append, s: Shape, rule: Decisions, steps: int) -> None:
+    """Rows that go on from one row's pages equal rows that have stored all tokens themselves."""
+    shared, apart = (empty_cache(s, 4 * s.rows * s.heads * s.places) for _ in range(2))
+    first = torch.arange(s.rows, device=s.device) == 0
+    for t in range(steps):
+        step = random_step(s, torch.full((s.rows,), t, device=s.device), t)
+        same = [x[:1].expand_as(x).contiguous() for x in step[:5]]
+        step = Step(*same, *step[5:7], step.signal[:1].expand_as(step.signal).contiguous())
+        step = step if rule.source == SIGNAL else step._replace(signal=None)
+        append(step, apart, rule)
+        append(step._replace(rows=torch.where(first, step.rows, -1)), shared, rule)
+    used = (shared.lengths[0] + s.page_slots - 1) // s.page_slots
+    held = torch.arange(s.places, device=s.device) < used[:, None]
+    for x in (shared.table, shared.lengths, shared.ring, shared.exponents):
+        if x is not None:
+            x[1:] = x[:1]
+    shared.free.holders[shared.table[0][held]] = s.rows
+    original = shared.pages[shared.table[0][held].long()].float()
+    untouched = shared.table[0][held].clone()
+    shared.free.holders[untouched] += 1  # a snapshot, which must not change
+    for t in range(steps, steps + 2 * s.window):
+        step = random_step(s, torch.full((s.rows,), t, device=s.device), t)
+        step = step if rule.source == SIGNAL else step._replace(signal=None)
+        append(step, apart, rule)
+        append(step, shared, rule)
+    mine, theirs = copied(shared), copied(apart)
+    assert int(mine.free.fault) == 0
+    assert torch.equal(mine.ring, theirs.ring)
+    assert torch.equal(mine.lengths, theirs.lengths)
+    for row in range(s.rows):
+        for head in range(s.heads):
+            for ours, others in zip(
+                reference.live_slots(mine, row, head),
+                reference.live_slots(theirs, row, head),
+                strict=True,
+            ):
+                torch.testing.assert_close(ours, others, rtol=0, atol=0)
+    torch.testing.assert_close(
+        shared.pages[untouched.long()].float(), original, rtol=0, atol=0, equal_nan=True
+    )
+    used = (mine.lengths + s.page_slots - 1) // s.page_slots
+    place = torch.arange(s.places)
+    counted = torch.bincount(mine.table[place < used[..., None]], minlength=len(mine.pages))
+    counted[untouched.cpu()] += 1
+    free = mine.free.numbers[: int(mine.free.left)].long()
+    assert not counted[free].any()
+    assert (mine.free.holders[free] == 1).all()
+    taken = torch.ones(len(mine.pages), dtype=torch.bool)
+    taken[free] = False
+    assert torch.equal(mine.free.holders[1:][taken[1:]].long(), counted[1:][taken[1:]])
 
 
 def check_attend(attend, s: Shape, lengths: torch.Tensor, tolerance: float) -> None:

@@ -2,7 +2,7 @@
 
 Pages are numbered consecutively; page P lies in slab P // slab_pages. A slab is opened when no page
 is free and closed when all of its pages are. Low slabs are filled first, so that high ones become
-free.
+free. A page may have several holders; it is free again when the last one has released it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class PageAllocator:
         self.slab_pages = slab_pages
         self.max_slabs: int | None = None
         self._free: dict[int, list[int]] = {}  # by open slab
-        self._owned: set[int] = set()
+        self._holders: dict[int, int] = {}  # by page in use
+        self._shares = 0  # holders beyond the first, all pages together
         self._fillable: list[int] = []  # heap of slabs; entries may be out of date
         self._closed: list[int] = []  # heap of slab numbers to open again
         self._opened = 0  # slab numbers ever used
@@ -36,7 +37,12 @@ class PageAllocator:
     @property
     def used(self) -> int:
         """Pages handed out."""
-        return len(self._owned)
+        return len(self._holders)
+
+    @property
+    def sharing(self) -> bool:
+        """Whether any page has several holders."""
+        return self._shares > 0
 
     @property
     def slabs(self) -> list[int]:
@@ -62,20 +68,34 @@ class PageAllocator:
             take = min(count - len(pages), len(free))
             pages += reversed(free[-take:])
             del free[-take:]
-        self._owned.update(pages)
+        self._holders.update(dict.fromkeys(pages, 1))
         return pages, opened
 
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a holder to each of these pages, which are in use."""
+        for page in pages:
+            self._holders[page] += 1
+            self._shares += 1
+
+    def shared(self, pages: Iterable[int]) -> list[bool]:
+        """Which pages have several holders."""
+        return [self._holders.get(page, 0) > 1 for page in pages]
+
     def release(self, pages: Iterable[int]) -> list[int]:
-        """Give pages back. Returns the numbers of the slabs closed because they became free.
+        """Take a holder from each page. Returns the slabs closed because they became free.
 
         Raises:
-            ValueError: If a page was not handed out.
+            ValueError: If a page is not in use.
         """
         touched = set()
         for page in pages:
-            if page not in self._owned:
+            if page not in self._holders:
                 raise ValueError(f"page {page} is not in use")
-            self._owned.remove(page)
+            if self._holders[page] > 1:
+                self._holders[page] -= 1
+                self._shares -= 1
+                continue
+            del self._holders[page]
             slab = page // self.slab_pages
             if not self._free[slab]:
                 heapq.heappush(self._fillable, slab)

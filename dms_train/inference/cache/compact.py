@@ -3,7 +3,7 @@
 Every (layer, sequence, KV head) owns a list of pages. Its live tokens fill the slots of that list
 from the front without holes: an arriving token takes the slot of an evicted one. If more tokens are
 evicted than arrive, the last ones move into the free slots, and empty pages at the end are
-released.
+released. Rows and snapshots may share pages; a shared page is copied before it changes.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, d head size.
 """
@@ -76,6 +76,28 @@ class CompactCache:
     def held_slots(self, rows: Tensor) -> Tensor:
         """Slots of the pages held, int64 [layers, b, h]."""
         return _pages(self._lengths[:, rows], self.pool.page_slots) * self.pool.page_slots
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that rows and snapshots hold, shared ones once."""
+        return self.pool.allocator.used
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        """Most shared pages of a row that its next tokens change.
+
+        A decode step changes the state of one more token than the one it stores, at most, unless
+        the policy scores or merges all of them.
+        """
+        if not self.pool.allocator.sharing:
+            return 0
+        shared = sum(int(self.pool.shared(table[row]).sum()) for table in self._tables)
+        policy = self.policy
+        few = tokens == 1 and not policy.scored and type(policy).merge is CachePolicy.merge
+        return min(shared, self._lengths[:, row].numel()) if few else shared
+
+    def snapshot(self, row: int) -> CompactSnapshot:
+        """What a row holds now; its pages are shared."""
+        return CompactSnapshot(self, row)
 
     def positions(self, row: int) -> list[list[Tensor]]:
         """Positions of the live tokens of a row by layer and head, each int64 [live] on the CPU."""
@@ -244,7 +266,11 @@ class CompactCache:
         order = torch.arange(keep.shape[-1], device=keep.device)
         filled = order < lengths[..., None]
         stays = keep & filled & (order < old)
-        table = self._grow(slots.layer, rows, lengths)
+        self._grow(slots.layer, rows, lengths)
+        if self.pool.allocator.sharing:
+            self._own(slots.layer, rows, (filled & ~stays) | (stays & changed))
+            numbers = self._numbers(*self._kv_lists(slots.layer, rows))
+        table = self._tables[slots.layer][rows]
         self._rewrite(numbers, slots, (stays & changed)[..., :old], content=merged is not None)
         # every KV list has as many unplaced tokens as free slots, in the same order
         unplaced = (keep & ~stays).nonzero(as_tuple=True)
@@ -287,8 +313,18 @@ class CompactCache:
             fields[field] = values
         self.pool.write(target, fields)
 
-    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Page table [b, h, p] with pages for `lengths` [b, h] tokens."""
+    def _own(self, layer: int, rows: Tensor, written: Tensor) -> None:
+        """Copy shared pages of which slots are about to be written, bool [b, h, s]."""
+        table, size = self._tables[layer][rows], self.pool.page_slots
+        slots = table.shape[-1] * size
+        room = F.pad(written, (0, max(0, slots - written.shape[-1])))[..., :slots]
+        copied = room.view(*table.shape, size).any(-1) & self.pool.shared(table)
+        if bool(copied.any()):
+            table[copied] = self.pool.unshare(table[copied])
+            self._tables[layer][rows] = table
+
+    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> None:
+        """Add pages to the page tables for `lengths` [b, h] tokens."""
         size = self.pool.page_slots
         need, have = _pages(lengths, size), _pages(self._lengths[layer, rows], size)
         missing = int(need.max()) - self._tables[layer].shape[-1]
@@ -300,7 +336,6 @@ class CompactCache:
         if bool(fresh.any()):
             table[fresh] = self.pool.allocate(int(fresh.sum()))
             self._tables[layer][rows] = table
-        return table
 
     def _shrink(self, layer: int, rows: Tensor, lengths: Tensor) -> None:
         """Set the lengths [b, h] and release the pages behind them."""
@@ -312,6 +347,43 @@ class CompactCache:
             self.pool.release(table[spare])
             table[spare] = -1
             self._tables[layer][rows] = table
+
+
+class CompactSnapshot:
+    """Pages of a row that it holds together with others.
+
+    Args:
+        cache: What it is taken of.
+        row: The row.
+    """
+
+    def __init__(self, cache: CompactCache, row: int) -> None:
+        self._cache = cache
+        self._tables = [table[row].clone() for table in cache._tables]
+        self._lengths = cache._lengths[:, row].clone()
+        self._share()
+
+    def restore(self, row: int) -> None:
+        """Have an empty row hold the same pages."""
+        cache = self._cache
+        for layer, stored in enumerate(self._tables):
+            table = cache._tables[layer]
+            wider = max(table.shape[-1], stored.shape[-1])
+            table = F.pad(table, (0, wider - table.shape[-1]), value=-1)
+            table[row] = F.pad(stored, (0, wider - stored.shape[-1]), value=-1)
+            cache._tables[layer] = table
+        cache._lengths[:, row] = self._lengths
+        self._share()
+
+    def release(self) -> None:
+        """Give up its pages."""
+        for table in self._tables:
+            self._cache.pool.release(table[table >= 0])
+        self._tables = []
+
+    def _share(self) -> None:
+        for table in self._tables:
+            self._cache.pool.share(table[table >= 0])
 
 
 def join(stored: Slots, arrival: Arrival) -> Slots:

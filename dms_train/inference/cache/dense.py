@@ -52,6 +52,19 @@ class DenseCache:
         return None
 
     @property
+    def used_pages(self) -> int:
+        """0: there are no pages."""
+        return 0
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        """0: there are no pages."""
+        return 0
+
+    def snapshot(self, row: int) -> DenseSnapshot:
+        """What a row holds now, copied."""
+        return DenseSnapshot(self, row)
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of all layers now."""
         return sum(evicted.numel() for evicted in self._evicted) * self.slot_bytes
@@ -149,6 +162,11 @@ class DenseCache:
             stored[rows[b], :, place] = getattr(arrival, field)[b, :, token].to(stored.dtype)
         self._used[layer, rows] = after
 
+    def _tensors(self, layer: int) -> list[Tensor]:
+        """All that a layer stores of its slots, each [rows, h, t, ...]."""
+        stored = (t for t in self._slots[layer] if isinstance(t, Tensor))
+        return [self._evicted[layer], *stored]
+
     def _reserve(self, layer: int, size: int) -> None:
         have = self._evicted[layer].shape[2]
         if size <= have:
@@ -164,6 +182,38 @@ class DenseCache:
         )
         self._evicted[layer] = F.pad(self._evicted[layer], (0, more))
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+
+class DenseSnapshot:
+    """A copy of a row.
+
+    Args:
+        cache: What it is taken of.
+        row: The row.
+    """
+
+    def __init__(self, cache: DenseCache, row: int) -> None:
+        self._cache = cache
+        self._used = cache._used[:, row].clone()
+        self._live = cache._live[:, row].clone()
+        self._content = [
+            [t[row, :, :used].clone() for t in cache._tensors(layer)]
+            for layer, used in enumerate(self._used.tolist())
+        ]
+
+    def restore(self, row: int) -> None:
+        """Copy it into an empty row."""
+        cache = self._cache
+        for layer, content in enumerate(self._content):
+            used = content[0].shape[1]
+            cache._reserve(layer, used)
+            for tensor, stored in zip(cache._tensors(layer), content, strict=True):
+                tensor[row, :, :used] = stored
+        cache._used[:, row], cache._live[:, row] = self._used, self._live
+
+    def release(self) -> None:
+        """Free the copy."""
+        self._content = []
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,17 +86,32 @@ class AttentionStep(NamedTuple):
         return x * self.cos + torch.cat([-second, first], -1) * self.sin
 
 
+class Snapshot(Protocol):
+    """What one row of a cache held at one time."""
+
+    def restore(self, row: int) -> None:
+        """Put it into an empty row."""
+        ...
+
+    def release(self) -> None:
+        """Give it up; it cannot be restored any more."""
+        ...
+
+
 class KVCache(Protocol):
     """Keys and values of several sequences ("rows"), all layers."""
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes taken from the system now."""
+        """Bytes of the memory that holds tokens now, and of the tables.
+
+        A pool that is taken from the system once counts with its pages in use.
+        """
         ...
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes ever taken from the system."""
+        """Most of them so far."""
         ...
 
     @property
@@ -107,6 +122,22 @@ class KVCache(Protocol):
     @property
     def max_pages(self) -> int | None:
         """Most pages of all sequences together; None where there is no limit."""
+        ...
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that rows and snapshots hold, shared ones once; 0 without pages."""
+        ...
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        """Most pages of a row that are copied for its next tokens, because others hold them too.
+
+        One page of each KV list is not counted for a single token: it is taken or copied.
+        """
+        ...
+
+    def snapshot(self, row: int) -> Snapshot:
+        """What a row holds now."""
         ...
 
     def step(self, layer: int, step: AttentionStep) -> Attended:

@@ -3,13 +3,15 @@
 It holds the same tokens as `CompactCache`, for policies that decide about a token by the time it
 leaves the window, so that only tokens in the window need a position. Prompts are computed by the
 kernels of `kernels.prefill`; the host waits once per layer and chunk for the number of pages they
-need. With FP8 pages, prompts are computed by torch operations instead.
+need. With FP8 pages, prompts are computed by torch operations instead. All memory is taken once.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, w window, d head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from torch import Tensor
 from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.compact import join
+from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.page_slabs import PageSlabs
 from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
@@ -62,10 +64,18 @@ class PagedKVCache:
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
+        longest: Most tokens of a sequence.
     """
 
     def __init__(
-        self, pool: PageSlabs, policy: CachePolicy, *, layers: int, rows: int, heads: int
+        self,
+        pool: DevicePool,
+        policy: CachePolicy,
+        *,
+        layers: int,
+        rows: int,
+        heads: int,
+        longest: int,
     ) -> None:
         rule = decode_rule(policy)
         assert rule is not None
@@ -73,23 +83,32 @@ class PagedKVCache:
         self.policy = policy
         self._rule, window = rule
         put: dict[str, Any] = {"dtype": torch.int32, "device": pool.device}
-        self._tables = torch.zeros(layers, rows, heads, 0, **put)
-        self._lengths = torch.zeros(layers, rows, heads, **put)
-        self._rings = torch.zeros(layers, rows, heads, window + 1, **put)
-        self._exponents = torch.zeros(layers, rows, heads, 0, 2, dtype=torch.int8).to(pool.device)
-        self._quantised = pool.pages.dtype == FP8
-        self._longest = 0  # no KV list is longer
+        kv_lists = (layers, rows, heads)
+        places = -(-longest // pool.page_slots)
+        self._tables = torch.zeros(*kv_lists, places, **put)
+        self._lengths = torch.zeros(kv_lists, **put)
+        self._rings = torch.zeros(*kv_lists, window + 1, **put)
+        self._exponents: Tensor | None = None  # of FP8 pages
+        if pool.pages.dtype == FP8:
+            self._exponents = torch.zeros(*kv_lists, places, 2, dtype=torch.int8).to(pool.device)
+        self._recording = False
         self._memory: dict[int, Any] = {}  # by sequences of a step
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pool's slabs and of what describes them now."""
-        return self.pool.allocated_bytes + self._table_bytes
+        """Bytes of the pages in use and of the tables."""
+        return self.used_pages * self.pool.page_bytes + self.table_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes ever taken."""
-        return self.pool.peak_bytes + self._table_bytes
+        """Most of them after any step."""
+        return self.pool.peak_pages * self.pool.page_bytes + self.table_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of what describes the rows."""
+        tables = (self._tables, self._lengths, self._rings, self._exponents)
+        return sum(x.numel() * x.itemsize for x in tables if x is not None)
 
     @property
     def slot_bytes(self) -> int:
@@ -97,15 +116,24 @@ class PagedKVCache:
         return self.pool.slot_bytes
 
     @property
-    def max_pages(self) -> int | None:
-        """Pages of the pool at its largest; None without a limit."""
+    def max_pages(self) -> int:
+        """Pages of the pool."""
         return self.pool.max_pages
 
     @property
-    def _table_bytes(self) -> int:
-        tensors = (self._tables, self._lengths, self._rings, self.pool.free.numbers)
-        exponents = self._exponents.numel() if self._quantised else 0
-        return sum(x.numel() for x in tensors) * 4 + exponents
+    def used_pages(self) -> int:
+        """Pages that rows and snapshots hold, shared ones once."""
+        return self.pool.used_pages
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
+        if tokens == 1 or not self.pool.sharing:
+            return 0
+        return int(self.pool.shared(self._held(row)).sum())
+
+    def snapshot(self, row: int) -> PagedSnapshot:
+        """What a row holds now; its pages are shared."""
+        return PagedSnapshot(self, row)
 
     def live(self, rows: Tensor) -> Tensor:
         """Live tokens, int64 [layers, b, h]."""
@@ -117,7 +145,7 @@ class PagedKVCache:
 
     def view(self, layer: int) -> PagedCache:
         """One layer as the kernels see it."""
-        exponents = self._exponents[layer] if self._quantised else None
+        exponents = None if self._exponents is None else self._exponents[layer]
         kv_lists = (self._tables[layer], self._lengths[layer], self._rings[layer])
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
 
@@ -127,12 +155,9 @@ class PagedKVCache:
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
-        tables = self._tables[:, rows]
-        used = self._place() < self._pages(self._lengths[:, rows])[..., None]
-        self.pool.release(tables[used])
+        for row in rows.tolist():
+            self.pool.release(self._held(row))
         self._lengths[:, rows] = 0
-        self._longest = int(self._lengths.max())
-        self._resize(self._longest)
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
@@ -173,7 +198,7 @@ class PagedKVCache:
             rows=step.rows,
             signal=signal,
         )
-        if layer == 0 and not _capturing():
+        if layer == 0 and not self._recording:
             self.prepare(b)
         cache = self.view(layer)
         append, attend = decode.kernels()
@@ -221,8 +246,11 @@ class PagedKVCache:
         evicted = prompt.evictions(before, arrival.signal, real, self._rule)
         chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
         table, spare = self._grow(layer, rows, chunk.lengths)
-        slab, first = self.pool.lowest
-        tokens, pages = Tokens(query, arrival.key, arrival.value), Pages(slab, table - first)
+        if self.pool.sharing:
+            size = self.pool.page_slots
+            changed = prompt.changed_pages(before, window, table.shape[-1], size)
+            table = self._own(layer, rows, table, changed)
+        tokens, pages = Tokens(query, arrival.key, arrival.value), Pages(self.pool.pages, table)
         try:
             output, after = prefill.extend_prompt(
                 tokens, chunk, before, pages, window=window, scale=d**-0.5
@@ -235,29 +263,28 @@ class PagedKVCache:
             self._rings[layer, rows] = prompt.ring_after(after, window + 1)
         return Attended(output, prompt.reads(chunk, before, window))
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Steps inside are captured, or store nothing, and reserve no pages."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
     def prepare(self, sequences: int) -> None:
         """Reserve a slot for one more token of `sequences` sequences in every layer and KV head."""
-        layers, _, heads, places = self._tables.shape
-        capacity = places * self.pool.page_slots
-        if self._longest == capacity:
-            self._longest = int(self._lengths.max())
-        self._longest += 1
-        if self._longest > capacity:
-            self._resize(self._longest + self._longest // 4)
+        layers, _, heads, _ = self._tables.shape
         self.pool.reserve(layers * sequences * heads)
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses that a captured step reads; when they change, it must be captured again."""
-        tensors = (self._tables, self._exponents, self.pool.free.numbers)
-        return (self._tables.shape[-1], *(x.data_ptr() for x in tensors))
+    def _tables_and_exponents(self) -> list[Tensor]:
+        """What has an entry for each place, [layers, rows, h, p, ...]."""
+        return [x for x in (self._tables, self._exponents) if x is not None]
 
-    def _resize(self, slots: int) -> None:
-        """Give the tables places for so many slots."""
-        wanted = -(-slots // self.pool.page_slots)
-        change = wanted - self._tables.shape[-1]
-        self._tables = F.pad(self._tables, (0, change))
-        self._exponents = F.pad(self._exponents, (0, 0, 0, change))
+    def _held(self, row: int) -> Tensor:
+        """Pages of a row, int32 [pages of all layers and heads]."""
+        used = self._place() < self._pages(self._lengths[:, row])[..., None]
+        return self._tables[:, row][used]
 
     def _pages(self, slots: Tensor) -> Tensor:
         return (slots + self.pool.page_slots - 1) // self.pool.page_slots
@@ -273,9 +300,8 @@ class PagedKVCache:
         lengths = self._lengths[layer, rows]
         places = int(self._pages(lengths).max())
         table = self._tables[layer, rows][..., :places]
-        content = self.pool.read(table.flatten()).view(*table.shape, *self.pool.pages.shape[1:])
-        wide = content.to(arrival.key.dtype)
-        if self._quantised:
+        wide = self.pool.pages[table].to(arrival.key.dtype)
+        if self._exponents is not None:
             exponents = self._exponents[layer, rows][..., :places, :, None, None]
             wide = wide * exponents.to(wide.dtype).exp2()
         held = torch.arange(places * self.pool.page_slots, device=table.device) < lengths[..., None]
@@ -294,6 +320,8 @@ class PagedKVCache:
         keep = (slots.position >= 0) & ~self.policy.expired(slots, newest)[:, :, 0]
         lengths = keep.sum(-1)
         table, spare = self._grow(layer, rows, lengths)
+        if self.pool.sharing:
+            table = self._own(layer, rows, table, torch.ones_like(table, dtype=torch.bool))
         self._settled(layer, rows, lengths, spare=spare)
         if self._rule.source != NEVER:
             marks = keep if self._rule.source == ALWAYS else slots.state[..., 0] > 0
@@ -313,30 +341,50 @@ class PagedKVCache:
         pair = pair.masked_fill(unused[:, :, None, :, None], 0)
         # [b, h, places, 2, size, d]
         content = pair.view(*pair.shape[:3], places, size, -1).movedim(3, 2)
-        used = (self._place() < need[..., None])[..., :places]
-        self.pool.write(table[..., :places][used], self._packed(layer, rows, content)[used])
+        used = self._place()[:places] < need[..., None]
+        self.pool.pages[table[..., :places][used]] = self._packed(layer, rows, content)[used]
 
     def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> tuple[Tensor, bool]:
         """Allocate pages for `lengths` [b, h]; nothing moves. The host waits for the number needed.
 
         Returns:
-            Page table of the rows, [b, h, p], and whether pages at the end of a list become unused.
+            Page table of the rows up to their longest list before or after, [b, h, p], and whether
+            pages at the end of a list become unused.
         """
         change = self._pages(lengths) - self._pages(self._lengths[layer, rows])
         missing = change.clamp(min=0)
-        asked = torch.stack([lengths.max(), missing.sum(), (change < 0).any()])
-        longest, count, spare = asked.tolist()
-        self._longest = max(self._longest, longest)
-        if self._longest > self._tables.shape[-1] * self.pool.page_slots:
-            self._resize(self._longest + self._longest // 4)
-        table = self._tables[layer, rows]
+        longest = torch.maximum(lengths, self._lengths[layer, rows]).max()
+        asked = torch.stack([self._pages(longest), missing.sum(), (change < 0).any()])
+        places, count, spare = asked.tolist()
+        table = self._tables[layer, rows, :, :places]
         if count:
             have = self._pages(self._lengths[layer, rows])[..., None]
-            fresh = (self._place() >= have) & (self._place() < have + missing[..., None])
-            place = fresh.flatten().cumsum(0).view(fresh.shape) - 1
-            table = torch.where(fresh, self.pool.take(count)[place.clamp(min=0)], table)
-            self._tables[layer, rows] = table
+            place = self._place()[:places]
+            fresh = (place >= have) & (place < have + missing[..., None])
+            number = fresh.flatten().cumsum(0).view(fresh.shape) - 1
+            table = torch.where(fresh, self.pool.take(count)[number.clamp(min=0)], table)
+            self._tables[layer, rows, :, :places] = table
         return table, bool(spare)
+
+    def _own(self, layer: int, rows: Tensor, table: Tensor, changed: Tensor) -> Tensor:
+        """Copy shared pages before they change.
+
+        Args:
+            layer: Layer number.
+            rows: int64 [b].
+            table: Of these rows, [b, h, p].
+            changed: Which of the pages are written, bool [b, h, p].
+
+        Returns:
+            The table afterwards.
+        """
+        held = self._place()[: table.shape[-1]] < self._pages(self._lengths[layer, rows])[..., None]
+        copied = changed & held & self.pool.shared(table)
+        pages = table[copied]
+        if len(pages):
+            table = table.masked_scatter(copied, self.pool.unshare(pages))
+            self._tables[layer, rows, :, : table.shape[-1]] = table
+        return table
 
     def _settled(self, layer: int, rows: Tensor, lengths: Tensor, *, spare: bool) -> None:
         """Set the lengths [b, h] and give back the pages behind them, if there are any."""
@@ -349,7 +397,7 @@ class PagedKVCache:
 
     def _packed(self, layer: int, rows: Tensor, content: Tensor) -> Tensor:
         """Pages [b, h, p, 2, size, d] as they are stored."""
-        if not self._quantised:
+        if self._exponents is None:
             return content.to(self.pool.pages.dtype)
         # the rule of kernels.decode.paged: at most 256, with one power of two to spare
         exponents = (torch.frexp(content.float().abs().amax((4, 5)))[1] - 7).clamp(-99, 101)
@@ -357,5 +405,31 @@ class PagedKVCache:
         return (content.float() * (-exponents.float()).exp2()[..., None, None]).to(FP8)
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+class PagedSnapshot:
+    """Pages of a row that it holds together with others, and what describes them.
+
+    Args:
+        cache: What it is taken of.
+        row: The row.
+    """
+
+    def __init__(self, cache: PagedKVCache, row: int) -> None:
+        self._cache = cache
+        self._pages = cache._held(row)
+        places = int(cache._pages(cache._lengths[:, row]).max())
+        self._state = [x[:, row].clone() for x in (cache._lengths, cache._rings)]
+        self._tables = [x[:, row, :, :places].clone() for x in cache._tables_and_exponents()]
+        cache.pool.share(self._pages)
+
+    def restore(self, row: int) -> None:
+        """Have an empty row hold the same pages."""
+        cache = self._cache
+        for x, stored in zip((cache._lengths, cache._rings), self._state, strict=True):
+            x[:, row] = stored
+        for x, stored in zip(cache._tables_and_exponents(), self._tables, strict=True):
+            x[:, row, :, : stored.shape[2]] = stored
+        cache.pool.share(self._pages)
+
+    def release(self) -> None:
+        """Give up its pages."""
+        self._cache.pool.release(self._pages)

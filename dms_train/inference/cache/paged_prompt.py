@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dms_train.kernels.decode.paged import ALWAYS, NEVER, Decisions
 from dms_train.kernels.prefill.lists import PrefillChunk
-from dms_train.kernels.prefill.sparse import PrefillState, recent_tokens
+from dms_train.kernels.prefill.sparse import PrefillState, last_slots, recent_tokens
 
 
 def state_before(lengths: Tensor, ring: Tensor, seen: Tensor, source: int) -> PrefillState:
@@ -58,6 +58,29 @@ def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: D
     governed = whole[..., k - rule.shift : k - rule.shift + n]
     decided = torch.where(real[:, None] > 0, signal, governed)
     return torch.cat([whole[..., : k - rule.shift], decided, whole[..., k - rule.shift + n :]], 2)
+
+
+def changed_pages(before: PrefillState, window: int, places: int, page_slots: int) -> Tensor:
+    """Pages that a chunk writes to: of the last tokens, and behind the older ones.
+
+    Args:
+        before: State before the chunk.
+        window: Of the policy.
+        places: Pages of the longest list.
+        page_slots: Slots of a page.
+
+    Returns:
+        bool [b, h, places].
+    """
+    slots = before.slots
+    if slots is None:
+        slots = last_slots(before.lengths, before.seen, window)
+    older = before.lengths - (slots >= 0).sum(-1)
+    place = torch.arange(places, device=slots.device)
+    recent = torch.where(slots >= 0, slots // page_slots, places).long()  # the rest: one more place
+    found = torch.zeros(*slots.shape[:2], places + 1, dtype=torch.bool, device=slots.device)
+    found = found.scatter(2, recent, torch.ones_like(recent, dtype=torch.bool))[..., :-1]
+    return found | (place >= (older // page_slots)[..., None])
 
 
 def ring_after(after: PrefillState, size: int) -> Tensor:

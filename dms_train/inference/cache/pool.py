@@ -110,8 +110,33 @@ class PagePool:
             self._paged(slab, "value")[offset] = 0
         return taken
 
+    def share(self, pages: Tensor) -> None:
+        """Add a holder to each of these pages, int64 [count]."""
+        self.allocator.share(pages.tolist())
+
+    def shared(self, pages: Tensor) -> Tensor:
+        """Which pages have several holders: int64 [...] to bool [...]; False for -1."""
+        if not self.allocator.sharing:
+            return torch.zeros_like(pages, dtype=torch.bool)
+        found = self.allocator.shared(pages.flatten().tolist())
+        return torch.tensor(found, dtype=torch.bool, device=pages.device).view(pages.shape)
+
+    def unshare(self, pages: Tensor) -> Tensor:
+        """Copy pages, int64 [count], and release the originals. Returns the copies, int64 [count].
+
+        The originals keep their content until pages are taken again.
+        """
+        copies = self.allocate(len(pages))
+        offset = torch.arange(self.page_slots, device=pages.device)
+        source, target = (
+            (p[:, None] * self.page_slots + offset).flatten() for p in (pages, copies)
+        )
+        self.write(target, {field: self.read(field, source) for field in self._fields})
+        self.release(pages)
+        return copies
+
     def release(self, pages: Tensor) -> None:
-        """Give pages back, int64 [count]; slabs that become free are returned to the system."""
+        """Take a holder from pages, int64 [count]; slabs without one return to the system."""
         for slab in self.allocator.release(pages.tolist()):
             del self._slabs[slab]
 

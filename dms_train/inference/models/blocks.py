@@ -1,7 +1,7 @@
-"""Layers that the model families are made of, with the weight names of Hugging Face.
+"""Layers that the model families are made of.
 
-Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d head size,
-c hidden size.
+Shape letters: t tokens of a pass, b sequences, n tokens of a sequence, g KV heads, r query heads
+per KV head, d head size, c hidden size.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.cache.interface import AttentionStep, KVCache
+from dms_train.inference.models.batch import Group
 from dms_train.method.decisions import eviction_logits, hard_decisions
 from dms_train.method.spec import DMSSpec
 
@@ -25,21 +26,19 @@ class AttentionInputs(NamedTuple):
 
     Attributes:
         cache: Where keys and values go.
-        rows: Cache rows of the sequences, int64 [b].
-        position: int64 [b, n]; -1 for padding.
-        cos: [b, n, 1, 1, d].
-        sin: [b, n, 1, 1, d].
+        groups: The sequences.
+        cos: [t, 1, 1, d].
+        sin: [t, 1, 1, d].
     """
 
     cache: KVCache
-    rows: Tensor
-    position: Tensor
+    groups: list[Group]
     cos: Tensor
     sin: Tensor
 
 
 def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE. position: int64 [b, n]. Both [b, n, 1, 1, d]."""
+    """Cosines and sines of RoPE. position: int64 [t]. Both [t, 1, 1, d]."""
     even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=position.device)
     frequency = 1.0 / a.rotary_base ** (even.float() / a.kv_channels)
     rule = a.rope_scaling
@@ -48,8 +47,8 @@ def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tupl
         share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
         share = share.clamp(0, 1)
         frequency = frequency * (share + (1 - share) / rule.factor)
-    angle = position.clamp(min=0)[..., None].float() * frequency
-    angle = torch.cat([angle, angle], -1)[:, :, None, None]
+    angle = position[:, None].float() * frequency
+    angle = torch.cat([angle, angle], -1)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -73,13 +72,13 @@ class MLP(nn.Module):
 
     def __init__(self, a: Architecture) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(a.hidden_size, a.ffn_hidden_size, bias=False)
-        self.up_proj = nn.Linear(a.hidden_size, a.ffn_hidden_size, bias=False)
+        self.gate_up_proj = nn.Linear(a.hidden_size, 2 * a.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(a.ffn_hidden_size, a.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, n, c] to [b, n, c]."""
-        update: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        """[t, c] to [t, c]."""
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        update: Tensor = self.down_proj(F.silu(gate) * up)
         return update
 
 
@@ -101,9 +100,8 @@ class Attention(nn.Module):
         self.groups, self.size = a.num_query_groups, a.kv_channels
         queries, keys = a.num_attention_heads * self.size, self.groups * self.size
         bias = a.add_qkv_bias
-        self.q_proj = nn.Linear(a.hidden_size, queries, bias=bias)
-        self.k_proj = nn.Linear(a.hidden_size, keys, bias=bias)
-        self.v_proj = nn.Linear(a.hidden_size, keys, bias=bias)
+        self._widths = (queries, keys, keys)
+        self.qkv_proj = nn.Linear(a.hidden_size, sum(self._widths), bias=bias)
         self.o_proj = nn.Linear(queries, a.hidden_size, bias=False)
         self.q_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
         self.k_norm = RMSNorm(self.size, a.layernorm_epsilon) if a.qk_layernorm else nn.Identity()
@@ -113,8 +111,8 @@ class Attention(nn.Module):
             self.dms_proj_alpha_norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
     def _heads(self, states: Tensor) -> Tensor:
-        """[b, n, g * r * d] to [b, n, g, r, d]."""
-        return states.view(*states.shape[:2], self.groups, -1, self.size)
+        """[t, g * r * d] to [t, g, r, d]."""
+        return states.view(len(states), self.groups, -1, self.size)
 
     def _adapter_decisions(self, residual: Tensor) -> Tensor:
         """Hard decisions of the adapter, bool [b, g, n], from the residual stream [b, n, c]."""
@@ -128,23 +126,36 @@ class Attention(nn.Module):
         """Attend.
 
         Args:
-            x: Normalised input [b, n, c].
+            x: Normalised input [t, c].
             residual: The same before normalisation.
             inputs: Shared by the layers.
 
         Returns:
-            Update [b, n, c] and slots read, int64 [b, g].
+            Update [t, c] and slots read, int64 [sequences, g].
         """
-        step = AttentionStep(
-            query=self.q_norm(self._heads(self.q_proj(x))),
-            key=self.k_norm(self._heads(self.k_proj(x))),
-            value=self._heads(self.v_proj(x)),
-            cos=inputs.cos,
-            sin=inputs.sin,
-            position=inputs.position,
-            rows=inputs.rows,
-            spec=None if self.adapter else self.spec,
-            adapter=partial(self._adapter_decisions, residual) if self.adapter else None,
-        )
-        done = inputs.cache.step(self.layer, step)
-        return self.o_proj(done.output.transpose(1, 2).flatten(2)), done.reads
+        query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
+        query, key = self.q_norm(query), self.k_norm(key)
+        outputs, reads = [], []
+        for group in inputs.groups:
+            adapter = None
+            if self.adapter:
+                adapter = partial(self._adapter_decisions, group.take(residual))
+            step = AttentionStep(
+                query=group.take(query),
+                key=group.take(key),
+                value=group.take(value),
+                cos=group.take(inputs.cos),
+                sin=group.take(inputs.sin),
+                position=group.position,
+                rows=group.rows,
+                spec=None if self.adapter else self.spec,
+                adapter=adapter,
+            )
+            done = inputs.cache.step(self.layer, step)
+            outputs.append(group.flatten(done.output.transpose(1, 2).flatten(2)))
+            reads.append(done.reads)
+        return self.o_proj(_joined(outputs)), _joined(reads)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.cache.interface import KVCache
+from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import (
     MLP,
     Attention,
@@ -28,7 +29,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """[b, n, c] to [b, n, c] and slots read [b, kv_heads]."""
+        """[t, c] to [t, c] and slots read [sequences, kv_heads]."""
         update, reads = self.self_attn(self.input_layernorm(x), x, inputs)
         x = x + update
         return x + self.mlp(self.post_attention_layernorm(x)), reads
@@ -54,23 +55,19 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
         self.lm_head = nn.Linear(a.hidden_size, a.vocab_size, bias=False)
 
-    def forward(
-        self, tokens: Tensor, position: Tensor, rows: Tensor, cache: KVCache
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: TokenBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Run tokens that follow what the cache holds.
 
         Args:
-            tokens: int64 [b, n]; anything in padding.
-            position: int64 [b, n]; -1 for padding.
-            rows: Cache rows, int64 [b].
+            batch: t tokens.
             cache: Keys and values of what came before; updated.
 
         Returns:
-            Hidden states [b, n, c] and slots read, int64 [layers, b, kv_heads].
+            Hidden states [t, c] and slots read, int64 [layers, sequences, kv_heads].
         """
-        x = self.embed_tokens(tokens)
-        cos, sin = rotary_tables(self.architecture, position, x.dtype)
-        inputs = AttentionInputs(cache, rows, position, cos, sin)
+        x = self.embed_tokens(batch.tokens)
+        cos, sin = rotary_tables(self.architecture, batch.position, x.dtype)
+        inputs = AttentionInputs(cache, batch.groups, cos, sin)
         reads = []
         for layer in self.layers:
             x, read = layer(x, inputs)

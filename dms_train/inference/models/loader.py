@@ -16,6 +16,11 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
 from dms_train.method.spec import DMSSpec
 
+# Merged products, and the tensors of Hugging Face's files that they consist of.
+_MERGED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 _ADAPTER = "dms_proj_alpha"  # in the names of the weights of NVIDIA's adapter variant
 
 
@@ -88,6 +93,17 @@ def _check_adapter(directory: Path, reader: WeightReader, adapter: bool) -> None
         )
 
 
+def _stored_names(name: str, architecture: Architecture) -> list[str]:
+    """Names in the files of what a weight of the decoder consists of."""
+    if name == "lm_head.weight":
+        tied = architecture.tie_word_embeddings
+        return ["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    for merged, parts in _MERGED.items():
+        if f".{merged}." in name:
+            return [f"model.{name.replace(merged, part)}" for part in parts]
+    return [f"model.{name}"]
+
+
 def _assign(
     decoder: Decoder,
     reader: WeightReader,
@@ -99,12 +115,12 @@ def _assign(
     known = set(reader.names())
     weights = {}
     for name in decoder.state_dict():
-        stored = name if name.startswith("lm_head.") else f"model.{name}"
-        if stored == "lm_head.weight" and architecture.tie_word_embeddings:
-            stored = "model.embed_tokens.weight"
-        if stored not in known:
-            raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
-        weights[name] = reader.get(stored).to(device=device, dtype=dtype)
+        sources = _stored_names(name, architecture)
+        for stored in sources:
+            if stored not in known:
+                raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
+        parts = [reader.get(stored).to(device=device, dtype=dtype) for stored in sources]
+        weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     if architecture.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)

@@ -6,11 +6,14 @@ arrives, at most one is evicted, and its slot is reused), so it only pops pages 
 
 Shape letters: n pages of a slab, s slots of a page, d head size, r cache rows, h KV heads, p pages
 of a full KV list, w window, b sequences of a step, g query heads per KV head.
+
+KV lists may share pages. A step copies a shared page before it stores a token in it, so that it
+pops at most one page for each KV list: for a new page or for a copy.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,20 +33,35 @@ class FreePages(NamedTuple):
         left: int32 [1].
         fault: int32 [1], OUT_OF_PAGES or LIST_FULL once a token could not be stored. The step
             that raised it is invalid.
+        holders: int32 [n], KV lists that hold a page; 1 for a free one. It is 0 if all holders
+            have copied a page at the same time, which then belongs to nobody. None if pages are
+            not shared.
     """
 
     numbers: Tensor
     left: Tensor
     fault: Tensor
+    holders: Tensor | None = None
+
+    @classmethod
+    def all_of(cls, pages: int, device: torch.device) -> FreePages:
+        """Pages 1 to `pages`, all free."""
+        put: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        return cls(
+            numbers=torch.arange(pages, 0, -1, **put),
+            left=torch.tensor([pages], **put),
+            fault=torch.zeros(1, **put),
+            holders=torch.ones(pages + 1, **put),
+        )
 
 
 class PagedCache(NamedTuple):
     """One layer.
 
     A page holds the keys, then the values of its slots. Pages are numbered by their distance from
-    the start of `pages`, in pages: more slabs may lie anywhere in memory (also before it, with
-    negative numbers) at a multiple of the page size, which kernels need not know. Page 0 is never
-    allocated, so that unused entries of the table can be read.
+    the start of `pages`, in pages: where none are shared, more slabs may lie anywhere in memory
+    (also before it, with negative numbers) at a multiple of the page size, which kernels need not
+    know. Page 0 is never allocated, so that unused entries of the table can be read.
 
     Attributes:
         pages: [n, 2, s, d], the first slab, in bf16, fp16, fp32 or float8_e4m3fn.

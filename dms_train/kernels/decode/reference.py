@@ -76,6 +76,8 @@ def _claim(
         slot = leaving // 2 if evicts else length
     if not evicts and not _reserve_slot(cache, row, head, slot):
         return None
+    if (evicts or slot % cache.page_slots) and not _own_page(cache, row, head, slot):
+        return None
     cache.lengths[row, head] = length + (not evicts)
     if rule.source != NEVER:
         ring[t % size] = 2 * slot + (rule.shift == 0 and marked)
@@ -90,13 +92,34 @@ def _reserve_slot(cache: PagedCache, row: int, head: int, slot: int) -> bool:
         return False
     if slot % cache.page_slots:
         return True
+    page = _pop(cache)
+    cache.table[row, head, place] = page
+    return page > 0
+
+
+def _own_page(cache: PagedCache, row: int, head: int, slot: int) -> bool:
+    """Copy the page of a slot if another KV list holds it too; False if there is no page for it."""
+    entry = cache.table[row, head, slot // cache.page_slots]
+    holders = cache.free.holders
+    if holders is None or holders[entry] == 1:
+        return True
+    page = _pop(cache)
+    if page:
+        cache.pages[page] = cache.pages[entry]
+        holders[entry] -= 1
+        entry.fill_(page)
+    return page > 0
+
+
+def _pop(cache: PagedCache) -> int:
+    """A free page; 0 if there is none."""
+    free = cache.free
     free.left.sub_(1)
     left = int(free.left)
     if left < 0:
         free.fault.bitwise_or_(OUT_OF_PAGES)
-        return False
-    cache.table[row, head, place] = free.numbers[left]
-    return True
+        return 0
+    return int(free.numbers[left])
 
 
 def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair: Tensor) -> None:

@@ -1,7 +1,7 @@
 """One kernel per layer that stores a new token in a paged cache: RoPE, decision, eviction, storage.
 
-One program per (sequence, KV head); KV lists share nothing but the free list. `reference` is the
-same in plain loops.
+One program per (sequence, KV head); KV lists share the free list, and pages that are copied before
+they change. `reference` is the same in plain loops.
 """
 
 from __future__ import annotations
@@ -112,6 +112,48 @@ def _page_of(table_ptr, numbers_ptr, count_ptr, fault_ptr, place, places, fresh)
 
 
 @triton.jit
+def _own_page(
+    table_ptr,
+    pages_ptr,
+    numbers_ptr,
+    count_ptr,
+    fault_ptr,
+    holders_ptr,
+    place,
+    page,
+    held,
+    stored,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A page of a KV list that nobody else holds: the page or a copy, and whether there is one.
+
+    held is the number of holders. They give it up after they have copied it, so that who finds
+    itself alone may write at once.
+    """
+    if held > 1:
+        left = tl.atomic_add(count_ptr, -1) - 1
+        stored = left >= 0
+        copy = tl.load(numbers_ptr + left, mask=stored, other=0)
+        from_ptr, to_ptr = (
+            pages_ptr + page.to(tl.int64) * SIZE,
+            pages_ptr + copy.to(tl.int64) * SIZE,
+        )
+        for start in range(0, SIZE, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = (at < SIZE) & stored
+            tl.store(to_ptr + at, tl.load(from_ptr + at, mask=inside), mask=inside)
+        tl.debug_barrier()  # every warp has copied its part
+        if stored:
+            tl.atomic_add(holders_ptr + page, -1)
+            tl.store(table_ptr + place, copy)
+        else:
+            tl.atomic_or(fault_ptr, _OUT_OF_PAGES)
+        page = copy
+    return page, stored
+
+
+@triton.jit
 def _down_scales(
     pair_ptr,
     used_key,
@@ -204,6 +246,7 @@ def _append_kernel(
     numbers_ptr,
     count_ptr,
     fault_ptr,
+    holders_ptr,
     query_stride,
     key_stride,
     value_stride,
@@ -264,10 +307,17 @@ def _append_kernel(
     page, stored = _page_of(
         table_ptr + kv_list * places, numbers_ptr, count_ptr, fault_ptr, place, places, fresh
     )
+    if holders_ptr is not None:
+        held = tl.load(holders_ptr + page, mask=stored & (fresh == 0), other=1)
     rotated_at = rotated_ptr + (batch * heads + head).to(tl.int64) * R * D
     _rotate_query(  # while the page's number is on its way
         first, second, rotated_at, cos, sin, half, CHANNEL, CLEAR, CLEAR_AFTER, R, R_PAD, D
     )
+    if holders_ptr is not None:
+        page, stored = _own_page(
+            table_ptr + kv_list * places, pages_ptr, numbers_ptr, count_ptr, fault_ptr,
+            holders_ptr, place, page, held, stored, 2 * PAGE * D, 512,
+        )  # fmt: skip
     tl.debug_barrier()  # every warp has read the KV list's state
     tl.store(length_ptr + kv_list, length + 1, mask=stored & grown)
     if SOURCE != _NEVER:
@@ -330,6 +380,7 @@ def append(
         cache.free.numbers,
         cache.free.left,
         cache.free.fault,
+        cache.free.holders,
         step.query.stride(0),
         step.key.stride(0),
         step.value.stride(0),

@@ -84,3 +84,31 @@ def test_pool_moves_bytes():
     assert pool.allocated_bytes == 2 * pool.page_bytes
     pool.release(pages[:2])
     assert (pool.allocated_bytes, pool.peak_bytes) == (0, 6 * pool.page_bytes)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_page_is_free_when_its_last_holder_has_released_it(seed):
+    """Random shares and releases against a count by page."""
+    draw, allocator = random.Random(seed), PageAllocator(4)
+    holders: dict[int, int] = {}
+    for _ in range(300):
+        held = [page for page, count in holders.items() if count]
+        action = draw.choice(["allocate", "share", "release", "release"])
+        if action == "allocate":
+            for page in allocator.allocate(draw.randint(1, 5))[0]:
+                assert not holders.get(page)
+                holders[page] = 1
+        elif held and action == "share":
+            chosen = draw.sample(held, min(3, len(held)))
+            allocator.share(chosen)
+            for page in chosen:
+                holders[page] += 1
+        elif held:
+            chosen = draw.sample(held, min(4, len(held)))
+            allocator.release(chosen)
+            for page in chosen:
+                holders[page] -= 1
+        assert allocator.used == sum(count > 0 for count in holders.values())
+        assert allocator.sharing == any(count > 1 for count in holders.values())
+        pages = list(holders)
+        assert allocator.shared(pages) == [holders[page] > 1 for page in pages]

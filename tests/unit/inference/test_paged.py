@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dms_train.inference.cache.page_slabs import PageSlabs
+from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
@@ -29,11 +29,12 @@ needs_triton = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs trit
 pytestmark = needs_triton
 
 
-def paged(policy, *, rows=2, dtype=torch.float32, slab_pages=200):
-    pool = PageSlabs(
-        head_size=readable.SIZE, dtype=dtype, device=DEVICE, page_slots=4, slab_pages=slab_pages
+def paged(policy, *, rows=2, dtype=torch.float32, pages=200):
+    pool = DevicePool(
+        head_size=readable.SIZE, dtype=dtype, device=DEVICE, page_slots=4, pages=pages
     )
-    return PagedKVCache(pool, policy, layers=1, rows=rows, heads=readable.HEADS)
+    sizes = {"layers": 1, "rows": rows, "heads": readable.HEADS}
+    return PagedKVCache(pool, policy, longest=64, **sizes)
 
 
 def text(length, **options):
@@ -90,17 +91,20 @@ def test_fp8_pages_survive_chunks_and_steps():
     assert (output - readable.masked(data, causal)).abs().max() < 0.2
 
 
-def test_pages_and_slabs_go_back():
-    cache = paged(KeepAllPolicy(), slab_pages=16)
+def test_pages_go_back():
+    cache = paged(KeepAllPolicy(), pages=96)
+    empty = cache.allocated_bytes
     feed(cache, text(60), (50, *(1,) * 10))
-    assert len(cache.pool._slabs) > 5
     held = int(cache.held_slots(torch.arange(2)).sum()) // 4
-    free = int(cache.pool.free.left)
-    assert held + free == 16 * len(cache.pool._slabs) - 1
+    assert (cache.used_pages, held) == (60 // 4 * 2 * readable.HEADS, cache.used_pages)
+    assert cache.allocated_bytes == empty + held * cache.pool.page_bytes
     cache.free(torch.arange(2, device=DEVICE))
-    assert len(cache.pool._slabs) == 1
-    assert sorted(cache.pool.free.numbers[:15].tolist()) == list(range(1, 16))
+    assert cache.used_pages == 0
+    assert sorted(cache.pool.free.numbers[:96].tolist()) == list(range(1, 97))
     assert int(cache.live(torch.arange(2)).sum()) == 0
+    assert cache.allocated_bytes == empty
+    with pytest.raises(RuntimeError, match="full"):
+        cache.pool.take(97)
 
 
 @pytest.mark.parametrize(

@@ -23,55 +23,84 @@ def sequence(arrival: int, prompt: int, **fields) -> SequenceState:
 
 
 class SimulatedCache:
-    """KV lists that keep the window and a random share of what lies behind it."""
+    """KV lists that keep the window and a random share of what lies behind it.
 
-    def __init__(self, scheduler: Scheduler, survival: float, seed: int = 0) -> None:
-        self.scheduler, self.survival = scheduler, survival
+    A snapshot holds pages, which the rows that start from it share until they have left them.
+    """
+
+    def __init__(self, limits: SchedulerLimits, survival: float, seed: int = 0) -> None:
+        self.limits, self.survival = limits, survival
         self.random = random.Random(seed)
         self.lists: dict[int, list[int]] = {}  # slots of each list, by row
-        self.pages = scheduler.limits.pages
+        self.shared: dict[int, int] = {}  # pages that are counted for a snapshot, by row
+        self.snapshots: dict[int, int] = {}  # pages of snapshots, by number of their tokens
+        self.scheduler = Scheduler(limits, self)
 
     def used(self) -> int:
-        size = self.scheduler.limits.page_slots
-        return sum(-(-slots // size) for lists in self.lists.values() for slots in lists)
+        own = sum(self.pages_of(row) - self.shared.get(row, 0) for row in self.lists)
+        return own + sum(self.snapshots.values())
+
+    def pages_of(self, row: int) -> int:
+        return sum(-(-slots // self.limits.page_slots) for slots in self.lists[row])
+
+    def free_pages(self) -> float:
+        return float("inf") if self.limits.pages is None else self.limits.pages - self.used()
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        return min(self.shared.get(row, 0), self.limits.kv_lists if tokens == 1 else 10**9)
+
+    def free(self, row: int) -> None:
+        self.lists.pop(row, None)
+        self.shared.pop(row, None)
+
+    def cached_tokens(self, state: SequenceState) -> int:
+        return max((n for n in self.snapshots if n < len(state.tokens)), default=0)
+
+    def restore(self, state: SequenceState) -> None:
+        state.computed = self.cached_tokens(state)
+        if state.computed:
+            self.shared[state.row] = self.snapshots[state.computed]
+            slots = self.shared[state.row] // self.limits.kv_lists * self.limits.page_slots
+            self.lists[state.row] = [slots] * self.limits.kv_lists
+
+    def reclaim(self, keep_for: SequenceState | None = None) -> bool:
+        kept = None if keep_for is None else self.cached_tokens(keep_for)
+        for tokens in self.snapshots:
+            if tokens != kept:
+                del self.snapshots[tokens]
+                self.shared.clear()  # the rows hold what they shared alone
+                return True
+        return False
 
     def run(self, plan: Schedule[SequenceState]) -> None:
         """Compute a step, and check that it has room whatever is kept."""
-        limits = self.scheduler.limits
-        for _, row in plan.preempted:
-            del self.lists[row]
+        limits = self.limits
         assert sum(count for _, count in plan.batch) <= limits.batch_tokens
         assert len({s.row for s, _ in plan.batch}) == len(plan.batch) <= limits.rows
         for state, count in plan.batch:
             assert 0 < count <= min(limits.chunk, state.remaining)
             lists = self.lists.setdefault(state.row, [0] * limits.kv_lists)
             self.lists[state.row] = [slots + count for slots in lists]
-        assert self.pages is None or self.used() <= self.pages
+            left = 2 * limits.kv_lists if count == 1 else self.shared.get(state.row, 0)
+            self.shared[state.row] = max(0, self.shared.get(state.row, 0) - left)
+        assert self.free_pages() >= 0
         for state, count in plan.batch:
             state.computed += count
             self.lists[state.row] = [self.kept(state.computed) for _ in self.lists[state.row]]
-            size = limits.page_slots
-            state.pages = sum(-(-slots // size) for slots in self.lists[state.row])
+            state.pages = self.pages_of(state.row)
             if not state.remaining:
                 mean = sum(self.lists[state.row]) / limits.kv_lists
                 self.scheduler.observe(state.computed, mean)
 
     def kept(self, tokens: int) -> int:
-        behind = max(0, tokens - self.scheduler.limits.window)
+        behind = max(0, tokens - self.limits.window)
         share = min(1.0, max(0.0, self.random.gauss(self.survival, 0.1)))
         return tokens - behind + round(behind * share)
 
-    def finish(self, state: SequenceState) -> None:
-        row = self.scheduler.remove(state)
-        if row is not None:
-            self.lists.pop(row, None)
 
-
-def simulate(
-    scheduler: Scheduler, cache: SimulatedCache, states: list[SequenceState], lengths: list[int]
-) -> list[SequenceState]:
+def simulate(cache: SimulatedCache, lengths: list[int]) -> list[SequenceState]:
     """Run until all have as many tokens as `lengths` says; the states in the order of their end."""
-    ended = []
+    ended, scheduler = [], cache.scheduler
     for step in range(100_000):
         if not scheduler.has_work:
             break
@@ -85,9 +114,9 @@ def simulate(
                     state.finish_reason = "length"
         for state in [*(s for s, _ in plan.batch), *plan.ended]:
             if state.finish_reason is not None:
-                cache.finish(state)
+                scheduler.remove(state)
                 ended.append(state)
-    assert cache.used() == 0
+    assert cache.lists == {}
     assert scheduler.free_rows == list(range(scheduler.limits.rows))
     return ended
 
@@ -100,12 +129,11 @@ def test_all_finish_within_the_pages_of_the_pool(seed, survival):
     prompts = [draw.randint(1, 60) for _ in range(count)]
     lengths = [prompt + draw.randint(1, 40) for prompt in prompts]
     longest = SMALL.most_pages(max(lengths))
-    scheduler = Scheduler(limits(pages=longest + draw.randint(0, 2 * longest)))
-    cache = SimulatedCache(scheduler, survival, seed)
+    cache = SimulatedCache(limits(pages=longest + draw.randint(0, 2 * longest)), survival, seed)
     states = [sequence(i, prompt) for i, prompt in enumerate(prompts)]
     for state in states:
-        scheduler.add(state)
-    ended = simulate(scheduler, cache, states, lengths)
+        cache.scheduler.add(state)
+    ended = simulate(cache, lengths)
     assert len(ended) == count
     assert {s.finish_reason for s in ended} == {"length"}
     assert [len(s.tokens) for s in states] == lengths
@@ -114,42 +142,40 @@ def test_all_finish_within_the_pages_of_the_pool(seed, survival):
 def test_a_full_pool_preempts_the_last_and_the_first_never_waits():
     prompts = [20] * 6
     lengths = [60] * 6
-    scheduler = Scheduler(limits(rows=6, pages=SMALL.most_pages(60) + 12))
-    cache = SimulatedCache(scheduler, survival=1.0)
+    cache = SimulatedCache(limits(rows=6, pages=SMALL.most_pages(60) + 12), survival=1.0)
+    scheduler = cache.scheduler
     scheduler.survival = 0.1  # wrong, as after prompts of another kind
     states = [sequence(i, prompt) for i, prompt in enumerate(prompts)]
     for state in states:
         scheduler.add(state)
-    ended = simulate(scheduler, cache, states, lengths)
+    ended = simulate(cache, lengths)
     assert [s.arrival for s in ended] == sorted(s.arrival for s in ended)
     assert scheduler.preemptions > 0
     assert scheduler.survival > 0.9
 
 
 def test_without_a_limit_nothing_is_preempted():
-    scheduler = Scheduler(SMALL)
-    states = [sequence(i, 30) for i in range(9)]
-    for state in states:
-        scheduler.add(state)
-    simulate(scheduler, SimulatedCache(scheduler, survival=1.0), states, [50] * 9)
-    assert scheduler.preemptions == 0
+    cache = SimulatedCache(SMALL, survival=1.0)
+    for state in [sequence(i, 30) for i in range(9)]:
+        cache.scheduler.add(state)
+    simulate(cache, [50] * 9)
+    assert cache.scheduler.preemptions == 0
 
 
 def test_a_sequence_that_outgrows_the_pool_ends_and_the_others_finish():
-    scheduler = Scheduler(limits(pages=SMALL.most_pages(24)))
+    cache = SimulatedCache(limits(pages=SMALL.most_pages(24)), survival=1.0)
     states = [sequence(0, 8), sequence(1, 8), sequence(2, 8)]
     for state in states:
-        scheduler.add(state)
-    simulate(scheduler, SimulatedCache(scheduler, survival=1.0), states, [90, 20, 20])
+        cache.scheduler.add(state)
+    simulate(cache, [90, 20, 20])
     assert [s.finish_reason for s in states] == ["memory", "length", "length"]
     assert len(states[0].tokens) >= 16
 
 
 def test_decoding_goes_before_prompts_and_prompts_fill_the_step():
-    scheduler = Scheduler(limits(rows=3, batch_tokens=10, chunk=8))
-    decoding = sequence(0, 4)
+    cache = SimulatedCache(limits(rows=3, batch_tokens=10, chunk=8), survival=1.0)
+    scheduler, decoding = cache.scheduler, sequence(0, 4)
     scheduler.add(decoding)
-    cache = SimulatedCache(scheduler, survival=1.0)
     cache.run(scheduler.schedule(0.0))
     decoding.tokens.append(0)
     long, other = sequence(1, 30), sequence(2, 30)
@@ -160,7 +186,7 @@ def test_decoding_goes_before_prompts_and_prompts_fill_the_step():
 
 
 def test_lower_priority_numbers_go_first_then_earlier_arrivals():
-    scheduler = Scheduler(limits(rows=1, batch_tokens=8))
+    cache = SimulatedCache(limits(rows=1, batch_tokens=8), survival=1.0)
     states = [
         sequence(0, 4, priority=1),
         sequence(1, 4),
@@ -168,17 +194,16 @@ def test_lower_priority_numbers_go_first_then_earlier_arrivals():
         sequence(3, 4, priority=-1),
     ]
     for state in states:
-        scheduler.add(state)
-    ended = simulate(scheduler, SimulatedCache(scheduler, survival=1.0), states, [6] * 4)
+        cache.scheduler.add(state)
+    ended = simulate(cache, [6] * 4)
     assert [s.arrival for s in ended] == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("placed", [True, False])
 def test_a_sequence_ends_at_its_deadline(placed):
-    scheduler = Scheduler(limits(rows=1))
+    cache = SimulatedCache(limits(rows=1), survival=1.0)
     late = sequence(0, 6, deadline=5.0)
-    blocker = sequence(1, 6, priority=-1)
-    cache = SimulatedCache(scheduler, survival=1.0)
+    blocker, scheduler = sequence(1, 6, priority=-1), cache.scheduler
     scheduler.add(late)
     if not placed:
         scheduler.add(blocker)
@@ -192,9 +217,8 @@ def test_a_sequence_ends_at_its_deadline(placed):
 
 
 def test_only_those_that_may_take_part_do_and_the_others_give_way():
-    scheduler = Scheduler(limits(pages=SMALL.most_pages(16)))
-    first, second = sequence(0, 12), sequence(1, 12)
-    cache = SimulatedCache(scheduler, survival=1.0)
+    cache = SimulatedCache(limits(pages=SMALL.most_pages(16)), survival=1.0)
+    first, second, scheduler = sequence(0, 12), sequence(1, 12), cache.scheduler
     scheduler.add(first)
     for _ in range(2):
         cache.run(scheduler.schedule(0.0))
@@ -204,12 +228,12 @@ def test_only_those_that_may_take_part_do_and_the_others_give_way():
     assert [s for s, _ in plan.batch] == [second]
     cache.run(plan)
     plan = scheduler.schedule(0.0, {second})
-    assert [s for s, _ in plan.preempted] == [first]
+    assert plan.preempted == [first]
     assert (first.row, first.computed, first.pages) == (None, 0, 0)
 
 
 def test_expected_pages_follow_the_measured_survival():
-    scheduler = Scheduler(limits(kv_lists=1, page_slots=1, window=10))
+    scheduler = SimulatedCache(limits(kv_lists=1, page_slots=1, window=10), 1.0).scheduler
     assert scheduler.expected_pages(100) == 100  # nothing is known: all may survive
     for _ in range(200):
         scheduler.observe(tokens=110, live=10 + 25)
@@ -221,3 +245,49 @@ def test_expected_pages_follow_the_measured_survival():
 def test_the_scheduler_needs_no_torch():
     code = "import sys, dms_train.inference.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_all_finish_with_snapshots_in_a_small_pool(seed):
+    """Sequences start from snapshots, which are released where pages are needed."""
+    draw = random.Random(seed)
+    prompts = [draw.randint(1, 60) for _ in range(20)]
+    lengths = [prompt + draw.randint(1, 40) for prompt in prompts]
+    longest = SMALL.most_pages(max(lengths))
+    cache = SimulatedCache(limits(pages=2 * longest), 0.5, seed)
+    cache.snapshots = {8: SMALL.most_pages(8), 20: SMALL.most_pages(20)}
+    states = [sequence(i, prompt) for i, prompt in enumerate(prompts)]
+    for state in states:
+        cache.scheduler.add(state)
+    ended = simulate(cache, lengths)
+    assert {s.finish_reason for s in ended} == {"length"}
+    assert [len(s.tokens) for s in states] == lengths
+
+
+def test_continuations_wait_for_the_prompt_and_others_do_not():
+    cache = SimulatedCache(SMALL, survival=1.0)
+    scheduler, leader = cache.scheduler, sequence(0, 12, cuts=(11,))
+    following, other = sequence(1, 12, leader=leader), sequence(2, 3)
+    for state in (leader, following, other):
+        scheduler.add(state)
+    plan = scheduler.schedule(0.0)
+    assert plan.batch == [(leader, 8), (other, 3)]
+    cache.run(plan)
+    plan = scheduler.schedule(0.0)
+    assert plan.batch == [(leader, 3)]  # the cut leaves the last token of the prompt
+    cache.run(plan)
+    cache.snapshots = {11: SMALL.most_pages(11)}
+    plan = scheduler.schedule(0.0)
+    assert plan.batch == [(leader, 1), (following, 1)]
+    assert following.computed == 11
+
+
+def test_a_snapshot_is_released_before_anyone_is_preempted():
+    cache = SimulatedCache(limits(pages=SMALL.most_pages(28)), survival=1.0)
+    cache.snapshots = {8: SMALL.most_pages(8)}
+    state = sequence(0, 5)
+    cache.scheduler.add(state)
+    simulate(cache, [24])
+    assert (state.finish_reason, len(state.tokens)) == ("length", 24)
+    assert cache.snapshots == {}
+    assert cache.scheduler.preemptions == 0

@@ -58,6 +58,14 @@ def test_append_equals_the_loops(append, name, window):
     )
 
 
+@pytest.mark.parametrize("name", ["keep_all", "kv_list", "immediate", "window"])
+@pytest.mark.parametrize("loops", [False, True])
+def test_shared_pages_are_copied_before_they_change(append, name, loops):
+    function = reference.append if loops else append
+    shape = Shape(d=24, window=5, places=8, device="cpu" if loops else DEVICE)
+    problems.check_shared_pages(function, shape, problems.rules(5)[name], 11)
+
+
 @pytest.mark.parametrize("d", [16, 24])
 @pytest.mark.parametrize("group", [1, 3])
 def test_append_of_odd_sizes(append, d, group):
@@ -131,7 +139,7 @@ def test_pages_of_another_slab_are_numbered_by_distance(append, attend):
     cache = cache._replace(
         pages=block[100:101],
         free=cache.free._replace(
-            numbers=numbers, left=torch.full_like(cache.free.left, len(numbers))
+            numbers=numbers, left=torch.full_like(cache.free.left, len(numbers)), holders=None
         ),
     )
     rule = Decisions(SIGNAL, shift=1)

@@ -1,0 +1,149 @@
+"""Pages whose free list lies on the device, where decode kernels pop it without the host.
+
+All memory is taken once. The host keeps a lower bound of the free pages: it subtracts what every
+step may have popped, and reads their number from the device only when the bound is too low.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.kernels.decode.paged import FreePages
+
+
+class DevicePool:
+    """Pages [2, page_slots, head_size], each with a number of holders.
+
+    Page 0 is never allocated, so that unused entries of page tables can point to it.
+
+    Args:
+        head_size: Channels of a key and of a value.
+        dtype: Of keys and values.
+        device: Where the pages live.
+        page_slots: Slots of one page.
+        pages: How many there are, besides page 0.
+
+    Attributes:
+        pages: All of them, [pages + 1, 2, page_slots, head_size].
+        free: Which of them are free.
+        page_slots: As given.
+        max_pages: Pages that can be allocated.
+        peak_pages: Most pages in use, as far as the host has asked.
+        slot_bytes: Bytes of one slot.
+        sharing: Whether any page may have several holders.
+    """
+
+    def __init__(
+        self,
+        *,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_slots: int,
+        pages: int,
+    ) -> None:
+        self.device = device
+        self.page_slots, self.max_pages = page_slots, pages
+        self.slot_bytes = 2 * head_size * dtype.itemsize
+        shape = (pages + 1, 2, page_slots, head_size)
+        self.pages = torch.empty(shape, dtype=dtype, device=device)
+        self.free = FreePages.all_of(pages, device)
+        assert self.free.holders is not None
+        self._holders = self.free.holders
+        self.sharing = False
+        self.peak_pages = 0
+        self._left = pages  # free pages, a lower bound
+        self._exact = True  # whether the bound is their number
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, with what is kept about it."""
+        return self.page_slots * self.slot_bytes + 8
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that are not free; the host waits for the device if kernels may have taken some."""
+        if not self._exact:
+            self._read()
+        used = self.max_pages - self._left
+        self.peak_pages = max(self.peak_pages, used)
+        return used
+
+    def reserve(self, count: int) -> None:
+        """Have `count` free pages ready, which kernels may pop from now on.
+
+        Raises:
+            RuntimeError: A kernel found no page for a token, so that the contents of its cache are
+                invalid; or fewer pages are free.
+        """
+        self._require(count)
+        self._left -= count
+        self._exact = False
+
+    def take(self, count: int) -> Tensor:
+        """Pop pages, each with one holder: int32 [count].
+
+        Raises:
+            RuntimeError: As in `reserve`.
+        """
+        self._require(count)
+        self._left -= count
+        self.free.left.sub_(count)
+        at = self.free.left + torch.arange(count, device=self.device)
+        return self.free.numbers[at]
+
+    def share(self, pages: Tensor) -> None:
+        """Add a holder to each of these pages, int32 [count], all different."""
+        self.sharing = True
+        self._holders[pages] += 1
+
+    def shared(self, pages: Tensor) -> Tensor:
+        """Which pages have several holders: int32 [...] to bool [...]."""
+        return self._holders[pages] > 1
+
+    def unshare(self, pages: Tensor) -> Tensor:
+        """Copy pages, int32 [count], and release the originals. Returns the copies, int32 [count].
+
+        The originals keep their content until pages are taken again.
+        """
+        copies = self.take(len(pages))
+        self.pages[copies] = self.pages[pages]
+        self.release(pages)
+        return copies
+
+    def release(self, pages: Tensor) -> None:
+        """Take a holder from pages, int32 [count]; those without one are free again."""
+        if self.sharing:
+            self._holders.index_add_(0, pages, torch.full_like(pages, -1))
+            pages = torch.unique(pages)
+            pages = pages[self._holders[pages] == 0]
+        self._left += len(pages)
+        self._push(pages)
+
+    def _push(self, pages: Tensor) -> None:
+        """Put pages without a holder on the stack."""
+        left = self.free.left + torch.arange(len(pages), device=self.device)
+        self.free.numbers[left] = pages
+        self._holders[pages] = 1
+        self.free.left.add_(len(pages))
+
+    def _require(self, count: int) -> None:
+        if self._left < count and not self._exact:
+            self._read()
+        if self._left < count:
+            raise RuntimeError(f"the cache is full: {self._left} pages are free, {count} asked for")
+
+    def _read(self) -> None:
+        """Read from the device how many pages are free.
+
+        A page that all of its holders have copied in one step is found here.
+        """
+        found = [self.free.left, self.free.fault]
+        if self.sharing:
+            self._push((self._holders == 0).nonzero()[:, 0].int())
+            found.append(self._holders.max().view(1))
+        self._left, fault, *most = torch.cat(found).tolist()
+        self.sharing, self._exact = most > [1], True
+        if fault:
+            raise RuntimeError(f"a token was not stored (fault {fault})")

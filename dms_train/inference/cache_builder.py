@@ -1,0 +1,164 @@
+"""The cache that the options of an engine ask for, and how large it is."""
+
+from __future__ import annotations
+
+import torch
+
+from dms_train.inference.cache.compact import CompactCache
+from dms_train.inference.cache.dense import DenseCache
+from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.inference.cache.interface import KVCache
+from dms_train.inference.cache.paged import PagedKVCache, decode_rule
+from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.models.batch import TokenBatch
+from dms_train.inference.models.loader import LoadedModel
+from dms_train.inference.options import EngineOptions
+from dms_train.inference.policies.base import CachePolicy
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.decode.paged import FP8
+
+_HOST_BYTES = 2**30  # of a pool on the CPU; pages take memory when they are first written
+_LOGITS = 4  # copies of the logits that sampling takes, at most
+
+
+def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
+    """The empty cache that the options ask for.
+
+    Raises:
+        InferenceError: The options do not fit together, or leave no memory for the cache.
+    """
+    a, device = model.architecture, torch.device(options.device)
+    sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
+    if options.cache == "dense":
+        like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
+        return DenseCache(policy, like=like, **sizes)
+    if _uses_kernels(policy, options):
+        return _paged(model, policy, options, _pages(model, policy, options))
+    pool = PagePool(
+        head_size=a.kv_channels,
+        state_width=policy.state_width,
+        dtype=model.dtype,
+        device=device,
+        page_slots=options.page_slots,
+        slab_pages=options.slab_pages,
+    )
+    if options.cache_bytes is not None:
+        if options.cache_bytes < pool.slab_bytes:
+            raise InferenceError(
+                f"cache_bytes={options.cache_bytes}: at least {pool.slab_bytes}, or choose a "
+                "smaller slab_pages or page_slots"
+            )
+        pool.limit(options.cache_bytes // pool.slab_bytes)
+    return CompactCache(pool, policy, **sizes)
+
+
+def longest_sequence(model: LoadedModel, options: EngineOptions) -> int:
+    """Most tokens of a sequence.
+
+    Raises:
+        InferenceError: `max_model_len` is more than the model was trained for.
+    """
+    most = model.architecture.max_position_embeddings
+    if options.max_model_len is not None and options.max_model_len > most:
+        raise InferenceError(f"max_model_len={options.max_model_len}: the model takes {most}")
+    return options.max_model_len or most
+
+
+def _uses_kernels(policy: CachePolicy, options: EngineOptions) -> bool:
+    """Whether the fused decode kernels serve the compact cache.
+
+    Raises:
+        InferenceError: They are asked for but cannot.
+    """
+    obstacle = None
+    if not decode.runs_on(torch.device(options.device)):
+        obstacle = f"triton does not run on {options.device}"
+    elif options.page_slots & (options.page_slots - 1):
+        obstacle = f"page_slots={options.page_slots} is not a power of two"
+    elif decode_rule(policy) is None:
+        obstacle = f"the kernels do not support {type(policy).__name__}"
+    wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
+    if wanted and (obstacle is not None or options.kernels == "reference"):
+        cause = obstacle or "kernels=reference stores no fp8"
+        raise InferenceError(
+            f"kernels={options.kernels} cache_dtype={options.cache_dtype}: {cause}"
+        )
+    on_gpu = options.device.startswith("cuda") and options.kernels == "auto"
+    return obstacle is None and (wanted or on_gpu)
+
+
+def _paged(
+    model: LoadedModel, policy: CachePolicy, options: EngineOptions, pages: int
+) -> PagedKVCache:
+    """A cache for the kernels with a pool of `pages` pages."""
+    a = model.architecture
+    pool = DevicePool(
+        head_size=a.kv_channels,
+        dtype=_stored(model, options),
+        device=torch.device(options.device),
+        page_slots=options.page_slots,
+        pages=pages,
+    )
+    return PagedKVCache(
+        pool,
+        policy,
+        layers=a.num_layers,
+        rows=options.max_num_seqs,
+        heads=a.num_query_groups,
+        longest=longest_sequence(model, options),
+    )
+
+
+def _stored(model: LoadedModel, options: EngineOptions) -> torch.dtype:
+    return FP8 if options.cache_dtype == "fp8" else model.dtype
+
+
+def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
+    """Pages of the pool: no more than the sequences can fill, nor than there is memory for.
+
+    Raises:
+        InferenceError: There is not one page for each layer and KV head.
+    """
+    a, size = model.architecture, options.page_slots
+    kv_lists = a.num_layers * a.num_query_groups
+    most = options.max_num_seqs * kv_lists * -(-longest_sequence(model, options) // size)
+    page_bytes = 2 * size * a.kv_channels * _stored(model, options).itemsize + 8
+    if options.cache_bytes is not None:
+        setting, memory = f"cache_bytes={options.cache_bytes}", options.cache_bytes
+    elif options.device.startswith("cuda"):
+        setting = f"gpu_memory_utilization={options.gpu_memory_utilization}"
+        memory = _gpu_bytes(model, policy, options)
+    else:
+        setting, memory = "cache_bytes", _HOST_BYTES
+    pages = min(most, memory // page_bytes - 1)  # one page is never allocated
+    if pages < kv_lists:
+        raise InferenceError(
+            f"{setting}: leaves {max(0, memory)} bytes for the cache, at least "
+            f"{(kv_lists + 1) * page_bytes} are needed"
+        )
+    return pages
+
+
+@torch.no_grad()
+def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
+    """Bytes of a GPU that a step of the most tokens leaves for pages; one is run to find out."""
+    a, device = model.architecture, torch.device(options.device)
+    chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
+    b = max(1, min(options.max_num_seqs, options.max_num_batched_tokens // chunk))
+    chunk = min(chunk, longest_sequence(model, options))
+    pages = b * a.num_layers * a.num_query_groups * -(-chunk // options.page_slots)
+    cache = _paged(model, policy, options, pages)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    position = torch.arange(chunk, device=device).expand(b, -1)
+    rows = torch.arange(b, device=device)
+    model.decoder(TokenBatch.rectangular(torch.zeros_like(position), position, rows), cache)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    tables = cache.table_bytes
+    del cache
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    logits = _LOGITS * 4 * options.max_num_seqs * a.vocab_size
+    budget = int(options.gpu_memory_utilization * total) - (total - free)
+    return budget - peak - logits - tables

@@ -1,0 +1,89 @@
+"""The rows of a cache as the scheduler sees them, and when snapshots are taken of them."""
+
+from __future__ import annotations
+
+import torch
+
+from dms_train.inference.cache.interface import KVCache
+from dms_train.inference.options import EngineOptions
+from dms_train.inference.prefix_cache import PrefixCache
+from dms_train.inference.sequence import Sequence
+
+
+class RowMemory:
+    """A `CacheMemory`.
+
+    Snapshots are taken at the end of a prompt with several continuations. With prefix caching they
+    are also taken where a prompt departs from an earlier one, and when a sequence has finished.
+
+    Args:
+        cache: Whose rows they are.
+        options: Of the engine.
+    """
+
+    def __init__(self, cache: KVCache, options: EngineOptions) -> None:
+        self._cache, self._device = cache, torch.device(options.device)
+        self._shared = options.enable_prefix_caching
+        self._prefixes = PrefixCache(options.max_num_seqs)
+
+    def free_pages(self) -> float:
+        """Pages that neither a row nor a snapshot holds; infinite without a limit."""
+        most = self._cache.max_pages
+        return float("inf") if most is None else most - self._cache.used_pages
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        """Most pages of a row that are copied for its next tokens."""
+        return self._cache.most_copies(row, tokens)
+
+    def free(self, row: int) -> None:
+        """Empty a row."""
+        self._cache.free(torch.tensor([row], device=self._device))
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the longest snapshot that a sequence can start from."""
+        return self._prefixes.length(sequence.tokens, sequence.request_id)
+
+    def restore(self, sequence: Sequence) -> None:
+        """Put that snapshot into the row of a sequence, and plan the snapshots of its prompt."""
+        assert sequence.row is not None
+        found = self._prefixes.restore(sequence.tokens, sequence.request_id, sequence.row)
+        sequence.computed = found
+        if not sequence.output:
+            sequence.meter.cached_tokens = max(0, found - sequence.prompt_start)
+            sequence.cuts = self._cuts(sequence)
+
+    def reclaim(self, keep_for: Sequence | None = None) -> bool:
+        """Release the least recently used snapshot but that for a sequence."""
+        if keep_for is None:
+            return self._prefixes.reclaim(None, None)
+        return self._prefixes.reclaim(keep_for.tokens, keep_for.request_id)
+
+    def note(self, sequence: Sequence) -> None:
+        """Take a snapshot if the next tokens of a sequence are cut here."""
+        if sequence.computed in sequence.cuts:
+            self._take(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a snapshot of a sequence that has ended, for prompts that continue it."""
+        if self._shared and sequence.row is not None and sequence.computed:
+            self._take(sequence)
+
+    def forget(self, request_id: str) -> None:
+        """Release the snapshots that only this request may use."""
+        self._prefixes.forget(request_id)
+
+    def _cuts(self, sequence: Sequence) -> tuple[int, ...]:
+        """Where snapshots of a prompt are taken; its last token gives the first logits."""
+        cuts = []
+        if sequence.index == 0 and sequence.params.n > 1:
+            cuts.append(sequence.prompt_end - 1)
+        if self._shared:
+            cuts.append(self._prefixes.common_prefix(sequence.tokens[: sequence.prompt_end]))
+        return tuple(cut for cut in sorted(set(cuts)) if cut > sequence.computed)
+
+    def _take(self, sequence: Sequence) -> None:
+        """Snapshot a row; other requests may use it with prefix caching only."""
+        assert sequence.row is not None
+        snapshot = self._cache.snapshot(sequence.row)
+        owner = None if self._shared else sequence.request_id
+        self._prefixes.add(sequence.tokens[: sequence.computed], snapshot, owner)

@@ -1,0 +1,263 @@
+"""Sequences that share a prefix compute it once and give the tokens of fresh runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.prefix_cache import PrefixCache
+from dms_train.kernels.decode import kernels as decode
+from tests.unit.inference.conftest import random_ids, small_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = {"device": DEVICE.type, "page_slots": 4, "slab_pages": 8, "prefill_chunk": 16}
+NEEDS_TRITON = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+COMPACT, DENSE = {"cache": "compact"}, {"cache": "dense"}
+PAGED = pytest.param("dms", {"kernels": "triton"}, marks=NEEDS_TRITON, id="dms-triton")
+FP8 = pytest.param(
+    "dms", {"kernels": "triton", "cache_dtype": "fp8"}, marks=NEEDS_TRITON, id="dms-fp8"
+)
+CACHES = [
+    pytest.param("dms", COMPACT, id="dms"),
+    pytest.param("keep_all", COMPACT, id="keep_all"),
+    pytest.param("window", COMPACT, id="window"),
+    pytest.param("dms", DENSE, id="dms-dense"),
+    PAGED,
+]
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+
+
+class Recorded:
+    """A snapshot that notes what is done with it."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.released = False
+
+    def restore(self, row: int) -> None:
+        assert not self.released
+        self.rows.append(row)
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
+
+
+def computed(engine: InferenceEngine) -> list[int]:
+    """Collects the number of tokens of every later forward pass of an engine."""
+    counts, forward = [], engine._runner._forward
+
+    def counted(batch):
+        counts.append(sum(count for _, count in batch))
+        return forward(batch)
+
+    engine._runner._forward = counted
+    return counts
+
+
+def drain(engine: InferenceEngine) -> dict[str, list[list[int]]]:
+    """Tokens of the continuations of all requests, by request."""
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = [done.token_ids for done in output.outputs]
+    return found
+
+
+def leaks(engine: InferenceEngine) -> int:
+    """Pages in use once every snapshot is released."""
+    while engine._memory.reclaim():
+        pass
+    return engine._runner.cache.used_pages
+
+
+@pytest.mark.parametrize(("policy", "how"), CACHES)
+@pytest.mark.parametrize("length", [1, 2, 45])
+def test_continuations_compute_their_prompt_once(folder, policy, how, length):
+    options = EngineOptions(policy=policy, window=8, **how, **SIZES)
+    engine = InferenceEngine(folder("llama", small_spec("dms")), options)
+    if "kernels" in how and length < 45:
+        pytest.skip("the interpreter is slow")
+    chains, most = (3, 9) if "kernels" in how else (5, 30)
+    prompt, several = random_ids(length), SamplingParams(n=chains, seed=3, max_tokens=most)
+    counts = computed(engine)
+    request_id = engine.add_request(prompt, several)
+    (together,) = drain(engine).values()
+    generated = sum(len(tokens) - 1 for tokens in together)
+    assert sum(counts) == (length - 1) + chains + generated
+    fresh = []
+    for index in range(chains):
+        request_id = engine.add_request(prompt, several)
+        keep = engine._requests[request_id].sequences[index]
+        for other in engine._requests[request_id].sequences:
+            other.leader = None  # each computes its own prompt
+            other.cuts = ()
+        engine._memory._cuts = lambda sequence: ()
+        fresh.append(drain(engine)[request_id][keep.index])
+    assert together == fresh
+    assert leaks(engine) == 0
+
+
+@pytest.mark.parametrize(("policy", "how"), [("dms", COMPACT), ("keep_all", COMPACT), PAGED, FP8])
+def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
+    """Four chains hold one prompt and what their own tokens changed, not four prompts."""
+    options = EngineOptions(policy=policy, **how, **SIZES)
+    engine = InferenceEngine(folder("llama", small_spec("dms")), options)
+    length = 120 if "kernels" in how else 400
+    engine.add_request(random_ids(length), SamplingParams(n=4, max_tokens=9, ignore_eos=True))
+    one = 0
+    while True:
+        engine.step()
+        chains = engine._requests["0"].sequences
+        if chains[0].computed >= length - 1 and not one:
+            one = engine._runner.cache.used_pages
+        if all(chain.output for chain in chains):
+            break
+    limits = engine._runner.limits
+    changed = 2 * limits.kv_lists  # of a chain: a page with the new token, one with a mark
+    assert one < engine._runner.cache.used_pages <= one + 4 * changed
+    assert sum(chain.pages for chain in chains) > 3.9 * one
+    drain(engine)
+    assert leaks(engine) == 0
+
+
+@pytest.mark.parametrize(("policy", "how"), CACHES)
+def test_a_restored_row_goes_on_like_the_row_it_was_taken_of(folder, policy, how):
+    """Logits of a text through snapshots at random tokens equal those of the text at once."""
+    spec = small_spec("dms")
+    options = EngineOptions(policy=policy, window=8, enable_prefix_caching=True, **how, **SIZES)
+    engine = InferenceEngine(folder("llama", spec), options)
+    text = random_ids(45 if "kernels" in how else 120, seed=4)
+    whole = engine.logits(text)
+    draw = random.Random(1)
+    for _ in range(3):
+        cut = draw.randint(1, len(text) - 1)
+        first = engine.add_request(text[:cut], SamplingParams(max_tokens=1))
+        while first in engine._requests:
+            engine.step()
+        counts = computed(engine)
+        rest = engine.logits(text)
+        assert sum(counts) == len(rest) <= len(text) - cut
+        torch.testing.assert_close(rest, whole[-len(rest) :], atol=2e-5, rtol=1e-4)
+    assert leaks(engine) == 0
+
+
+def test_a_conversation_in_single_requests_computes_only_what_is_added(folder):
+    directory = folder("llama", small_spec("dms"))
+    engine = InferenceEngine(directory, EngineOptions(enable_prefix_caching=True, **SIZES))
+    plain, counts = LLM(directory, **SIZES), computed(engine)
+    tokens: list[int] = []
+    for turn in range(4):
+        added = random_ids(9, seed=turn)
+        tokens += added
+        cached = max(0, len(tokens) - len(added) - 1)
+        del counts[:]
+        request_id = engine.add_request(tokens, GREEDY)
+        (continuation,) = drain(engine)[request_id]
+        assert continuation == plain.generate(tokens, GREEDY)[0].outputs[0].token_ids
+        assert sum(counts) == len(tokens) - cached + len(continuation) - 1
+        tokens += continuation
+
+
+def test_prompts_that_begin_alike_share_their_beginning(folder):
+    directory = folder("llama", small_spec("dms"))
+    engine = InferenceEngine(directory, EngineOptions(enable_prefix_caching=True, **SIZES))
+    plain, system = LLM(directory, **SIZES), random_ids(60, seed=9)
+    for number in range(5):
+        prompt = [*system, number, *random_ids(10, seed=number)]
+        (expected,) = plain.generate(prompt, GREEDY)
+        engine.add_request(prompt, GREEDY)
+        (output,) = [o for _ in range(40) for o in engine.step() if o.finished]
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        # the second prompt shows how far they agree; from the third on that part is known
+        assert output.kv.cached_tokens == (60 if number >= 2 else 0)
+
+
+@pytest.mark.parametrize(("policy", "how"), [("dms", COMPACT), ("keep_all", COMPACT), PAGED])
+def test_a_small_pool_releases_snapshots_and_changes_no_token(folder, policy, how):
+    directory, draw = folder("llama", small_spec("dms")), random.Random(2)
+    systems = [random_ids(40, seed=100 + i) for i in range(3)]
+    work = [
+        (
+            systems[draw.randrange(3)] + random_ids(draw.randint(1, 30), seed=i),
+            SamplingParams(
+                n=draw.choice([1, 1, 3]),
+                seed=i,
+                temperature=float(i % 2),
+                max_tokens=draw.randint(1, 25),
+                ignore_eos=True,
+            ),
+        )
+        for i in range(5 if "kernels" in how else 16)
+    ]
+    alone = LLM(directory, policy=policy, kernels="reference", **SIZES)
+    single = [alone.generate(prompt, params)[0] for prompt, params in work]
+    held = [sum(done.kv.peak_allocated_bytes for done in output.outputs) for output in single]
+    options = EngineOptions(
+        policy=policy,
+        max_num_seqs=12,
+        cache_bytes=int(1.2 * max(held)),
+        enable_prefix_caching=True,
+        **how,
+        **SIZES,
+    )
+    engine = InferenceEngine(directory, options)
+    ids = [engine.add_request(prompt, params) for prompt, params in work]
+    found = drain(engine)
+    assert [found[i] for i in ids] == [[d.token_ids for d in output.outputs] for output in single]
+    assert engine.preemptions > 0
+    assert len(engine._memory._prefixes) <= 12
+    assert leaks(engine) == 0
+
+
+def test_an_aborted_request_releases_its_snapshot(folder):
+    engine = InferenceEngine(folder("llama", small_spec("dms")), EngineOptions(**SIZES))
+    request_id = engine.add_request(random_ids(40), SamplingParams(n=3, max_tokens=50))
+    for _ in range(8):
+        engine.step()
+    assert len(engine._memory._prefixes) == 1
+    engine.abort(request_id)
+    assert len(engine._memory._prefixes) == 0
+    assert engine._runner.cache.used_pages == 0
+
+
+def test_the_longest_usable_snapshot_is_taken_and_the_oldest_is_released():
+    cache = PrefixCache(3)
+    snapshots = [Recorded() for _ in range(5)]
+    cache.add([1, 2], snapshots[0], None)
+    cache.add([1, 2, 3], snapshots[1], None)
+    cache.add([1, 2, 3, 4], snapshots[2], "other")
+    assert cache.length([1, 2, 3, 4, 5], "mine") == 3
+    assert cache.length([1, 2, 3, 4, 5], "other") == 4
+    assert cache.length([1, 2, 3], "mine") == 2  # one token is left to compute
+    assert cache.length([2, 1], "mine") == 0
+    assert cache.restore([1, 2, 9], "mine", row=7) == 2
+    assert snapshots[0].rows == [7]
+    cache.add([1, 2], snapshots[3], None)  # known already
+    assert snapshots[3].released
+    cache.add([5], snapshots[4], None)
+    assert [s.released for s in snapshots[:3]] == [False, True, False]
+    cache.forget("other")
+    assert snapshots[2].released
+    assert cache.reclaim([5, 6], "mine")
+    assert [snapshots[0].released, snapshots[4].released] == [True, False]
+    assert not cache.reclaim([5, 6], "mine")
+    assert cache.reclaim(None, None)
+    assert len(cache) == 0
+
+
+@pytest.mark.parametrize("agree", [0, 15, 16, 40])
+def test_a_common_prefix_is_that_of_a_recent_prompt(agree):
+    cache = PrefixCache(1)
+    first, second = random_ids(50, seed=1), random_ids(50, seed=2)
+    second[:agree] = first[:agree]
+    second[agree] = first[agree] + 1
+    assert cache.common_prefix(first) == 0
+    assert cache.common_prefix(second) == (agree if agree >= 16 else 0)
+    assert cache.common_prefix(first) == 49  # all but the token that gives the logits
