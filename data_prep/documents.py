@@ -104,12 +104,17 @@ def _json_lines(path: Path, rule: InputRule) -> Iterator[Document]:
         if not isinstance(row, dict) or key not in row:
             raise DataError(f'{line.where}: has no field "{key}"; name another with --text-key')
         if rule.messages_key is not None:
-            yield line._replace(content=_messages(line.where, row[key]))
+            yield line._replace(content=checked_messages(line.where, row[key]))
         elif _checked_text(line.where, row[key]).strip():
             yield line._replace(content=row[key])
 
 
-def _messages(where: str, value: Any) -> list[Message]:
+def checked_messages(where: str, value: Any) -> list[Message]:
+    """The role and content of every message of a conversation.
+
+    Raises:
+        DataError: It is no conversation; `where` says which row it is.
+    """
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: the conversation is not a list of messages")
     for message in value:

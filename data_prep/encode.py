@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dms_train.data.errors import DataError
 from dms_train.data_prep.documents import Document, Message
+from dms_train.observe.processes import end_with_parent
 
-_DOCUMENTS_PER_CHUNK = 64
+_ITEMS_PER_CHUNK = 64
+Item = TypeVar("Item")
+Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,14 @@ class Encoded(NamedTuple):
     size: int
 
 
+class ChunkEncoder(Protocol[Item, Result]):
+    """Something that encodes consecutive items together."""
+
+    def encode(self, chunk: list[Item], /) -> Result:
+        """What becomes of the items."""
+        ...
+
+
 class DocumentEncoder:
     """A tokenizer with its special tokens resolved."""
 
@@ -62,7 +73,7 @@ class DocumentEncoder:
             DataError: The directory holds no fast tokenizer, or a special token does not exist.
         """
         self._options = options
-        self._tokenizer = _load_tokenizer(options.tokenizer)
+        self._tokenizer = load_tokenizer(options.tokenizer)
         self.vocab_size = len(self._tokenizer)
         eod_token = options.eod_token or self._tokenizer.eos_token
         self.eod_id = self._special_id(eod_token, "eos_token") if options.append_eod else None
@@ -119,24 +130,27 @@ class DocumentEncoder:
 
 
 def encode_in_order(
-    documents: Iterable[Document], encoder: DocumentEncoder, options: EncoderOptions, workers: int
-) -> Iterator[Encoded]:
-    """Encode a stream of documents in chunks; the result does not depend on `workers`.
+    items: Iterable[Item],
+    encoder: ChunkEncoder[Item, Result],
+    make: Callable[[], ChunkEncoder[Item, Result]],
+    workers: int,
+) -> Iterator[Result]:
+    """Encode a stream of items in chunks; the result does not depend on `workers`.
 
     Args:
-        documents: Read only as far ahead as the workers need.
+        items: Read only as far ahead as the workers need.
         encoder: Used when `workers` is 1.
-        options: From which every worker process makes its own encoder.
+        make: Makes the encoder of a worker process; picklable.
         workers: Processes.
     """
-    stream = iter(documents)
-    chunks = iter(lambda: list(islice(stream, _DOCUMENTS_PER_CHUNK)), [])
+    stream = iter(items)
+    chunks = iter(lambda: list(islice(stream, _ITEMS_PER_CHUNK)), [])
     if workers == 1:
         yield from map(encoder.encode, chunks)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (options,))
-    pending: deque[Future[Encoded]] = deque()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (make,))
+    pending: deque[Future[Result]] = deque()
     try:
         for chunk in chunks:
             pending.append(pool.submit(_encode_in_worker, chunk))
@@ -152,20 +166,26 @@ def encode_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-_worker_encoder: DocumentEncoder | None = None
+_worker_encoder: ChunkEncoder[Any, Any] | None = None
 
 
-def _start_worker(options: EncoderOptions) -> None:
+def _start_worker(make: Callable[[], ChunkEncoder[Any, Any]]) -> None:
     global _worker_encoder
-    _worker_encoder = DocumentEncoder(options)
+    end_with_parent()
+    _worker_encoder = make()
 
 
-def _encode_in_worker(documents: list[Document]) -> Encoded:
+def _encode_in_worker(chunk: list[Any]) -> Any:
     assert _worker_encoder is not None
-    return _worker_encoder.encode(documents)
+    return _worker_encoder.encode(chunk)
 
 
-def _load_tokenizer(directory: str) -> Any:
+def load_tokenizer(directory: str) -> Any:
+    """The fast tokenizer of a directory; nothing is downloaded and no code of it is run.
+
+    Raises:
+        DataError: There is none, or it does not load.
+    """
     if not (Path(directory) / "tokenizer.json").is_file():
         raise DataError(f"{directory}: no tokenizer.json; give a local tokenizer directory")
     from transformers import AutoTokenizer

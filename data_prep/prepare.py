@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from dms_train.data.manifest import (
     read_manifest,
 )
 from dms_train.data.writer import ShardWriter
+from dms_train.data_prep import conversation_commands, shard_commands
 from dms_train.data_prep.documents import (
     BLANK_LINE,
     EVERY_LINE,
@@ -38,10 +40,12 @@ from dms_train.data_prep.encode import DocumentEncoder, EncoderOptions, encode_i
 from dms_train.data_prep.exam_files import STYLES, SheetText, write_problems, write_sheets
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
+from dms_train.evaluation.errors import EvaluationError
 
 _EPILOG = """\
 examples:
   dms-data tokenize --tokenizer MODEL --append-eod --output data/corpus corpus.jsonl
+  dms-data openr1 --tokenizer MODEL --output data/openr1 --workers 8 openr1/*.parquet
   dms-data check data/corpus
 
 `dms-data COMMAND --help` explains a command.
@@ -80,11 +84,11 @@ def main(argv: list[str] | None = None) -> int:
     hide_known_warnings()
     try:
         args.run(args)
-    except (DataError, OSError) as error:
+    except (DataError, EvaluationError, OSError) as error:
         print(f"dms-data: {message(error)}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        print("dms-data: interrupted; nothing was written", file=sys.stderr)
+        print(f"dms-data: interrupted; {args.interrupted}", file=sys.stderr)
         return 130
     return 0
 
@@ -107,7 +111,8 @@ def tokenize_files(job: TokenizeJob) -> Manifest:
     )
     with writer, progress_bar(total) as advance:
         documents = islice(_documents(job, rows), job.limit)
-        for encoded in encode_in_order(documents, encoder, job.encoder, job.workers):
+        make = partial(DocumentEncoder, job.encoder)
+        for encoded in encode_in_order(documents, encoder, make, job.workers):
             for ids in encoded.documents:
                 writer.add(ids)
             advance(encoded.size, f"{sum(rows.values())} documents")
@@ -188,7 +193,7 @@ def _run_exam_problems(args: argparse.Namespace) -> None:
 
 def _report(prefix: Path, manifest: Manifest, *, hint: bool = True) -> None:
     print(f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
-    if hint and manifest.eod_id is None:
+    if hint and manifest.eod_id is None and manifest.preparation is None:
         print("documents do not end in an end-of-document token; --append-eod adds one")
 
 
@@ -206,11 +211,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(interrupted="nothing was written")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument(
-        "--workers", type=_count, default=1, help="tokenizing processes (%(default)s)"
-    )
+    shared.add_argument("--workers", type=_count, default=1, help="processes (%(default)s)")
     shared.add_argument("--overwrite", action="store_true", help="replace existing output")
     _add_tokenize(commands, shared)
     check = commands.add_parser(
@@ -220,6 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("prefix", type=Path, help="PREFIX of PREFIX.bin")
     check.set_defaults(run=_run_check)
+    conversation_commands.add_commands(commands, shared)
+    shard_commands.add_commands(commands)
     _add_exams(commands, shared)
     return parser
 

@@ -9,11 +9,11 @@ Advance = Callable[[int, str], None]
 
 
 @contextmanager
-def progress_bar(total: int) -> Iterator[Advance]:
+def progress_bar(total: int | None) -> Iterator[Advance]:
     """Show a bar on stderr while the block runs.
 
     Args:
-        total: Amount of work that fills the bar.
+        total: Amount of work that fills the bar; None where that is not known.
 
     Yields:
         A function that takes the amount of work just done and a text to show.

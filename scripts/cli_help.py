@@ -14,7 +14,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUBCOMMANDS = {"dms-data": ("tokenize", "check", "exam-sheets", "exam-problems")}
+SUBCOMMANDS = {
+    "dms-data": (
+        *("tokenize", "check", "openr1", "chat", "mix", "show"),
+        *("exam-sheets", "exam-problems"),
+    )
+}
 
 
 def commands() -> dict[str, str]:

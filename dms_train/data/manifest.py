@@ -1,5 +1,8 @@
 """`PREFIX.manifest.json`: what a pair of `.bin/.idx` files must contain, and its tokenizer.
 
+A shard whose loss counts some tokens only has a second pair, `PREFIX.loss_mask.bin` and `.idx`,
+with one byte for each token: 1 where the token counts as a label, else 0.
+
 Megatron's files record no tokenizer, no vocabulary size and no checksum. With the manifest a
 truncated file, or one made with another tokenizer, is refused before the training.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -36,6 +39,21 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossMask:
+    """The mask files of a shard; their documents have the lengths of the shard's.
+
+    Attributes:
+        loss_tokens: Tokens that count in the loss.
+        bin_sha256: Hash of `PREFIX.loss_mask.bin`.
+        idx_sha256: Hash of `PREFIX.loss_mask.idx`.
+    """
+
+    loss_tokens: int
+    bin_sha256: str
+    idx_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Contents of one shard.
 
@@ -54,6 +72,8 @@ class Manifest:
         dtype: `uint16` or `int32`.
         sources: Input files in order.
         created_with: Version of each program that wrote it.
+        loss_mask: The mask files; None when every token counts in the loss.
+        preparation: How the documents were chosen and rendered, for commands that do both.
     """
 
     format_version: int = FORMAT_VERSION
@@ -70,20 +90,30 @@ class Manifest:
     dtype: str
     sources: tuple[Source, ...]
     created_with: dict[str, str]
+    loss_mask: LossMask | None = None
+    preparation: dict[str, Any] | None = None
 
 
+_OPTIONAL = ("loss_mask", "preparation")  # not written when absent
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "str": (str,),
     "int | None": (int, NoneType),
     "tuple[Source, ...]": (list,),
     "dict[str, str]": (dict,),
+    "LossMask | None": (dict, NoneType),
+    "dict[str, Any] | None": (dict, NoneType),
 }
 
 
 def manifest_path(prefix: str | Path) -> Path:
     """Path of the manifest of a shard."""
     return Path(f"{prefix}.manifest.json")
+
+
+def mask_prefix(prefix: str | Path) -> Path:
+    """Prefix of the mask files of a shard."""
+    return Path(f"{prefix}.loss_mask")
 
 
 def file_sha256(path: Path) -> str:
@@ -96,9 +126,13 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
     """Write the manifest atomically: a reader sees the old file, the new one or none."""
     path = manifest_path(prefix)
     partial = path.with_name(path.name + ".partial")
+    record = asdict(manifest)
+    for name in _OPTIONAL:
+        if record[name] is None:
+            del record[name]
     try:
         with partial.open("w", encoding="utf-8") as stream:
-            json.dump(asdict(manifest), stream, indent=2)
+            json.dump(record, stream, indent=2)
             stream.write("\n")
             stream.flush()
             os.fsync(stream.fileno())
@@ -129,7 +163,12 @@ def read_manifest(prefix: str | Path) -> Manifest:
     _check_fields(path, record, Manifest)
     for source in record["sources"]:
         _check_fields(path, source, Source)
-    return Manifest(**{**record, "sources": tuple(Source(**s) for s in record["sources"])})
+    mask = record.get("loss_mask")
+    if mask is not None:
+        _check_fields(path, mask, LossMask)
+        mask = LossMask(**mask)
+    sources = tuple(Source(**source) for source in record["sources"])
+    return Manifest(**{**record, "sources": sources, "loss_mask": mask})
 
 
 def check_shard(prefix: str | Path, manifest: Manifest) -> None:
@@ -147,6 +186,11 @@ def check_shard(prefix: str | Path, manifest: Manifest) -> None:
     ):
         _check_size(prefix, path, size)
     _check_hash(idx_path(prefix), manifest.idx_sha256)
+    if manifest.loss_mask is not None:
+        mask = mask_prefix(prefix)
+        _check_size(prefix, bin_path(mask), manifest.tokens)
+        _check_size(prefix, idx_path(mask), manifest.idx_bytes)
+        _check_hash(idx_path(mask), manifest.loss_mask.idx_sha256)
     index = read_index(prefix)
     found = {
         "documents": len(index.lengths),
@@ -163,12 +207,14 @@ def check_shard(prefix: str | Path, manifest: Manifest) -> None:
 
 
 def check_bin_hash(prefix: str | Path, manifest: Manifest) -> None:
-    """Check every byte of the token file against the manifest; takes time on large files.
+    """Check every byte of tokens and mask against the manifest; takes time on large files.
 
     Raises:
         DataError: The hash differs.
     """
     _check_hash(bin_path(prefix), manifest.bin_sha256)
+    if manifest.loss_mask is not None:
+        _check_hash(bin_path(mask_prefix(prefix)), manifest.loss_mask.bin_sha256)
 
 
 def check_run(manifest: Manifest, *, vocab_size: int, tokenizer_sha256: str | None) -> None:
@@ -214,11 +260,15 @@ def _check_hash(path: Path, sha256: str) -> None:
         )
 
 
-def _check_fields(path: Path, record: Any, kind: type[Manifest] | type[Source]) -> None:
+def _check_fields(
+    path: Path, record: Any, kind: type[Manifest] | type[Source] | type[LossMask]
+) -> None:
     kinds = {field.name: _KINDS[str(field.type)] for field in fields(kind)}
-    if not isinstance(record, dict) or set(record) != set(kinds):
-        raise DataError(f"{path}: a {kind.__name__} needs {', '.join(kinds)}")
-    for name, accepted in kinds.items():
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    if not isinstance(record, dict) or not needed <= set(record) <= set(kinds):
+        raise DataError(f"{path}: a {kind.__name__} needs {', '.join(sorted(needed))}")
+    for name in record:
+        accepted = kinds[name]
         if not isinstance(record[name], accepted) or isinstance(record[name], bool):
             raise DataError(f"{path}: {name} is {record[name]!r}; tokenise the data again")
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,12 @@ import numpy.typing as npt
 from dms_train.data.errors import DataError
 from dms_train.data.index_file import bin_path, idx_path
 from dms_train.data.manifest import (
+    LossMask,
     Manifest,
     Source,
     file_sha256,
     manifest_path,
+    mask_prefix,
     write_manifest,
 )
 
@@ -35,9 +38,18 @@ class ShardWriter:
         vocab_size: int,
         eod_id: int | None,
         tokenizer_sha256: str,
+        loss_mask: bool = False,
         overwrite: bool = False,
     ) -> None:
         """Open the temporary files.
+
+        Args:
+            prefix: Of the shard's files.
+            vocab_size: Token ids must be below this number.
+            eod_id: Token that ends every document; None when there is none.
+            tokenizer_sha256: Hash of `tokenizer.json`.
+            loss_mask: Write mask files too; `add` then needs a mask.
+            overwrite: Replace an existing shard.
 
         Raises:
             DataError: The shard exists and `overwrite` is not set, or a file cannot be written.
@@ -54,10 +66,15 @@ class ShardWriter:
         self._tokenizer_sha256 = tokenizer_sha256
         self._dtype = DType.optimal_dtype(vocab_size)
         self._documents = self._tokens = 0
+        self._loss_tokens = 0
         self._max_token_id = -1
+        self._mask_builder: Any = None
         try:
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self._builder = IndexedDatasetBuilder(str(bin_path(self._partial)), self._dtype)
+            if loss_mask:
+                mask_bin = bin_path(mask_prefix(self._partial))
+                self._mask_builder = IndexedDatasetBuilder(str(mask_bin), np.uint8)
         except OSError as error:
             raise self._failed(error) from None
 
@@ -73,13 +90,20 @@ class ShardWriter:
     ) -> None:
         """Remove what `finish` has not renamed."""
         # Closing flushes, which fails again on a full disk.
-        with suppress(OSError):
-            self._builder.data_file.close()
-        for path in (bin_path(self._partial), idx_path(self._partial)):
-            path.unlink(missing_ok=True)
+        for builder in self._builders():
+            with suppress(OSError):
+                builder.data_file.close()
+        for partial, _ in self._pairs():
+            partial.unlink(missing_ok=True)
 
-    def add(self, document: npt.NDArray[np.int32]) -> None:
-        """Append one document, int [tokens].
+    def add(
+        self, document: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Append one document.
+
+        Args:
+            document: int [tokens].
+            mask: uint8 [tokens], 1 where the token counts in the loss; needs `loss_mask`.
 
         Raises:
             DataError: A token id lies outside the vocabulary or the disk is full.
@@ -89,14 +113,25 @@ class ShardWriter:
             raise DataError(f"{self._prefix}: token id {largest} is outside the vocabulary")
         try:
             self._builder.add_document(document, [len(document)])
+            if self._mask_builder is not None:
+                assert mask is not None
+                assert len(mask) == len(document)
+                self._mask_builder.add_document(mask, [len(mask)])
+                self._loss_tokens += int(mask.sum(dtype=np.int64))
         except OSError as error:
             raise self._failed(error) from None
         self._documents += 1
         self._tokens += len(document)
         self._max_token_id = max(self._max_token_id, largest)
 
-    def finish(self, sources: tuple[Source, ...]) -> Manifest:
+    def finish(
+        self, sources: tuple[Source, ...], preparation: dict[str, Any] | None = None
+    ) -> Manifest:
         """Put the files in place.
+
+        Args:
+            sources: Input files in order.
+            preparation: What the manifest says about the making of the documents.
 
         Raises:
             DataError: There are no documents, or a file cannot be written.
@@ -106,18 +141,48 @@ class ShardWriter:
             raise DataError(f"{names}: no documents; nothing was written")
         try:
             self._builder.finalize(str(idx_path(self._partial)))
-            for path in (bin_path(self._partial), idx_path(self._partial)):
-                _flush(path)
-            manifest = self._manifest(sources)
+            if self._mask_builder is not None:
+                self._mask_builder.finalize(str(idx_path(mask_prefix(self._partial))))
+            for partial, _ in self._pairs():
+                _flush(partial)
+            manifest = self._manifest(sources, preparation)
             manifest_path(self._prefix).unlink(missing_ok=True)
-            bin_path(self._partial).replace(bin_path(self._prefix))
-            idx_path(self._partial).replace(idx_path(self._prefix))
+            for path in (bin_path, idx_path):  # of an earlier shard that had a mask
+                path(mask_prefix(self._prefix)).unlink(missing_ok=True)
+            for partial, final in self._pairs():
+                partial.replace(final)
             write_manifest(self._prefix, manifest)
         except OSError as error:
             raise self._failed(error) from None
         return manifest
 
-    def _manifest(self, sources: tuple[Source, ...]) -> Manifest:
+    def _builders(self) -> list[Any]:
+        return [builder for builder in (self._builder, self._mask_builder) if builder is not None]
+
+    def _pairs(self) -> list[tuple[Path, Path]]:
+        """Temporary and final path of every file but the manifest."""
+        prefixes = [(self._partial, self._prefix)]
+        if self._mask_builder is not None:
+            prefixes.append((mask_prefix(self._partial), mask_prefix(self._prefix)))
+        return [
+            (path(partial), path(final))
+            for partial, final in prefixes
+            for path in (bin_path, idx_path)
+        ]
+
+    def _mask(self) -> LossMask | None:
+        if self._mask_builder is None:
+            return None
+        partial = mask_prefix(self._partial)
+        return LossMask(
+            loss_tokens=self._loss_tokens,
+            bin_sha256=file_sha256(bin_path(partial)),
+            idx_sha256=file_sha256(idx_path(partial)),
+        )
+
+    def _manifest(
+        self, sources: tuple[Source, ...], preparation: dict[str, Any] | None
+    ) -> Manifest:
         bin_file, idx_file = bin_path(self._partial), idx_path(self._partial)
         return Manifest(
             tokenizer_sha256=self._tokenizer_sha256,
@@ -133,6 +198,8 @@ class ShardWriter:
             dtype=self._dtype.__name__,
             sources=sources,
             created_with=_versions(),
+            loss_mask=self._mask(),
+            preparation=preparation,
         )
 
     def _failed(self, error: OSError) -> DataError:

@@ -7,28 +7,28 @@ gets the verdict `timeout`.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
 import multiprocessing
 import resource
 import signal
-import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dms_train.evaluation.answers import AnswerForm, Claim, Verdict, judge
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.observe.processes import end_with_parent
 
 DEADLINE_SECONDS = 20.0  # above the sum of math-verify's own limits, 5 s for each of three calls
 _START_SECONDS = 120.0  # a new interpreter and its imports, on a busy machine
 _AHEAD_PER_WORKER = 16
+Item = TypeVar("Item")
 _WORKER_BYTES = 4 << 30  # address space; an expression may be a number of any size
-_PR_SET_PDEATHSIG = 1
 
 
 def require_math_verify() -> None:
@@ -133,22 +133,31 @@ class Verifier:
         Raises:
             EvaluationError: A worker does not start.
         """
-        stream = iter(claims)
+        for _, verdicts in self.judged(claims, lambda claim: [claim]):
+            yield verdicts[0]
+
+    def judged(
+        self, items: Iterable[Item], claims: Callable[[Item], list[Claim]]
+    ) -> Iterator[tuple[Item, list[Verdict]]]:
+        """Every item with the verdicts of its claims, in order; items are read a little ahead.
+
+        Raises:
+            EvaluationError: A worker does not start.
+        """
+        stream = iter(items)
         waiting: deque[_Entry] = deque()  # not given to a worker yet
-        window: deque[_Entry] = deque()  # read, and not yielded yet
-        more = True
+        window: deque[tuple[Item, list[_Entry]]] = deque()  # read, and not yielded yet
+        room = _AHEAD_PER_WORKER * len(self._workers)
         while True:
-            while more and len(window) < _AHEAD_PER_WORKER * len(self._workers):
-                claim = next(stream, None)
-                if claim is None:
-                    more = False
-                else:
-                    window.append(_Entry(claim))
-                    waiting.append(window[-1])
-            while window and window[0].verdict is not None:
-                yield window.popleft().verdict or Verdict.CRASHED
-            if not window and not more:
+            for item in islice(stream, room - len(window)):
+                entries = [_Entry(claim) for claim in claims(item)]
+                window.append((item, entries))
+                waiting.extend(entries)
+            if not window:
                 return
+            while window and all(entry.verdict is not None for entry in window[0][1]):
+                item, entries = window.popleft()
+                yield item, [entry.verdict for entry in entries if entry.verdict is not None]
             if window:
                 self._step(waiting)
 
@@ -204,8 +213,7 @@ def _is_busy(worker: _Worker) -> bool:
 def _work(pipe: Connection) -> None:
     """A worker process: says that it is ready, then answers claims until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    if sys.platform == "linux":  # also when the parent is killed while this process is stuck
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_WORKER_BYTES, _WORKER_BYTES))
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,12 +1,16 @@
-"""Whether a process still runs, as other processes of its machine see it. Standard library only."""
+"""Processes of one machine: whether one still runs, and its end. Standard library only."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from pathlib import Path
 
 _ENDED = "ZX"  # proc_pid_stat(5): a zombie, dead
 _START_TIME = 19  # of the fields behind the name
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def mark(pid: int | None = None) -> str:
@@ -35,6 +39,12 @@ def has_ended(marked: str) -> bool:
     except OSError:  # hidden from this process
         return False
     return fields[0] in _ENDED or fields[_START_TIME] != start
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process when its parent ends in any way, also while it is stuck."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _machine() -> str:

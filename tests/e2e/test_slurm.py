@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import psutil
 import pytest
 
 from tests.support import launch, wandb_file
+from tests.support.commands import write_commands
 from tests.support.local_slurm import LocalSlurm, missing
+from tests.support.r1_tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 STAGES = ["prepare", "hf_to_megatron", "zero_neuron", "retrofit", "export", "validate"]
@@ -357,3 +360,32 @@ def test_a_lost_node_that_returns_is_used_again(site: Site, whole: Path) -> None
         site.slurm.start_node(name)
     site.finished(run, 2)
     assert losses(run) == losses(whole)
+
+
+def test_an_array_prepares_every_shard_of_a_data_set(site: Site) -> None:
+    folder = site.root / "array"
+    folder.mkdir()
+    write_tokenizer(folder / "tokenizer")
+    rows = [
+        {"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(7)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = os.pathsep.join([str(write_commands(folder / "bin")), os.environ["PATH"]])
+    words = ["2", "chat", "rows.jsonl", "--tokenizer", "tokenizer", "--output", "data/chat"]
+    subprocess.run(
+        [
+            *("sbatch", "--wait", "--array=0-1", "--cpus-per-task=1", f"--chdir={folder}"),
+            *(str(launch.ROOT / "slurm" / "data.sbatch"), *words),
+        ],
+        env=launch.environment(**{**site.slurm.environment, "PATH": path}),
+        timeout=300,
+        check=False,
+    )
+    said = "".join(log.read_text() for log in folder.glob("*.log"))
+    made = {
+        file.name: len(file.read_text().splitlines())
+        for file in (folder / "data").glob("*.verdicts.jsonl")
+    }
+    expected = {f"chat-0000{index}-of-00002.verdicts.jsonl": 4 - index for index in range(2)}
+    assert made == expected, said
+    assert len(list((folder / "data").glob("*.manifest.json"))) == 2, said

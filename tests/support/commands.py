@@ -18,7 +18,8 @@ def write_commands(folder: Path) -> Path:
         file = folder / name
         file.write_text(
             f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\n"
-            f"sys.argv[0] = {name!r}\nsys.exit({function}())\n"
+            f"if __name__ == '__main__':\n"  # not in a process that it spawns
+            f"    sys.argv[0] = {name!r}\n    sys.exit({function}())\n"
         )
         file.chmod(0o755)
     return folder

@@ -1,0 +1,193 @@
+"""The commands `dms-data openr1` and `dms-data chat`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Manifest
+from dms_train.data_prep import chat_rows, openr1
+from dms_train.data_prep.conversation_files import (
+    Choice,
+    ConversationJob,
+    make_shard,
+    shard_prefix,
+    verdicts_path,
+)
+from dms_train.data_prep.conversations import ChatOptions, LossOn
+from dms_train.data_prep.openr1 import Filter
+from dms_train.data_prep.rows import HubOptions, Shard, open_rows
+
+_RESUMES = "the same command goes on from here"
+Commands = Any  # what add_subparsers returns; its class is private
+
+_OPENR1 = """\
+Make a shard of reasoning traces from rows in the schema of OpenR1-Math-220k. Each kept trace
+becomes one document, rendered with the model's chat template and with its reasoning whole. The
+same command goes on after an interruption. PREFIX.verdicts.jsonl says what became of every row.
+"""
+_CHAT = """\
+Make a shard from conversations: rows with `messages`, or with `prompt` and `completion`. Each
+becomes one document, rendered with the model's chat template. The same command goes on after an
+interruption.
+"""
+
+
+def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
+    """Add both commands to the parser of `dms-data`."""
+    common = _common(shared)
+    parser = commands.add_parser(
+        "openr1",
+        parents=[common],
+        help="make a shard of verified reasoning traces",
+        description=_OPENR1,
+    )
+    parser.add_argument(
+        "--filter",
+        type=Filter,
+        choices=list(Filter),
+        default=Filter.FLAG,
+        help="correct traces: by the data set's flag, verified again, or strict: both and complete "
+        "(%(default)s)",
+    )
+    parser.add_argument("--traces", choices=("one", "all"), default="one", help="for each problem")
+    parser.set_defaults(run=_run_openr1, interrupted=_RESUMES)
+    chat = commands.add_parser(
+        "chat", parents=[common], help="make a shard of conversations", description=_CHAT
+    )
+    chat.add_argument("--messages-key", default="messages", help="column with the conversation")
+    chat.set_defaults(run=_run_chat, interrupted=_RESUMES)
+
+
+def _common(shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, parents=[shared])
+    add = parser.add_argument
+    add("inputs", nargs="+", help=".parquet, .jsonl or .json files, or one hub id")
+    add("--output", type=Path, required=True, metavar="PREFIX")
+    add("--tokenizer", required=True, metavar="DIR", help="local Hugging Face directory")
+    add("--loss-on", type=LossOn, choices=list(LossOn), default=LossOn.ASSISTANT)
+    add("--min-tokens", type=int, default=1, help="leave shorter documents out")
+    add("--max-tokens", type=int, help="leave longer documents out")
+    add(
+        "--evaluation-set",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="leave out problems that this file holds or shares 13 words with; may be repeated",
+    )
+    add("--append-eod", action="store_true", help="end documents in eos_token")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template in place of the model's")
+    add(
+        "--template-variable",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="given to the template, such as 'date_string=23 July 2024'; may be repeated",
+    )
+    add("--shard", type=_shard, default=Shard(), metavar="I/N", help="every N-th row from row I on")
+    add("--hub-config", metavar="NAME", help="configuration of a data set of the hub")
+    add("--hub-split", default="train", metavar="NAME")
+    add("--hub-revision", default="main", metavar="NAME", help="branch, tag or commit")
+    add("--allow-network", action="store_true", help="stream a data set from the hub")
+    return parser
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _shard(text: str) -> Shard:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
+    return Shard(int(match[1]), int(match[2]))
+
+
+def _run_openr1(args: argparse.Namespace) -> None:
+    job = ConversationJob(
+        command="openr1",
+        rows=_rows(args, (*openr1.COLUMNS, openr1.KEY)),
+        sample_of=partial(openr1.sample_of, rule=args.filter),
+        settings={"filter": args.filter.value},
+        choice=_choice(args, every_trace=args.traces == "all"),
+        verify=args.filter is not Filter.FLAG,
+        **_job_arguments(args),
+    )
+    _report(job, make_shard(job))
+
+
+def _run_chat(args: argparse.Namespace) -> None:
+    job = ConversationJob(
+        command="chat",
+        rows=_rows(args, (args.messages_key, *chat_rows.PAIR, *chat_rows.KEYS)),
+        sample_of=partial(chat_rows.sample_of, messages_key=args.messages_key),
+        settings={"messages_key": args.messages_key},
+        choice=_choice(args, every_trace=False),
+        **_job_arguments(args),
+    )
+    _report(job, make_shard(job))
+
+
+def _rows(args: argparse.Namespace, columns: tuple[str, ...]) -> Any:
+    hub = HubOptions(
+        config=args.hub_config,
+        split=args.hub_split,
+        revision=args.hub_revision,
+        allow_network=args.allow_network,
+    )
+    return open_rows(args.inputs, columns, hub)
+
+
+def _choice(args: argparse.Namespace, *, every_trace: bool) -> Choice:
+    longest = args.max_tokens
+    if args.min_tokens < 1 or (longest is not None and longest < args.min_tokens):
+        raise DataError(
+            f"no document has {args.min_tokens} to {longest} tokens; correct the limits"
+        )
+    return Choice(every_trace=every_trace, min_tokens=args.min_tokens, max_tokens=longest)
+
+
+def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    template = None if args.chat_template is None else args.chat_template.read_text("utf-8")
+    chat = ChatOptions(
+        tokenizer=args.tokenizer,
+        chat_template=template,
+        variables=tuple(args.template_variable),
+        loss_on=args.loss_on,
+        append_eod=args.append_eod,
+    )
+    return {
+        "output": args.output,
+        "chat": chat,
+        "evaluation_sets": tuple(args.evaluation_set),
+        "shard": args.shard,
+        "workers": args.workers,
+        "overwrite": args.overwrite,
+    }
+
+
+def _report(job: ConversationJob, manifest: Manifest) -> None:
+    """What the shard holds, and why rows are not in it."""
+    prefix = shard_prefix(job.output, job.shard)
+    found = manifest.preparation
+    assert found is not None
+    print(
+        f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, "
+        f"{found['loss_tokens']} in the loss, {manifest.dtype}"
+    )
+    for name in ("rows", "traces", "overlaps"):
+        if found[name]:
+            print(f"{name}: " + ", ".join(f"{count} {why}" for why, count in found[name].items()))
+    print(f"every row: {verdicts_path(prefix)}")
+    if found["traces"].get("timeout"):
+        print("some answers could not be compared in time (timeout)", file=sys.stderr)

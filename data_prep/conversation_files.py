@@ -1,0 +1,304 @@
+"""From rows to a shard of conversations: choose, verify, render, write.
+
+Every step is a generator over `Sample`s in the order of their rows, so that memory does not grow
+with the data, and the documents depend on neither the number of workers nor on interruptions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Manifest, Source, file_sha256, manifest_path, read_manifest
+from dms_train.data.writer import ShardWriter
+from dms_train.data_prep.conversations import (
+    ChatOptions,
+    ConversationEncoder,
+    LossOn,
+    MaskedTokens,
+)
+from dms_train.data_prep.encode import encode_in_order
+from dms_train.data_prep.journal import Journal
+from dms_train.data_prep.overlap import EvaluationSets
+from dms_train.data_prep.progress import progress_bar
+from dms_train.data_prep.rows import Row, Rows, Shard
+from dms_train.data_prep.samples import Outcome, Sample
+from dms_train.evaluation.answers import Verdict
+from dms_train.evaluation.verification import Verifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which traces of a row become documents.
+
+    Attributes:
+        every_trace: All that are correct and fit; otherwise the first of them.
+        min_tokens: Shortest document.
+        max_tokens: Longest document; None for any length.
+    """
+
+    every_trace: bool = False
+    min_tokens: int = 1
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationJob:
+    """One shard to make.
+
+    Attributes:
+        command: Name of the command, for the manifest.
+        output: Prefix of the files to write.
+        rows: Where the rows come from.
+        sample_of: Makes a sample of a row.
+        settings: What `sample_of` depends on, for the manifest.
+        chat: How a conversation becomes tokens.
+        choice: Which conversations become documents.
+        evaluation_sets: Files whose problems must not be trained on.
+        shard: Which rows are read.
+        verify: Whether traces have claims to verify.
+        workers: Processes for each of verification and tokenisation.
+        overwrite: Replace an existing shard or unfinished work with other settings.
+    """
+
+    command: str
+    output: Path
+    rows: Rows
+    sample_of: Callable[[Row], Sample]
+    settings: dict[str, Any]
+    chat: ChatOptions
+    choice: Choice = field(default_factory=Choice)
+    evaluation_sets: tuple[Path, ...] = ()
+    shard: Shard = field(default_factory=Shard)
+    verify: bool = False
+    workers: int = 1
+    overwrite: bool = False
+
+
+def shard_prefix(output: Path, shard: Shard) -> Path:
+    """`output` itself for one shard, else with the shard's number."""
+    if shard.count == 1:
+        return output
+    return output.with_name(f"{output.name}-{shard.index:05d}-of-{shard.count:05d}")
+
+
+def verdicts_path(prefix: Path) -> Path:
+    """The file that says what became of every row."""
+    return prefix.with_name(prefix.name + ".verdicts.jsonl")
+
+
+def make_shard(job: ConversationJob) -> Manifest:
+    """Make one shard, or go on with it where an earlier call was interrupted.
+
+    A shard that exists with the same settings is left as it is.
+
+    Raises:
+        DataError: An input is unfit, nothing is kept, or the output cannot be written.
+        EvaluationError: Verification is asked for and math-verify is missing.
+    """
+    prefix = shard_prefix(job.output, job.shard)
+    encoder = ConversationEncoder(job.chat)
+    sets = EvaluationSets(job.evaluation_sets)
+    settings = _settings(job, encoder, sets)
+    if manifest_path(prefix).exists() and not job.overwrite:
+        manifest = read_manifest(prefix)
+        if manifest.preparation is not None and manifest.preparation["settings"] == settings:
+            return manifest
+        raise DataError(
+            f"{prefix}: exists already, made with other settings; pass --overwrite to replace it"
+        )
+    folder = prefix.with_name(prefix.name + ".work")
+    with Journal(folder, settings, overwrite=job.overwrite) as journal:
+        _fill(journal, job, encoder, sets)
+        manifest = _finish(journal, job, encoder, settings)
+        journal.remove()
+    return manifest
+
+
+def _settings(
+    job: ConversationJob, encoder: ConversationEncoder, sets: EvaluationSets
+) -> dict[str, Any]:
+    """All that the documents depend on."""
+    versions = {}
+    for name in ("math-verify", "latex2sympy2_extended", "sympy", "tokenizers", "transformers"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    settings = {
+        "command": job.command,
+        **job.settings,
+        "choice": asdict(job.choice),
+        "sources": [[source.name, source.sha256] for source in job.rows.sources],
+        "shard": [job.shard.index, job.shard.count],
+        "evaluation_sets": sets.sets,
+        "tokenizer": Path(job.chat.tokenizer).resolve().name,
+        "tokenizer_sha256": file_sha256(Path(job.chat.tokenizer) / "tokenizer.json"),
+        "chat_template": encoder.template,
+        "template_variables": dict(job.chat.variables),
+        "loss_on": job.chat.loss_on.value,
+        "append_eod": job.chat.append_eod,
+        "versions": versions,
+    }
+    found: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    return found
+
+
+class _Documents(NamedTuple):
+    """A sample and what became of it."""
+
+    sample: Sample
+    documents: list[MaskedTokens]
+
+
+class _Encoder:
+    """Renders the open traces of samples and chooses among them."""
+
+    def __init__(
+        self, chat: ChatOptions, choice: Choice, encoder: ConversationEncoder | None = None
+    ) -> None:
+        self._encoder = encoder or ConversationEncoder(chat)
+        self._choice = choice
+
+    def encode(self, samples: list[Sample]) -> list[_Documents]:
+        return [_Documents(sample, self._documents(sample)) for sample in samples]
+
+    def _documents(self, sample: Sample) -> list[MaskedTokens]:
+        found: list[MaskedTokens] = []
+        for trace in sample.open:
+            if found and not self._choice.every_trace:
+                trace.outcome = Outcome.NOT_CHOSEN
+                continue
+            document = self._encoder.encode(sample.where, trace.messages)
+            trace.outcome = self._fits(len(document.tokens))
+            if trace.outcome is Outcome.KEPT:
+                found.append(document)
+        for trace in sample.traces:
+            trace.messages = []  # not needed any more
+        return found
+
+    def _fits(self, tokens: int) -> Outcome:
+        if tokens < self._choice.min_tokens:
+            return Outcome.TOO_SHORT
+        longest = self._choice.max_tokens
+        return Outcome.TOO_LONG if longest is not None and tokens > longest else Outcome.KEPT
+
+
+def _fill(
+    journal: Journal, job: ConversationJob, encoder: ConversationEncoder, sets: EvaluationSets
+) -> None:
+    """Bring all rows of the job into the journal."""
+    rows = job.rows.read(journal.next_row, job.shard)
+    samples = _without_overlaps(map(job.sample_of, rows), sets)
+    make = partial(_Encoder, job.chat, job.choice)
+    here = _Encoder(job.chat, job.choice, encoder)
+    with progress_bar(_rows_of(job)) as advance:
+        advance(_held(journal.next_row, job.shard), "")
+        for chunk in encode_in_order(_verified(samples, job), here, make, job.workers):
+            for sample, documents in chunk:
+                _count(journal, sample, documents)
+                journal.add(sample.number, sample.record(), documents)
+            advance(len(chunk), f"{journal.counts['documents']} documents")
+    journal.commit()
+
+
+def _rows_of(job: ConversationJob) -> int | None:
+    return None if job.rows.total is None else _held(job.rows.total, job.shard)
+
+
+def _held(rows: int, shard: Shard) -> int:
+    """How many of the first rows a shard holds."""
+    return len(range(shard.index, rows, shard.count))
+
+
+def _without_overlaps(samples: Iterator[Sample], sets: EvaluationSets) -> Iterator[Sample]:
+    for sample in samples:
+        if sample.rejected is None:
+            sample.overlap = sets.find(sample.problem)
+            if sample.overlap is not None:
+                sample.rejected = Outcome.EVALUATION_OVERLAP
+        yield sample
+
+
+def _verified(samples: Iterator[Sample], job: ConversationJob) -> Iterator[Sample]:
+    if not job.verify:
+        yield from samples
+        return
+    with Verifier(job.workers) as verifier:
+        judged = verifier.judged(
+            samples, lambda sample: [t.claim for t in sample.open if t.claim is not None]
+        )
+        for sample, verdicts in judged:
+            for trace, verdict in zip(sample.open, verdicts, strict=True):
+                trace.claim = None  # not needed any more
+                if verdict is not Verdict.CORRECT:
+                    trace.outcome = Outcome(verdict.value)
+            yield sample
+
+
+def _count(journal: Journal, sample: Sample, documents: list[MaskedTokens]) -> None:
+    counts = journal.counts
+    counts["rows"] += 1
+    counts[f"rows: {sample.outcome.value}"] += 1
+    counts["documents"] += len(documents)
+    counts[f"documents of {sample.source}"] += len(documents)
+    counts["loss_tokens"] += sum(int(mask.sum(dtype="int64")) for _, mask in documents)
+    if sample.rejected is None:
+        for trace in sample.traces:
+            counts[f"traces: {trace.outcome.value}"] += 1
+    if sample.overlap is not None:
+        name = sample.overlap.where.rpartition(": row")[0]
+        counts[f"overlaps: {name}, {sample.overlap.kind}"] += 1
+
+
+def _part(journal: Journal, kind: str) -> dict[str, int]:
+    """The counts whose names begin with `kind`, largest first."""
+    found = {
+        name.removeprefix(f"{kind}: "): count
+        for name, count in journal.counts.items()
+        if name.startswith(f"{kind}: ")
+    }
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _finish(
+    journal: Journal, job: ConversationJob, encoder: ConversationEncoder, settings: dict[str, Any]
+) -> Manifest:
+    prefix = shard_prefix(job.output, job.shard)
+    verdicts = verdicts_path(prefix)
+    journal.copy_verdicts(verdicts)
+    if not journal.counts["documents"]:
+        why = ", ".join(f"{count} {name}" for name, count in _part(journal, "rows").items())
+        raise DataError(f"{prefix}: no row is kept ({why or 'there are none'}); see {verdicts}")
+    masked = job.chat.loss_on is not LossOn.ALL
+    with ShardWriter(
+        prefix,
+        vocab_size=encoder.vocab_size,
+        eod_id=encoder.eod_id,
+        tokenizer_sha256=settings["tokenizer_sha256"],
+        loss_mask=masked,
+        overwrite=job.overwrite,
+    ) as writer:
+        for tokens, mask in journal.documents():
+            writer.add(tokens, mask if masked else None)
+        preparation = {
+            "settings": settings,
+            "rows": {"read": journal.counts["rows"], **_part(journal, "rows")},
+            "traces": _part(journal, "traces"),
+            "overlaps": _part(journal, "overlaps"),
+            "loss_tokens": journal.counts["loss_tokens"],
+            "verdicts_sha256": file_sha256(verdicts),
+        }
+        return writer.finish(_sources(journal, job), preparation)
+
+
+def _sources(journal: Journal, job: ConversationJob) -> tuple[Source, ...]:
+    return tuple(
+        replace(source, rows=journal.counts[f"documents of {number}"])
+        for number, source in enumerate(job.rows.sources)
+    )

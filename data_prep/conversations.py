@@ -1,0 +1,211 @@
+"""Renders conversations with a model's chat template and marks what the loss counts.
+
+Templates of reasoning models delete what stands before `</think>`, or an earlier turn's reasoning:
+right for a prompt, wrong for training. Each assistant turn is therefore rendered as a placeholder
+that is replaced by the whole turn afterwards, which also says where the turn begins and ends.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dms_train.data.errors import DataError
+from dms_train.data_prep.documents import Message
+from dms_train.data_prep.encode import load_tokenizer
+
+# Private-use characters, which no text holds.
+_PLACEHOLDER = "\ue000assistant turn {}\ue001"
+_EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*$")
+
+
+class LossOn(StrEnum):
+    """Which tokens the loss counts.
+
+    Attributes:
+        ASSISTANT: What the assistant says, and the special token that ends its turn.
+        ALL: Every token.
+    """
+
+    ASSISTANT = "assistant"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation becomes tokens.
+
+    Attributes:
+        tokenizer: Local Hugging Face directory with `tokenizer.json`.
+        chat_template: Jinja text; None is the tokenizer's own template.
+        variables: Names and values that the template is given.
+        loss_on: Which tokens the loss counts.
+        append_eod: End every document in the tokenizer's `eos_token`.
+    """
+
+    tokenizer: str
+    chat_template: str | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+    loss_on: LossOn = LossOn.ASSISTANT
+    append_eod: bool = False
+
+
+class ChatText(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+        text: All of it, special tokens written out.
+        turns: First character and end of every assistant turn, its special tokens aside.
+    """
+
+    text: str
+    turns: list[tuple[int, int]]
+
+
+class MaskedTokens(NamedTuple):
+    """A conversation in tokens.
+
+    Attributes:
+        tokens: int32 [tokens].
+        mask: uint8 [tokens], 1 where the token counts in the loss.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+
+
+class ConversationEncoder:
+    """A tokenizer with its chat template."""
+
+    def __init__(self, options: ChatOptions) -> None:
+        """Load the tokenizer from its directory; no code of it is run.
+
+        Raises:
+            DataError: There is no fast tokenizer or no template, the template writes today's date,
+                or the tokenizer has no `eos_token` to append.
+        """
+        self._options = options
+        self._tokenizer = load_tokenizer(options.tokenizer)
+        self._variables = dict(options.variables)
+        self.vocab_size = len(self._tokenizer)
+        self.template = self._find_template()
+        self._special = set(self._tokenizer.all_special_ids)
+        self.eod_id: int | None = None
+        if options.append_eod:
+            if self._tokenizer.eos_token_id is None:
+                raise DataError(f"{options.tokenizer}: the tokenizer has no eos_token to append")
+            self.eod_id = int(self._tokenizer.eos_token_id)
+
+    def _find_template(self) -> str:
+        given = self._options.chat_template
+        try:
+            template = str(self._tokenizer.get_chat_template(given))
+        except ValueError:
+            raise DataError(
+                f"{self._options.tokenizer}: the tokenizer has no chat template; "
+                "pass one with --chat-template FILE"
+            ) from None
+        if "strftime_now" in template and "date_string" not in self._variables:
+            raise DataError(
+                f"{self._options.tokenizer}: the chat template writes today's date, so the data "
+                "would change from day to day; pass --template-variable 'date_string=23 July 2024'"
+            )
+        return template
+
+    def render(self, where: str, messages: list[Message]) -> ChatText:
+        """The text of a conversation, every assistant turn whole.
+
+        Args:
+            where: Of the conversation, for messages.
+            messages: `role` and `content` of each.
+
+        Raises:
+            DataError: The template failed, or left out or repeated an assistant turn.
+        """
+        turns = [m["content"] for m in messages if m["role"] == "assistant"]
+        names = [_PLACEHOLDER.format(number) for number in range(len(turns))]
+        hidden, left = [], iter(names)
+        for message in messages:
+            assistant = message["role"] == "assistant"
+            hidden.append({**message, "content": next(left)} if assistant else message)
+        text = self._apply(where, hidden)
+        places = [text.find(name) for name in names]
+        if [text.count(name) for name in names] != [1] * len(names) or places != sorted(places):
+            raise DataError(
+                f"{where}: the chat template drops or repeats an assistant turn; "
+                "pass one that keeps it with --chat-template FILE"
+            )
+        edges = [0, *(p + len(n) for p, n in zip(places, names, strict=True))]
+        between = [text[start:end] for start, end in zip(edges, [*places, None], strict=True)]
+        return _joined(between, turns)
+
+    def _apply(self, where: str, messages: list[Message]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, chat_template=self.template, tokenize=False, **self._variables
+            )
+        except Exception as error:  # a template may raise anything
+            reason = str(error).partition("\n")[0]
+            raise DataError(
+                f"{where}: the chat template failed ({reason}); "
+                "pass a fitting one with --chat-template FILE"
+            ) from None
+        return str(text)
+
+    def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
+        """Tokens of a conversation and which of them the loss counts.
+
+        A token belongs to a turn when its first character does. The special token directly behind
+        a turn, such as `<|im_end|>`, belongs to it: it teaches the model to stop.
+
+        Raises:
+            DataError: As `render`, or the text cannot be tokenised.
+        """
+        text, turns = self.render(where, messages)
+        try:
+            found = self._tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+        except Exception as error:  # the tokenizers library raises bare exceptions
+            raise DataError(f"{where}: cannot be tokenised ({error})") from None
+        ids, offsets = found["input_ids"], found["offset_mapping"]
+        if not ids:
+            raise DataError(f"{where}: the conversation has no tokens")
+        mask = self._mask(ids, offsets, turns)
+        if self.eod_id is not None and ids[-1] != self.eod_id:
+            ids.append(self.eod_id)
+            mask.append(int(self._options.loss_on is LossOn.ALL))
+        return MaskedTokens(np.array(ids, np.int32), np.array(mask, np.uint8))
+
+    def _mask(
+        self, ids: list[int], offsets: list[tuple[int, int]], turns: list[tuple[int, int]]
+    ) -> list[int]:
+        if self._options.loss_on is LossOn.ALL:
+            return [1] * len(ids)
+        starts = np.array([first for first, _ in offsets])  # never decrease
+        mask = np.zeros(len(ids), np.uint8)
+        for turn in turns:
+            first, behind = (int(place) for place in np.searchsorted(starts, turn))
+            if behind < len(ids) and starts[behind] == turn[1] and ids[behind] in self._special:
+                behind += 1
+            mask[first:behind] = 1
+        found: list[int] = mask.tolist()
+        return found
+
+
+def _joined(between: list[str], turns: list[str]) -> ChatText:
+    """The pieces of a template with the turns between them."""
+    text, places = "", []
+    for piece, turn in zip(between, turns, strict=False):
+        if turn.lstrip().startswith("<think>"):
+            # some templates write empty reasoning before a turn that seems to have none
+            piece = _EMPTY_REASONING.sub("", piece)
+        text += piece
+        places.append((len(text), len(text) + len(turn)))
+        text += turn
+    return ChatText(text + between[-1], places)

@@ -1,0 +1,119 @@
+"""Blends shards into one, without repeating a document."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Manifest, Source
+from dms_train.data.reader import ShardReader
+from dms_train.data.writer import ShardWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One input of a blend.
+
+    Attributes:
+        prefix: Of the shard.
+        weight: Its share of the tokens, relative to the other weights; None takes all of it.
+    """
+
+    prefix: Path
+    weight: float | None
+
+
+class _Pick(NamedTuple):
+    part: int
+    document: int
+
+
+def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -> Manifest:
+    """Blend shards.
+
+    With weights, the blend ends when a shard has no documents left, so that shares of tokens are
+    those of the weights to within one document of each shard. Without weights it holds all
+    documents. Either way the shards stand in proportion from the beginning on, and the documents
+    of each are shuffled.
+
+    Args:
+        parts: All of them with a weight, or none.
+        output: Prefix of the files to write.
+        seed: Of the order of the documents.
+        overwrite: Replace an existing shard.
+
+    Raises:
+        DataError: A shard is damaged, they were made with different tokenizers or end their
+            documents in different tokens, or weights are missing.
+    """
+    if len({part.weight is None for part in parts}) > 1:
+        raise DataError("give every shard a weight (PREFIX=WEIGHT), or none of them")
+    readers = [ShardReader(part.prefix) for part in parts]
+    first = readers[0].manifest
+    _check_together(parts, readers)
+    # without weights the size of a shard is its share, so that all end together
+    weights = [
+        float(reader.manifest.tokens) if part.weight is None else part.weight
+        for part, reader in zip(parts, readers, strict=True)
+    ]
+    taken = [0] * len(parts)
+    with ShardWriter(
+        output,
+        vocab_size=first.vocab_size,
+        eod_id=first.eod_id,
+        tokenizer_sha256=first.tokenizer_sha256,
+        loss_mask=any(reader.manifest.loss_mask is not None for reader in readers),
+        overwrite=overwrite,
+    ) as writer:
+        for pick in _order(readers, weights, seed, all_of_them=parts[0].weight is None):
+            writer.add(*readers[pick.part][pick.document])
+            taken[pick.part] += 1
+        sources = tuple(
+            Source(name=part.prefix.name, sha256=reader.manifest.bin_sha256, rows=count)
+            for part, reader, count in zip(parts, readers, taken, strict=True)
+        )
+        given = [part.weight for part in parts]
+        return writer.finish(sources, {"settings": {"command": "mix", "weights": given}})
+
+
+def _check_together(parts: list[Part], readers: list[ShardReader]) -> None:
+    first = readers[0].manifest
+    for part, reader in zip(parts, readers, strict=True):
+        found = reader.manifest
+        if found.tokenizer_sha256 != first.tokenizer_sha256:
+            raise DataError(
+                f"{part.prefix} and {parts[0].prefix} were made with different tokenizers; "
+                "make both with the model's own tokenizer"
+            )
+        if found.eod_id != first.eod_id:
+            raise DataError(
+                f"{part.prefix}: documents end in token {found.eod_id}, those of "
+                f"{parts[0].prefix} in {first.eod_id}; make both with or without --append-eod"
+            )
+
+
+def _order(
+    readers: list[ShardReader], weights: list[float], seed: int, *, all_of_them: bool
+) -> Iterator[_Pick]:
+    """The next document comes from the shard that is furthest behind its share."""
+    queues = []
+    for number, reader in enumerate(readers):
+        order = list(range(len(reader)))
+        random.Random(f"{seed} {number}").shuffle(order)
+        queues.append(iter(order))
+    tokens = [0] * len(readers)
+    left = set(range(len(readers)))
+    while left:
+        part = min(left, key=lambda number: (tokens[number] / weights[number], number))
+        document = next(queues[part], None)
+        if document is None:
+            if not all_of_them:
+                return
+            left.remove(part)
+            continue
+        tokens[part] += int(readers[part].lengths[document])
+        yield _Pick(part, document)

@@ -1,0 +1,295 @@
+"""Reads the rows of parquet and JSON files, or of a data set of the hub, from any row on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Source, file_sha256
+
+_ROWS_PER_BATCH = 64
+_FILE_TYPES = (".parquet", ".jsonl", ".json")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class Row(NamedTuple):
+    """One row.
+
+    Attributes:
+        number: Counts the rows of all inputs from 0.
+        source: Number of its input.
+        where: File and row, for messages.
+        values: Its columns.
+    """
+
+    number: int
+    source: int
+    where: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every `count`-th row, from row `index` on."""
+
+    index: int = 0
+    count: int = 1
+
+    def holds(self, number: int) -> bool:
+        """Whether a row belongs to it."""
+        return number % self.count == self.index
+
+
+class Rows(Protocol):
+    """Where rows come from.
+
+    Attributes:
+        sources: Name and hash of every input; `rows` is 0.
+        total: Rows of all inputs; None where that is not known before they are read.
+    """
+
+    sources: tuple[Source, ...]
+    total: int | None
+
+    def read(self, first: int, shard: Shard) -> Iterator[Row]:
+        """The rows of a shard with numbers from `first` on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubOptions:
+    """Which part of a data set of the hub.
+
+    Attributes:
+        config: Its configuration; None takes the default one.
+        split: Its split.
+        revision: Branch, tag or commit.
+        allow_network: Stream from the hub; otherwise the local cache must hold the data set.
+    """
+
+    config: str | None = None
+    split: str = "train"
+    revision: str = "main"
+    allow_network: bool = False
+
+
+def open_rows(inputs: list[str], columns: tuple[str, ...], hub: HubOptions) -> Rows:
+    """Rows of local files, or of one data set of the hub.
+
+    Args:
+        inputs: `.parquet`, `.jsonl` and `.json` files in order, or one hub id `owner/name`.
+        columns: Those that are read.
+        hub: Used for a hub id.
+
+    Raises:
+        DataError: A file has another type or cannot be read, or the data set is not in the cache.
+        OSError: A file is missing.
+    """
+    if len(inputs) == 1 and _is_hub_id(inputs[0]):
+        return HubRows(inputs[0], columns, hub)
+    return FileRows([Path(name) for name in inputs], columns)
+
+
+def _is_hub_id(name: str) -> bool:
+    looks = _HUB_ID.fullmatch(name) is not None and Path(name).suffix not in _FILE_TYPES
+    return looks and not Path(name).exists()
+
+
+class FileRows:
+    """Rows of local files; hashes and counts of all files are taken first."""
+
+    def __init__(self, paths: list[Path], columns: tuple[str, ...]) -> None:
+        """Hash and count the files."""
+        self._paths = paths
+        self._columns = columns
+        counts = [_count(path) for path in paths]
+        self._starts = [0, *accumulate(counts)]
+        self.total: int | None = sum(counts)
+        self.sources = tuple(Source(name=p.name, sha256=file_sha256(p), rows=0) for p in paths)
+
+    def read(self, first: int, shard: Shard) -> Iterator[Row]:
+        """The rows of a shard with numbers from `first` on.
+
+        Raises:
+            DataError: A row is damaged.
+        """
+        for source, path in enumerate(self._paths):
+            start, end = self._starts[source : source + 2]
+            if end <= first:
+                continue
+
+            def wanted(inner: int, start: int = start) -> bool:
+                return start + inner >= first and shard.holds(start + inner)
+
+            for inner, values in _READERS[path.suffix](path, self._columns, wanted):
+                yield Row(start + inner, source, f"{path}: row {inner}", values)
+
+
+_Numbered = Iterator[tuple[int, dict[str, Any]]]
+_Wanted = Callable[[int], bool]
+
+
+def _count(path: Path) -> int:
+    if path.suffix == ".parquet":
+        return int(_parquet(path).metadata.num_rows)
+    if path.suffix == ".jsonl":
+        with path.open("rb") as stream:
+            return sum(1 for line in stream if line.strip())
+    if path.suffix == ".json":
+        return len(_json_array(path))
+    raise DataError(f"{path}: unknown file type; give {', '.join(_FILE_TYPES)} files or a hub id")
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{path}: reading parquet needs pyarrow; install the extra `data`"
+        ) from None
+    if not path.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    try:
+        return parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: not a parquet file ({reason}); copy it again") from None
+
+
+def _read_parquet(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
+    import pyarrow
+
+    file = _parquet(path)
+    present = [name for name in columns if name in file.schema_arrow.names]
+    number = 0
+    try:
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if not any(wanted(inner) for inner in range(number, number + rows)):
+                number += rows
+                continue
+            for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=present):
+                for values in batch.to_pylist():
+                    if wanted(number):
+                        yield number, values
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: row {number} cannot be read ({error}); copy it again") from None
+
+
+def _read_lines(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
+    with path.open("rb") as stream:
+        number = -1
+        for line_number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            number += 1
+            if wanted(number):
+                try:
+                    values = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{path}:{line_number}: not valid JSON ({error})") from None
+                yield number, _object(f"{path}:{line_number}", values)
+
+
+def _json_array(path: Path) -> list[Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON ({error}); name JSON lines .jsonl") from None
+    if not isinstance(values, list):
+        raise DataError(f"{path}: not a list of rows")
+    return values
+
+
+def _read_array(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
+    for number, values in enumerate(_json_array(path)):
+        if wanted(number):
+            yield number, _object(f"{path}: row {number}", values)
+
+
+def _object(where: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: expected an object with columns, found {type(values).__name__}")
+    return values
+
+
+_READERS = {".parquet": _read_parquet, ".jsonl": _read_lines, ".json": _read_array}
+
+
+class HubRows:
+    """Rows of a data set of the hub, streamed by `datasets`."""
+
+    def __init__(self, name: str, columns: tuple[str, ...], hub: HubOptions) -> None:
+        """Find the data set.
+
+        Raises:
+            DataError: It is not in the cache, or cannot be reached.
+        """
+        try:
+            import datasets
+        except ModuleNotFoundError:
+            raise DataError(f"{name}: a hub id needs datasets; install the extra `data`") from None
+        datasets.disable_progress_bars()
+        self._name = name
+        self.total: int | None = None
+        commit, place = _place(name, hub)
+        revision = {"revision": commit} if hub.allow_network else {}
+        try:
+            found = datasets.load_dataset(
+                place, hub.config, split=hub.split, streaming=True, **revision
+            )
+            present = found.column_names or []
+            self._rows = found.select_columns([c for c in columns if c in present])
+        except Exception as error:  # as many kinds as there are file formats and networks
+            reason = " ".join(str(error).split())
+            raise DataError(f"{name}: cannot be opened ({reason})") from None
+        config = hub.config or "default"
+        label = f"{name}:{config}:{hub.split}@{commit}"
+        digest = hashlib.sha256(label.encode()).hexdigest()
+        self.sources: tuple[Source, ...] = (Source(name=label, sha256=digest, rows=0),)
+
+    def read(self, first: int, shard: Shard) -> Iterator[Row]:
+        """The rows of a shard with numbers from `first` on.
+
+        Raises:
+            DataError: The hub cannot be reached any more.
+        """
+        number = first
+        try:
+            for values in self._rows.skip(first) if first else self._rows:
+                if shard.holds(number):
+                    yield Row(number, 0, f"{self._name}: row {number}", values)
+                number += 1
+        except OSError as error:
+            raise DataError(f"{self._name}: row {number} cannot be read ({error})") from None
+
+
+def _place(name: str, hub: HubOptions) -> tuple[str, str]:
+    """Commit of the data set, and the directory or id under which it is opened."""
+    import huggingface_hub
+
+    try:
+        if hub.allow_network:
+            info = huggingface_hub.HfApi().dataset_info(name, revision=hub.revision)
+            return str(info.sha), name
+        folder = huggingface_hub.snapshot_download(
+            name, repo_type="dataset", revision=hub.revision, local_files_only=True
+        )
+        return Path(folder).name, folder
+    except Exception as error:  # offline, no such data set, no permission
+        if hub.allow_network:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{name}: not found on the hub ({reason})") from None
+        raise DataError(
+            f"{name}: no such file, and no data set of that name in the local hub cache "
+            f"(revision {hub.revision}); give files, or stream it with --allow-network"
+        ) from None

@@ -1,0 +1,102 @@
+"""A row on its way to documents: its conversations, and why each of them is kept or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from dms_train.data_prep.documents import Message
+from dms_train.data_prep.overlap import Overlap
+from dms_train.evaluation.answers import Claim
+
+
+class Outcome(StrEnum):
+    """What became of a trace or a row, from the first check to the last.
+
+    A row takes the outcome of the trace that came furthest in the order below. The names from
+    `crashed` to `wrong` are those of `evaluation.answers.Verdict`.
+    """
+
+    OPEN = "open"
+    MISSING_VALUE = "missing_value"
+    EVALUATION_OVERLAP = "evaluation_overlap"
+    FLAG_MISMATCH = "flag_mismatch"
+    FLAG_FALSE = "flag_false"
+    INCOMPLETE = "incomplete"
+    CRASHED = "crashed"
+    TIMEOUT = "timeout"
+    UNREADABLE_GOLD = "unreadable_gold"
+    UNFINISHED = "unfinished"
+    NO_ANSWER = "no_answer"
+    WRONG = "wrong"
+    TOO_SHORT = "too_short"
+    TOO_LONG = "too_long"
+    NOT_CHOSEN = "not_chosen"
+    KEPT = "kept"
+
+
+_ORDER = {outcome: place for place, outcome in enumerate(Outcome)}
+
+
+@dataclass(slots=True)
+class Trace:
+    """One conversation of a row.
+
+    Attributes:
+        messages: Its turns.
+        claim: What must be verified; None for nothing.
+        outcome: `OPEN` until something decides.
+    """
+
+    messages: list[Message]
+    claim: Claim | None = None
+    outcome: Outcome = Outcome.OPEN
+
+
+@dataclass(slots=True)
+class Sample:
+    """One row.
+
+    Attributes:
+        number: Of the row.
+        source: Number of its input.
+        where: File and row, for messages.
+        key: The row's own name; empty when it has none.
+        problem: Text to compare with evaluation sets.
+        traces: Its conversations.
+        rejected: Why the whole row is rejected; None when it is not.
+        overlap: With an evaluation set.
+    """
+
+    number: int
+    source: int
+    where: str
+    key: str
+    problem: str
+    traces: list[Trace] = field(default_factory=list)
+    rejected: Outcome | None = None
+    overlap: Overlap | None = None
+
+    @property
+    def open(self) -> list[Trace]:
+        """Traces that nothing has decided on."""
+        if self.rejected is not None:
+            return []
+        return [trace for trace in self.traces if trace.outcome is Outcome.OPEN]
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of the row."""
+        if self.rejected is not None:
+            return self.rejected
+        return max((trace.outcome for trace in self.traces), key=lambda one: _ORDER[one])
+
+    def record(self) -> dict[str, Any]:
+        """What the verdicts file says about the row."""
+        row: dict[str, Any] = {"row": self.number, "key": self.key, "outcome": self.outcome.value}
+        if self.rejected is None:
+            row["traces"] = [trace.outcome.value for trace in self.traces]
+        if self.overlap is not None:
+            row["overlap"] = self.overlap._asdict()
+        return row

@@ -1,0 +1,82 @@
+"""The commands `dms-data mix` and `dms-data show`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from dms_train.data_prep.mix import Part, mix_shards
+from dms_train.data_prep.show import show_documents
+
+Commands = Any  # what add_subparsers returns; its class is private
+
+_MIX = """\
+Blend shards into one, shuffled, and without repeating a document. PREFIX=WEIGHT gives the share of
+the tokens; the blend ends when one shard is used up. Without weights it holds all documents.
+"""
+_SHOW = """\
+Print documents as text. What the loss counts is green and the rest grey; without a terminal it
+stands in double brackets instead.
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add both commands to the parser of `dms-data`."""
+    mix = commands.add_parser("mix", help="blend shards by weight", description=_MIX)
+    add = mix.add_argument
+    add("parts", nargs="+", type=_part, metavar="PREFIX[=WEIGHT]")
+    add("--output", type=Path, required=True, metavar="PREFIX")
+    add("--seed", type=int, default=0, help="of the order of the documents")
+    add("--overwrite", action="store_true", help="replace existing output")
+    mix.set_defaults(run=_run_mix)
+    show = commands.add_parser(
+        "show", help="print documents with their loss mask", description=_SHOW
+    )
+    add = show.add_argument
+    add("prefix", type=Path, help="PREFIX of PREFIX.bin")
+    add("--tokenizer", required=True, metavar="DIR", help="the one that the shard was made with")
+    add("--first", type=_natural, default=0, metavar="N", help="number of the first document")
+    add("--documents", type=_natural, default=3, metavar="N", help="how many (%(default)s)")
+    show.set_defaults(run=_run_show)
+
+
+def _part(text: str) -> Part:
+    prefix, equals, weight = text.rpartition("=")
+    if not equals:
+        return Part(prefix=Path(text), weight=None)
+    try:
+        value = float(weight)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: the weight is not a number above 0")
+    return Part(prefix=Path(prefix), weight=value)
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def _run_mix(args: argparse.Namespace) -> None:
+    made = mix_shards(args.parts, args.output, seed=args.seed, overwrite=args.overwrite)
+    print(f"{args.output}: {made.documents} documents, {made.tokens} tokens, {made.dtype}")
+    for source in made.sources:
+        print(f"{source.rows} documents of {source.name}")
+
+
+def _run_show(args: argparse.Namespace) -> None:
+    lines = show_documents(
+        args.prefix,
+        args.tokenizer,
+        first=args.first,
+        count=args.documents,
+        colour=sys.stdout.isatty(),
+    )
+    for line in lines:
+        print(line)

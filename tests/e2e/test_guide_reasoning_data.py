@@ -1,0 +1,132 @@
+"""Every command of docs/guides/reasoning_data.md, on a tiny model with R1's special tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import save_file
+
+from dms_train.data.manifest import read_manifest
+from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.tensors import expected_shapes
+from tests.support import launch
+from tests.support.commands import write_commands
+from tests.support.r1_tokenizer import ASSISTANT, write_tokenizer
+from tests.unit.data_prep.conftest import row
+
+GUIDE = launch.ROOT / "docs" / "guides" / "reasoning_data.md"
+# What needs the network, or would change the environment of the tests.
+NOT_HERE = ("hf download", "pip install")
+# The guide's settings, and those of a model of 2 layers on a CPU.
+SMALLER = {
+    "experiment=qwen_r1_1_5b": "experiment=stories260k data.seq_length=64 method.window=8"
+    " data.micro_batch_size=1 data.global_batch_size=2 stage.zero_neuron.steps=2"
+    " run.eval_samples=0 observe=quiet",
+    "--workers 8": "--workers 1",
+}
+_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_sliding_window": False,
+    "vocab_size": 512,  # larger than the tokenizer's, as on the hub
+}
+
+
+def write_model(folder: Path) -> None:
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.ones(shape) if "norm" in name else 0.1 * torch.randn(shape, generator=generator)
+        for name, shape in expected_shapes(from_hf_config(_CONFIG)).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_data(folder: Path) -> None:
+    """What the guide downloads, and its other files."""
+    traces = folder / "openr1-math" / "data"
+    traces.mkdir(parents=True)
+    for part in range(2):
+        table = pyarrow.Table.from_pylist([row(number + 50 * part) for number in range(50)])
+        parquet.write_table(table, traces / f"train-{part:05d}-of-00002.parquet")
+    (folder / "math500.jsonl").write_text(json.dumps({"problem": "What is 3 + 1?"}))
+    pairs = [{"prompt": f"Say {number}.", "completion": f"{number}"} for number in range(50)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder after all commands have run, and what each of them printed."""
+    folder = tmp_path_factory.mktemp("guide")
+    write_model(folder / "models" / "r1-qwen-1.5b")
+    write_data(folder / "data")
+    path = os.pathsep.join([str(write_commands(folder / "bin")), os.environ["PATH"]])
+    blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    printed = {}
+    for command in "".join(blocks).replace("\\\n", " ").splitlines():
+        if command.startswith(NOT_HERE):
+            continue
+        small = command
+        for setting, value in SMALLER.items():
+            small = small.replace(setting, value)
+        done = subprocess.run(
+            ["bash", "-c", small],
+            cwd=folder,
+            env=launch.environment(PATH=path, HF_HUB_OFFLINE="1"),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{small}\n{(done.stdout + done.stderr)[-4000:]}"
+        printed[command] = done.stdout
+    return folder, printed
+
+
+@pytest.mark.timeout(900)
+def test_every_command_of_the_guide_succeeds(outputs):
+    _, printed = outputs
+    words = {" ".join(command.split()[:2]) for command in printed}
+    assert {f"dms-data {name}" for name in ("openr1", "chat", "mix", "show", "check")} < words
+    text = "\n".join(printed)
+    assert not [setting for setting in SMALLER if setting not in text]
+    shown = next(said for command, said in printed.items() if command.startswith("dms-data show"))
+    assert f"{ASSISTANT}⟦<think>\nLet me see.\n</think>\n\nThe answer is $\\boxed{{1}}$" in shown
+
+
+def test_the_shards_of_the_guide_hold_what_was_asked_for(outputs):
+    folder, _ = outputs
+    traces = read_manifest(folder / "data" / "openr1")
+    assert traces.preparation is not None
+    assert traces.preparation["rows"] == {"read": 100, "kept": 99, "evaluation_overlap": 1}
+    blend = read_manifest(folder / "data" / "blend")
+    assert [source.name for source in blend.sources] == ["openr1", "chat"]
+    assert blend.loss_mask is not None
+
+
+def test_the_model_of_the_guide_is_trained_on_them(outputs):
+    folder, _ = outputs
+    lines = (folder / "outputs" / "r1" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]
+    assert steps == [1, 2]

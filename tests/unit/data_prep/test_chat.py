@@ -1,0 +1,86 @@
+"""`dms-data chat`: conversations of several turns, and pairs of prompt and completion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from dms_train.data.manifest import read_manifest
+from dms_train.data.reader import ShardReader
+from dms_train.data_prep.prepare import main
+from tests.support.r1_tokenizer import ASSISTANT, BEGIN, END, USER
+
+WriteRows = Callable[..., str]
+TALK = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTwo."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+def make(tmp_path: Path, r1: str, *words: str) -> int:
+    return main(["chat", *words, "--output", str(tmp_path / "out"), "--tokenizer", r1])
+
+
+def test_conversations_and_pairs_become_documents(
+    tmp_path: Path, r1: str, write_rows: WriteRows
+) -> None:
+    rows = [
+        {"id": 5, "messages": TALK},
+        {"prompt": "One?", "completion": "Two."},
+        {"prompt": TALK[:3], "completion": TALK[3:]},
+    ]
+    assert make(tmp_path, r1, write_rows(rows)) == 0
+    decode = AutoTokenizer.from_pretrained(r1).decode
+    first, second, third = ShardReader(tmp_path / "out")
+    talk = (
+        f"{BEGIN}{USER}One?{ASSISTANT}<think>\nHm.\n</think>\n\nTwo.{END}"
+        f"{USER}Sure?{ASSISTANT}Yes.{END}"
+    )
+    assert decode(first.tokens) == talk
+    assert decode(third.tokens) == talk
+    assert decode(second.tokens) == f"{BEGIN}{USER}One?{ASSISTANT}Two.{END}"
+    counted = decode(first.tokens[first.mask.astype(bool)])
+    assert counted == f"<think>\nHm.\n</think>\n\nTwo.{END}Yes.{END}"
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.preparation is not None
+    assert manifest.preparation["rows"] == {"read": 3, "kept": 3}
+
+
+def test_conversations_without_an_answer_are_left_out(
+    tmp_path: Path, r1: str, write_rows: WriteRows
+) -> None:
+    rows = [{"talk": TALK}, {"talk": TALK[:1]}, {"talk": [{"role": "assistant", "content": " "}]}]
+    assert make(tmp_path, r1, write_rows(rows), "--messages-key", "talk") == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.preparation is not None
+    assert manifest.preparation["rows"] == {"read": 3, "missing_value": 2, "kept": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, "row 0: needs a column messages, or prompt and completion"),
+        ({"messages": "a"}, "row 0: the conversation is not a list of messages"),
+        ({"messages": [{"role": "user"}]}, "row 0: a message needs a role and a content"),
+        ({"prompt": 3, "completion": "a"}, "row 0: expected text, found int"),
+    ],
+)
+def test_a_bad_row_is_named(
+    tmp_path: Path,
+    r1: str,
+    write_rows: WriteRows,
+    capsys: pytest.CaptureFixture[str],
+    row: Any,
+    message: str,
+) -> None:
+    assert make(tmp_path, r1, write_rows([row])) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -1,0 +1,136 @@
+"""Conversations in tokens: reasoning stays, and the loss counts what the assistant says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from dms_train.data.errors import DataError
+from dms_train.data_prep.conversations import ChatOptions, ConversationEncoder, LossOn
+from tests.support.r1_tokenizer import ASSISTANT, BEGIN, END, TEMPLATE, USER
+
+THOUGHT = "<think>\nIs it 3? Yes.\n</think>\n\nIt is $\\boxed{3}$."
+# A template of the kind that writes empty reasoning before a turn without any.
+EMPTY_REASONING = (
+    "{% for m in messages %}[{{ m['role'] }}]\n"
+    "{% if m['role'] == 'assistant' and '</think>' not in m['content'] %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m['content'].split('</think>')[-1] }}[end]\n{% endfor %}"
+)
+
+
+def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    turns = [
+        {"role": ("user", "assistant")[place % 2], "content": content}
+        for place, content in enumerate(contents)
+    ]
+    return turns if system is None else [{"role": "system", "content": system}, *turns]
+
+
+def counted(r1: str, messages: list[dict[str, str]], **options) -> tuple[str, list[str]]:
+    """The whole text, and the runs that the loss counts."""
+    tokens, mask = ConversationEncoder(ChatOptions(tokenizer=r1, **options)).encode("x", messages)
+    assert len(tokens) == len(mask)
+    decode = AutoTokenizer.from_pretrained(r1).decode
+    runs: list[list[int]] = []
+    for token, before, one in zip(tokens, [0, *mask[:-1]], mask, strict=True):
+        if one and not before:
+            runs.append([])
+        if one:
+            runs[-1].append(int(token))
+    return decode(tokens), [decode(run) for run in runs]
+
+
+def test_reasoning_is_kept_although_the_template_drops_it(r1: str) -> None:
+    messages = talk("What is 1 + 2?", THOUGHT)
+    stock = AutoTokenizer.from_pretrained(r1).apply_chat_template(messages, tokenize=False)
+    assert "Is it 3?" not in stock
+    text, runs = counted(r1, messages)
+    assert text == f"{BEGIN}{USER}What is 1 + 2?{ASSISTANT}{THOUGHT}{END}"
+    assert runs == [THOUGHT + END]
+
+
+def test_the_document_continues_the_prompt_of_the_template(r1: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(r1)
+    prompt = tokenizer.apply_chat_template(
+        talk("What is 1 + 2?"), add_generation_prompt=True, tokenize=False
+    )
+    text, _ = counted(r1, talk("What is 1 + 2?", THOUGHT))
+    assert prompt.endswith("<think>\n")
+    assert text.startswith(prompt)
+
+
+def test_every_turn_of_the_assistant_counts(r1: str) -> None:
+    messages = talk("One?", THOUGHT, "Two?", "No.", "Three?", THOUGHT, system="Be short. ")
+    text, runs = counted(r1, messages)
+    assert runs == [THOUGHT + END, "No." + END, THOUGHT + END]
+    assert text.startswith(f"{BEGIN}Be short. {USER}One?{ASSISTANT}<think>")
+
+
+def test_loss_on_all_counts_every_token(r1: str) -> None:
+    text, runs = counted(r1, talk("One?", THOUGHT), loss_on=LossOn.ALL)
+    assert runs == [text]
+
+
+def test_the_end_of_the_document_is_not_doubled(r1: str) -> None:
+    plain = counted(r1, talk("One?", "Two."))
+    assert counted(r1, talk("One?", "Two."), append_eod=True) == plain
+    open_end = TEMPLATE.replace(f" + '{END}'", "")
+    text, runs = counted(r1, talk("One?", "Two."), chat_template=open_end, append_eod=True)
+    assert text.endswith("Two." + END)
+    assert runs == ["Two."]
+
+
+def test_empty_reasoning_of_a_template_does_not_precede_the_real_one(r1: str) -> None:
+    text, runs = counted(r1, talk("One?", THOUGHT), chat_template=EMPTY_REASONING)
+    assert text == f"[user]\nOne?[end]\n[assistant]\n{THOUGHT}[end]\n"
+    assert runs == [THOUGHT]  # [end] is no special token here
+    text, _ = counted(r1, talk("One?", "Two."), chat_template=EMPTY_REASONING)
+    assert text == "[user]\nOne?[end]\n[assistant]\n<think>\n\n</think>\n\nTwo.[end]\n"
+
+
+def test_other_writing_systems_and_empty_turns(r1: str) -> None:
+    text, runs = counted(r1, talk("12 = 144。", "是 144。😀", "", ""))
+    assert runs == ["是 144。😀" + END, END]
+    assert text.endswith(f"{USER}{ASSISTANT}{END}")
+
+
+def test_a_template_with_todays_date_needs_a_date(r1: str) -> None:
+    dated = "{{ date_string or strftime_now('%d %b %Y') }}" + TEMPLATE
+    with pytest.raises(DataError, match=r"today's date.*--template-variable"):
+        ConversationEncoder(ChatOptions(tokenizer=r1, chat_template=dated))
+    text, _ = counted(
+        r1,
+        talk("One?", "Two."),
+        chat_template=dated,
+        variables=(("date_string", "23 July 2024"),),
+    )
+    assert text.startswith(f"23 July 2024{BEGIN}")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0]['content'] }}", "drops or repeats an assistant turn"),
+        ("{{ messages[1]['content'] * 2 }}", "drops or repeats an assistant turn"),
+        ("{{ messages[-1]['content'] + messages[1]['content'] }}", "drops or repeats"),
+        ("{{ raise_exception('odd roles') }}", r"failed \(odd roles\)"),
+        ("{{ messages[", "failed"),
+    ],
+)
+def test_an_unfit_template_is_refused(r1: str, template: str, message: str) -> None:
+    encoder = ConversationEncoder(ChatOptions(tokenizer=r1, chat_template=template))
+    with pytest.raises(DataError, match=rf"^row 7: .*{message}.*--chat-template FILE"):
+        encoder.encode("row 7", talk("One?", "Two.", "Three?", "Four."))
+
+
+def test_a_tokenizer_without_a_template_is_refused(r1: str, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(r1) / name).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text("utf-8"))
+    del config["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(DataError, match="no chat template; pass one"):
+        ConversationEncoder(ChatOptions(tokenizer=str(tmp_path)))
