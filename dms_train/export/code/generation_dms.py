@@ -1,10 +1,12 @@
 """The cache of `generate`, which frees what Dynamic Memory Sparsification (DMS) evicts.
 
-This file travels with the weights and needs only torch and transformers (4.57 or later).
+This file travels with the weights and needs only torch and transformers (4.57 or later). Where the
+package that wrote it is installed too, its kernels decode on GPUs.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ from .configuration_dms import DMSNumbers
 
 BLOCK_SCORES = 2**25  # attention scores that are computed at once
 BLOCK_QUERIES = 16  # and queries, if that is more
+KERNELS = ("auto", "triton", "reference")
+_PACKAGE = "dms_train.inference.export_pages"  # has kernels; need not be there
 # transformers 4 says how many tokens `crop` keeps, transformers 5 how many it removes
 _CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 
@@ -32,6 +36,10 @@ def block_queries(lists: int, keys: int) -> int:
 
 class Pages(CompactCache):
     """One layer: pages of live tokens that can be copied and cropped."""
+
+    def queries_at_once(self, lists: int, keys: int) -> int:
+        """Most tokens of one `attend`, for this many heads of the batch and keys."""
+        return block_queries(lists, keys)
 
     def taken(self, rows: Tensor) -> Pages:
         """A cache of copies of these rows, int64 [b], which may repeat."""
@@ -125,11 +133,14 @@ class _Columns(NamedTuple):
         mask: As the attention layers got it.
         start: Tokens before it.
         real: bool [batch, T], False for padding.
+        holes: Whether padding stands behind a token of the same sequence; False if the kernels
+            cannot be in use.
     """
 
     mask: Tensor
     start: int
     real: Tensor
+    holes: bool
 
 
 class DMSCache(Cache):
@@ -140,10 +151,18 @@ class DMSCache(Cache):
     Args:
         numbers: Of the model.
         layers: Attention layers.
+        kernels: `triton` computes with the kernels of the package, `reference` with torch
+            operations; `auto` takes kernels on a GPU if the package is installed.
+
+    Raises:
+        ValueError: `kernels` is something else.
     """
 
-    def __init__(self, numbers: DMSNumbers, layers: int) -> None:
+    def __init__(self, numbers: DMSNumbers, layers: int, kernels: str = "auto") -> None:
+        if kernels not in KERNELS:
+            raise ValueError(f"kernels={kernels!r}: choose one of {', '.join(KERNELS)}")
         super().__init__(layers=[_Layer() for _ in range(layers)])
+        self._kernels = kernels
         self._policy = DMSPolicy(numbers.window, numbers.shift)
         self._real: Tensor | None = None  # bool [batch, T] of all tokens seen
         self._columns: _Columns | None = None  # of the last forward pass
@@ -178,11 +197,16 @@ class DMSCache(Cache):
         key, value, decisions = tokens
         columns = self._enter(mask, ours.length, batch, n)
         if ours.store is None:
-            ours.store = self._open(key)
+            ours.store = self._open(key, columns)
+        if columns.holes and not isinstance(ours.store, Pages):
+            raise ValueError(
+                "the kernels take padding before a sequence only; leave padding between tokens "
+                "out, or set model.dms_kernels='reference' before generate()"
+            )
         position = torch.arange(ours.length, ours.length + n, device=query.device)
         position = torch.where(columns.real.to(query.device), position, -1)
         rows = torch.arange(batch, device=query.device)
-        outputs, size = [], block_queries(batch * heads, ours.length + n)
+        outputs, size = [], ours.store.queries_at_once(batch * heads, ours.length + n)
         for first in range(0, n, size):
             part = slice(first, first + size)
             chunk = Arrival(
@@ -206,7 +230,8 @@ class DMSCache(Cache):
 
         Raises:
             ValueError: A later query would read a token that was evicted since; the cache is
-                unchanged. Or, in transformers 5, the number is above 0.
+                unchanged. Or the kernels hold the tokens, without their positions. Or, in
+                transformers 5, the number is above 0.
         """
         length = self.get_seq_length()
         stay = _tokens_left(tokens_to_remove, length)
@@ -215,6 +240,11 @@ class DMSCache(Cache):
         if stay == 0:
             self.reset()
             return
+        if not all(isinstance(store, Pages) for store in self._stores()):
+            raise ValueError(
+                "crop of a DMSCache: the kernels do not keep the positions of tokens; set "
+                "model.dms_kernels='reference' before generate()"
+            )
         assert self._real is not None
         gone = sum(store.missing(self._real, stay) for store in self._stores())
         if gone:
@@ -271,16 +301,45 @@ class DMSCache(Cache):
                 "batch_repeat_interleave or batch_select_indices first"
             )
         self._real = torch.cat([before, real], 1)
-        self._columns = _Columns(mask, start, real)
+        begun = before.any(1, keepdim=True) | (real.cumsum(1) > 0)
+        watched = self._kernels == "triton" or (self._kernels == "auto" and real.is_cuda)
+        holes = watched and bool((begun & ~real).any())  # the only wait of the host
+        self._columns = _Columns(mask, start, real, holes)
         return self._columns
 
-    def _open(self, key: Tensor) -> Any:
+    def _open(self, key: Tensor, columns: _Columns) -> Any:
         """An empty store for one layer."""
         batch, heads, _, size = key.shape
         pools = (store.pool for store in self._stores())
         pool = next((pool for pool in pools if pool.device == key.device), None)
+        package = None if columns.holes else _kernels_for(self._kernels, key)
+        if package is not None:
+            policy = self._policy
+            return package.open_pages(key, window=policy.window, shift=policy.shift, pool=pool)
         pool = pool or PagePool(head_size=size, state_width=1, dtype=key.dtype, device=key.device)
         return Pages(pool, self._policy, layers=1, rows=batch, heads=heads)
+
+
+def _kernels_for(wanted: str, key: Tensor) -> Any:
+    """The package's module with kernels for these keys, or None.
+
+    Raises:
+        ValueError: They are wanted but cannot be had.
+    """
+    if wanted == "reference" or (wanted == "auto" and not key.is_cuda):
+        return None
+    try:
+        package = importlib.import_module(_PACKAGE)
+    except ImportError:
+        package = None
+    if package is not None and package.supports(key):
+        return package
+    if wanted == "triton":
+        raise ValueError(
+            f"kernels=triton: dms-train has no kernels here for {key.dtype} on {key.device}; "
+            "install it with triton, and use float32, bfloat16 or float16 on a GPU, or kernels=auto"
+        )
+    return None
 
 
 def _tokens_left(given: int, length: int) -> int:

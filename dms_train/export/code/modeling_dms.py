@@ -241,7 +241,12 @@ class _CausalLMMixin(_Mixed):
     """Replaces the attention layers and lets decisions be observed.
 
     `forward` stays the family's: `generate` reads its signature.
+
+    Attributes:
+        dms_kernels: The `kernels` of the caches that `generate` makes; see `DMSCache`.
     """
+
+    dms_kernels = "auto"
 
     _supports_sdpa = False
     _supports_flash_attn = False
@@ -277,7 +282,9 @@ class _CausalLMMixin(_Mixed):
         shrinks = mode in _SHRINKING and not asked and not rolled_back
         if given is None and shrinks and type(made) is DynamicCache:
             numbers = self.model.layers[0].self_attn.dms.numbers
-            model_kwargs["past_key_values"] = DMSCache(numbers, len(self.model.layers))
+            model_kwargs["past_key_values"] = DMSCache(
+                numbers, len(self.model.layers), self.dms_kernels
+            )
         return done
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ ALLOWED = {
     "collections",
     "dataclasses",
     "heapq",
+    "importlib",
     "inspect",
     "torch",
     "transformers",

@@ -129,7 +129,8 @@ def test_exported_files_name_only_each_other(folder):
     files = {path.stem for path in directory.glob("*.py")}
     for path in directory.glob("*.py"):
         text = path.read_text()
-        assert "dms_train" not in text.replace("dms_train's", "")
+        optional = '_PACKAGE = "dms_train.inference.export_pages"'  # imported where it exists
+        assert "dms_train" not in text.replace("dms_train's", "").replace(optional, "")
         for line in text.splitlines():
             if line.startswith("from ."):
                 assert line.split()[1].lstrip(".") in files

@@ -1,0 +1,214 @@
+"""The paged cache behind `generate()` of an export, one layer at a time.
+
+The modelling code of an export (`export/code/generation_dms.py`) loads this module where this
+package is installed. It brings tokens with RoPE applied and with padding before the texts; the
+cache wants texts without padding. Keep the signatures: exports of older versions call them too.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, n tokens, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.inference.cache.base import Attended
+from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.inference.cache.interface import AttentionStep
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.policies.base import Arrival, CachePolicy
+from dms_train.inference.policies.dms import DMSPolicy
+from dms_train.inference.policies.keep_all import KeepAllPolicy
+from dms_train.kernels.decode import kernels as decode
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_TOKENS = 4096  # of a prompt at once
+_PAGES = 256  # of a new pool
+_STEPS = 128  # layers' steps for which pages are taken at once, so that the host seldom waits
+_ENDLESS = 2**24  # a window that no sequence leaves; it needs no ring
+
+
+def supports(key: Tensor) -> bool:
+    """Whether the kernels run where these keys [b, h, n, d] are, and take them."""
+    return key.dtype in _DTYPES and key.shape[-1] % 2 == 0 and decode.runs_on(key.device)
+
+
+def open_pages(
+    key: Tensor, *, window: int, shift: int, pool: GrowingPool | None = None
+) -> ExportPages:
+    """An empty cache for one layer.
+
+    Args:
+        key: [b, h, n, d], like those that will be stored.
+        window: Distance up to which a token is always read.
+        shift: Distance from a token to the decision that governs it.
+        pool: Of another layer on the same device; None makes one.
+    """
+    rows, heads, _, size = key.shape
+    policy = KeepAllPolicy() if window > _ENDLESS else DMSPolicy(window, shift)
+    if pool is None:
+        pool = GrowingPool(
+            head_size=size, dtype=key.dtype, device=key.device, page_slots=16, pages=_PAGES
+        )
+    return ExportPages(pool, policy, rows=rows, heads=heads)
+
+
+class GrowingPool(DevicePool):
+    """A pool that takes more memory when it is full; nobody says how long the texts will be.
+
+    Pages keep their numbers.
+    """
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.pages.nbytes
+
+    def reserve(self, count: int) -> None:
+        """Have `count` free pages ready, which kernels may pop from now on."""
+        if self._left < count:
+            self._ensure(_STEPS * count)
+        super().reserve(count)
+
+    def _require(self, count: int) -> None:
+        if self._left < count:
+            self._ensure(count)
+
+    def _ensure(self, count: int) -> None:
+        """Have `count` free pages, as the device counts them."""
+        if not self._exact:
+            self._read()
+        if self._left < count:
+            self._add(max(count - self._left, self.max_pages // 4))
+
+    def _add(self, count: int) -> None:
+        """Take memory for `count` more pages; their number on the device is known."""
+        have, total = self.max_pages + 1, self.max_pages + 1 + count
+        wider = self.pages.new_empty(total, *self.pages.shape[1:])
+        wider[:have] = self.pages
+        self.pages = wider
+        numbers = F.pad(self.free.numbers, (0, count))
+        put = torch.arange(total - 1, have - 1, -1, dtype=torch.int32, device=self.device)
+        numbers[self._left : self._left + count] = put
+        self._holders = F.pad(self._holders, (0, count), value=1)
+        self.free = self.free._replace(numbers=numbers, holders=self._holders)
+        self.free.left.add_(count)
+        self.max_pages += count
+        self._left += count
+
+
+class ExportPages(PagedKVCache):
+    """A paged cache of one layer.
+
+    Args:
+        pool: Where the pages come from.
+        policy: One that the kernels support.
+        rows: Sequences.
+        heads: KV heads.
+    """
+
+    pool: GrowingPool
+
+    def __init__(self, pool: GrowingPool, policy: CachePolicy, *, rows: int, heads: int) -> None:
+        super().__init__(pool, policy, layers=1, rows=rows, heads=heads, longest=0)
+        self.rows = rows
+        self._most = 0  # no sequence has more tokens
+        self._seen = torch.zeros(rows, dtype=torch.int64, device=pool.device)
+
+    def queries_at_once(self, lists: int, keys: int) -> int:
+        """Most tokens of one `attend`; the kernels keep no scores."""
+        return _MOST_TOKENS
+
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+        """Store tokens, drop the evicted ones and compute attention.
+
+        Args:
+            layer: 0.
+            rows: All rows in their order, int64 [b].
+            query: [b, h * r, n, d] with RoPE applied and without its eviction channel.
+            arrival: The tokens. A negative position is padding; it may only stand before the first
+                token of a sequence. The values of other positions do not matter.
+
+        Returns:
+            Output [b, h * r, n, d], 0 for padding, and reads.
+        """
+        real = arrival.position >= 0
+        self._widen(real.shape[1])
+        one = real.shape[1] == 1
+        with torch.cuda.device_of(query):  # where Triton launches
+            done = (self._attend_one if one else self._attend_prompt)(rows, query, arrival, real)
+        self._seen += real.sum(1)
+        return done._replace(output=torch.where(real[:, None, :, None], done.output, 0))
+
+    def taken(self, rows: Tensor) -> ExportPages:
+        """A cache of copies of these rows, int64 [b], which may repeat; pages of the same pool."""
+        copy = ExportPages(self.pool, self.policy, rows=len(rows), heads=self._lengths.shape[2])
+        copy._lengths, copy._rings = self._lengths[:, rows], self._rings[:, rows]
+        copy._seen, copy._most = self._seen[rows], self._most
+        copy._tables = torch.zeros_like(self._tables[:, rows])
+        used = copy._place() < copy._pages(copy._lengths)[..., None]
+        source = self._tables[:, rows][used]
+        pages = self.pool.take(len(source))
+        self.pool.pages[pages] = self.pool.pages[source]
+        copy._tables[used] = pages
+        return copy
+
+    def _widen(self, tokens: int) -> None:
+        """Give the page tables places for so many more tokens of a sequence."""
+        self._most += tokens
+        places = self._tables.shape[-1]
+        if self._most > places * self.pool.page_slots:
+            wanted = (self._most + self._most // 4) // self.pool.page_slots + 1
+            self._tables = F.pad(self._tables, (0, wanted - places))
+
+    def _attend_one(self, rows: Tensor, query: Tensor, arrival: Arrival, real: Tensor) -> Attended:
+        """One token per sequence. Its RoPE is done: the kernel turns it by no angle."""
+        b, heads, _, d = query.shape
+        h = arrival.key.shape[1]
+        angle = query.new_zeros(b, 1, 1, 1, d)
+        step = AttentionStep(
+            query=query.reshape(b, 1, h, heads // h, d).contiguous(),
+            key=arrival.key.reshape(b, 1, h, 1, d).contiguous(),
+            value=arrival.value.reshape(b, 1, h, 1, d).contiguous(),
+            cos=angle + 1,
+            sin=angle,
+            position=self._seen[:, None],
+            rows=torch.where(real[:, 0], rows, -1),
+            adapter=lambda: _decisions(arrival),
+        )
+        return self._decode(0, step)
+
+    def _attend_prompt(
+        self, rows: Tensor, query: Tensor, arrival: Arrival, real: Tensor
+    ) -> Attended:
+        """Several tokens per sequence, moved to the front; sequences without a token are left."""
+        some = real.any(1).nonzero()[:, 0]
+        order = (~real[some]).int().argsort(dim=1, stable=True)
+        count = torch.arange(real.shape[1], device=real.device)
+        position = torch.where(
+            count < real[some].sum(1, keepdim=True), self._seen[some, None] + count, -1
+        )
+        moved = Arrival(
+            position,
+            _columns(arrival.key[some], order),
+            _columns(arrival.value[some], order),
+            _columns(_decisions(arrival)[some], order),
+        )
+        done = self._prefill(0, rows[some], _columns(query[some], order), moved)
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        output[some] = _columns(done.output, order.argsort(1))
+        reads = torch.zeros(arrival.key.shape[:2], dtype=torch.int64, device=real.device)
+        reads[some] = done.reads
+        return Attended(output, reads)
+
+
+def _decisions(arrival: Arrival) -> Tensor:
+    assert arrival.signal is not None
+    return arrival.signal
+
+
+def _columns(x: Tensor, order: Tensor) -> Tensor:
+    """Columns of x, [b, heads, n] or [b, heads, n, d], in this order, int64 [b, n]."""
+    index = order[:, None] if x.dim() == 3 else order[:, None, :, None]
+    return x.gather(2, index.expand(x.shape))
