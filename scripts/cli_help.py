@@ -1,6 +1,6 @@
 """Prints `--help` of every command in pyproject.toml as Markdown, for the documentation.
 
-All commands are called in one process, so that torch is imported once.
+All commands are called in one process, without torch.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Print what the docstring of this module promises."""
+    """Entry point; see the docstring of this module."""
     data = folder / "rows.parquet"
     write_parquet(data, args.rows, args.trace_words)
     print(f"{args.rows} rows, {data.stat().st_size / 1e6:.0f} MB of parquet", flush=True)

@@ -34,7 +34,7 @@ def export_format(options: ExportOptions, spec: DMSSpec) -> str:
 
 
 def export_dtype(options: ExportOptions, spec: DMSSpec | None, params_dtype: str) -> torch.dtype:
-    """Dtype of exported weights: what an interop format asks for, else that of the training."""
+    """Dtype of exported weights: that of an interop format, else that of the training."""
     if options.dtype is None and spec is not None:
         required = formats.find_format(export_format(options, spec)).dtype
         if required is not None:

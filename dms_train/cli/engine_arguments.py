@@ -44,7 +44,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """What the arguments of `add_engine` say.
+    """The options that the arguments of `add_engine` give.
 
     Raises:
         InferenceError: A value is out of its range.

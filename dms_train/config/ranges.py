@@ -1,4 +1,4 @@
-"""Whether each value of a configuration is one that its key can take, looked at alone.
+"""Whether each value of a configuration is one that its key can take, each checked alone.
 
 The limits stand beside the options of each package. Here are those that need several packages.
 """

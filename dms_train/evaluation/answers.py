@@ -76,7 +76,7 @@ class Claim(NamedTuple):
 def judge(claim: Claim) -> Verdict:
     """Compare the answer that a text ends in with the gold answer.
 
-    Reasoning up to the last `</think>` is not looked at.
+    Reasoning up to the last `</think>` is ignored.
 
     Raises:
         ModuleNotFoundError: math-verify is not installed and the form is `BOXED`.

@@ -114,7 +114,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Forget reads and peaks, as at the start of another turn."""
+        """Reset reads and peaks, as at the start of another turn."""
         self.cached_tokens = 0
         self.decode_reads = 0.0
         self.prefill_reads = 0.0

@@ -1,4 +1,4 @@
-"""The cache that the options of an engine ask for, and how large it is."""
+"""The cache for the options of an engine, and its size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOGITS = 4  # copies of the logits that sampling takes, at most
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
-    """The empty cache that the options ask for.
+    """The empty cache for the options.
 
     Raises:
         InferenceError: The options do not fit together, or leave no memory for the cache.

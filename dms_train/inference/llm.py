@@ -117,7 +117,7 @@ class LLM:
         return passes
 
     def conversation(self) -> Conversation:
-        """A conversation whose cache lives from turn to turn; close it to free its row."""
+        """A conversation whose cache is kept from turn to turn; close it to free its row."""
         return Conversation(self.engine)
 
     def logits(self, token_ids: list[int]) -> Tensor:
@@ -192,7 +192,7 @@ class Conversation:
         self.close()
 
     def say(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Add a prompt to what was said and generated so far, and continue.
+        """Append a prompt to all tokens so far, and continue.
 
         An error in the middle of a forward pass closes the conversation.
 

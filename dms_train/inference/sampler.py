@@ -124,7 +124,7 @@ def _keys(rows: list[SamplingRow]) -> Tensor:
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: list[SamplingRow]) -> dict[int, TokenLogprobs]:
-    """Log-probabilities of the rows that ask for them, by row."""
+    """Log-probabilities of the rows that request them, by row."""
     found = {}
     for i, row in enumerate(rows):
         wanted = row.params.logprobs

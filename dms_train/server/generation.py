@@ -20,7 +20,7 @@ from dms_train.server.worker import EngineThread, Positions, Ticket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a client asked for, checked.
+    """The checked request of a client.
 
     Attributes:
         prompts: Token ids, one list or several.
@@ -29,7 +29,7 @@ class Job:
         seconds: Time that the request has.
         stream: Whether the answer is sent as it is generated.
         include_usage: Whether a stream ends with the usage.
-        kv_positions: Whether the parts of a stream say which tokens are live.
+        kv_positions: Whether the parts of a stream include the live tokens.
     """
 
     prompts: list[list[int]]
@@ -79,9 +79,9 @@ class Part:
     Attributes:
         index: Number of the continuation.
         text: New text.
-        entries: Of the new tokens, if log-probabilities were asked for.
+        entries: Of the new tokens, if log-probabilities were requested.
         finish_reason: None while it runs.
-        kv: If it was asked for.
+        kv: If it was requested.
     """
 
     index: int
@@ -160,7 +160,7 @@ class Generation:
         ]
 
     async def __aenter__(self) -> Generation:
-        """Hand the prompts to the engine.
+        """Add the prompts to the engine.
 
         Raises:
             ApiError: 400 if it refuses one.

@@ -68,7 +68,7 @@ def bound_socket(options: ServerOptions) -> socket.socket:
 
 
 def describe(engine: InferenceEngine, directory: Path, name: str) -> ServedModel:
-    """What the routes need to know about a loaded model."""
+    """A loaded model as the routes see it."""
     return ServedModel(
         name=name,
         longest=engine.longest,
@@ -84,7 +84,7 @@ class Server:
 
     Args:
         engine: Used by this server alone.
-        model: What the routes know about it.
+        model: The model as the routes see it.
         options: Limits.
 
     Attributes:
@@ -124,7 +124,7 @@ class Server:
             await (self._thread.stop() if self._drained is None else self._drained)
 
     def stop(self) -> None:
-        """Take no more requests and end after those that run; asked again, end at once.
+        """Take no more requests and end after those that run; a second call ends at once.
 
         Called on the event loop.
         """

@@ -71,7 +71,7 @@ def run(preset: str | None, feed: list[list[int]] | None, **how: str):
 
 @pytest.mark.parametrize("preset", ["dms", "dms_fastdms", "dms_nvidia", None])
 @pytest.mark.parametrize("policy", ["auto", "window", "keep_all"])
-def test_the_fused_engine_writes_the_same_tokens(preset: str | None, policy: str) -> None:
+def test_the_fused_engine_generates_the_same_tokens(preset: str | None, policy: str) -> None:
     if preset is None and policy == "window":
         pytest.skip("a dense model has no window")
     tokens, logits, live = run(preset, None, policy=policy, kernels="auto")

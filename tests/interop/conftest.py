@@ -37,7 +37,7 @@ Result = dict[str, Tensor]
 def _variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
-        pytest.skip(f"{name} is not set; docs/results.md, 'Other projects' code', says how")
+        pytest.skip(f"{name} is not set; docs/results.md, 'Other projects' code', describes how")
     return value
 
 
@@ -96,7 +96,7 @@ def export(path: Path, family: str, spec: DMSSpec | None, **sizes: Any) -> str:
 
 
 class _Recorder:
-    """A cache that also remembers the decisions it is told."""
+    """A cache that also records the decisions it receives."""
 
     def __init__(self, cache: Any, layers: int) -> None:
         self._cache = cache

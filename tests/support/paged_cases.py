@@ -96,15 +96,15 @@ def random_step(s: Shape, at: torch.Tensor, seed: int, spread: float = 1.0) -> S
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=draw, device=s.device)
 
-    loud = torch.exp(spread * normal(s.rows, s.heads, 1)) if spread != 1.0 else 1.0
+    factor = torch.exp(spread * normal(s.rows, s.heads, 1)) if spread != 1.0 else 1.0
     even = torch.arange(s.d // 2, device=s.device) * 2 / s.d
     angle = at.clamp(min=0)[:, None] * 100.0**-even
     angle = torch.cat([angle, angle], -1)
     rows = torch.where(at < 0, -1, torch.arange(s.rows, device=s.device)).int()
     return Step(
         query=normal(s.rows, s.heads * s.group, s.d).to(s.dtype),
-        key=(normal(s.rows, s.heads, s.d) * loud).to(s.dtype),
-        value=(normal(s.rows, s.heads, s.d) * loud).to(s.dtype),
+        key=(normal(s.rows, s.heads, s.d) * factor).to(s.dtype),
+        value=(normal(s.rows, s.heads, s.d) * factor).to(s.dtype),
         cos=angle.cos(),
         sin=angle.sin(),
         position=at.int(),

@@ -135,13 +135,13 @@ def test_the_engine_continues_with_the_same_tokens(folder, family, policy, prese
 def test_a_conversation_continues_with_the_same_tokens(folder):
     directory = folder("qwen3", small_spec("dms"))
     params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
-    said = []
+    outputs = []
     for kernels in ("triton", "reference"):
         llm = LLM(directory, kernels=kernels, device=DEVICE.type)
         with llm.conversation() as talk:
             turns = [talk.say(random_ids(n, n), params) for n in (20, 5, 11)]
-        said.append([turn.outputs[0].token_ids for turn in turns])
-    assert said[0] == said[1]
+        outputs.append([turn.outputs[0].token_ids for turn in turns])
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize(

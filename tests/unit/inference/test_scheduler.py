@@ -1,4 +1,4 @@
-"""The scheduler against a simulated cache that evicts as it likes."""
+"""The scheduler against a simulated cache with random evictions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SimulatedCache:
 
 
 def simulate(cache: SimulatedCache, lengths: list[int]) -> list[SequenceState]:
-    """Run until all have as many tokens as `lengths` says; the states in the order of their end."""
+    """Run until all have as many tokens as in `lengths`; the states in the order of their end."""
     ended, scheduler = [], cache.scheduler
     for step in range(100_000):
         if not scheduler.has_work:

@@ -163,12 +163,12 @@ def test_reference_keeps_what_the_rule_keeps():
 
 @pytest.mark.parametrize("first", [1e-3, 1.0, 300.0])
 def test_exponents_rise_with_the_content(first):
-    """A later, louder token raises the page's exponent; the quiet ones keep their digits."""
+    """A later, larger token raises the page's exponent; the small ones keep their digits."""
     shape = Shape(rows=1, heads=1, cache_dtype=FP8)
     cache = problems.empty_cache(shape)
-    for t, loud in enumerate((first, 100 * first, first)):
+    for t, factor in enumerate((first, 100 * first, first)):
         step = problems.random_step(shape, torch.tensor([t]), t)
-        step = step._replace(value=step.value * loud)
+        step = step._replace(value=step.value * factor)
         reference.append(step, cache, Decisions(NEVER))
         _, values = reference.live_slots(cache, 0, 0)
         true = step.value[0, 0].double()
@@ -176,7 +176,7 @@ def test_exponents_rise_with_the_content(first):
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.5])
-def test_loud_tokens_do_not_spoil_an_fp8_cache(spread):
+def test_large_tokens_do_not_degrade_an_fp8_cache(spread):
     """Attention stays within e4m3's digits of the exact cache however unequal the tokens are."""
     fp8 = Shape(rows=1, group=4, d=32, window=12, dtype=torch.bfloat16, cache_dtype=FP8)
     exact = dataclasses.replace(fp8, cache_dtype=torch.float64)
