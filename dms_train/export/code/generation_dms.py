@@ -1,7 +1,7 @@
 """The cache of `generate`, which frees what Dynamic Memory Sparsification (DMS) evicts.
 
-This file travels with the weights and needs only torch and transformers (4.57 or later). Where the
-package that wrote it is installed too, its kernels decode on GPUs.
+This file is shipped with the weights and needs only torch and transformers (4.57 or later). Where
+the package that wrote it is installed too, its kernels decode on GPUs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Pages(CompactCache):
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks of a layer's cache; keys and values are in its store."""
+    """The layer interface of transformers' caches; keys and values are in its store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Layer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self.length, self.store = 0, None
 
     def replace(self, store: Any) -> None:
@@ -180,7 +180,7 @@ class DMSCache(Cache):
         )
 
     def attend(self, layer: int, query: Tensor, tokens: tuple[Tensor, ...], mask: Tensor) -> Tensor:
-        """Store tokens, drop what is dead, attend.
+        """Store tokens, drop evicted ones, attend.
 
         Args:
             layer: Layer number.
@@ -217,12 +217,12 @@ class DMSCache(Cache):
         return torch.cat(outputs, 2)
 
     def reset(self) -> None:
-        """Forget all tokens; the next ones may be of another batch size."""
+        """Drop all tokens; the next ones may be of another batch size."""
         super().reset()
         self._real = self._columns = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, as a DynamicCache of the installed transformers does.
+        """Drop the last tokens, as a DynamicCache of the installed transformers does.
 
         Args:
             tokens_to_remove: Below 0, minus the number of tokens that are forgotten. In

@@ -1,7 +1,7 @@
 """Llama-like decoders with Dynamic Memory Sparsification (DMS).
 
-This file and those it imports travel with the weights and need only torch and transformers (4.57
-or later). An export adds the classes of its family at the end.
+This file and those it imports are shipped with the weights and need only torch and transformers
+(4.57 or later). An export adds the classes of its family at the end.
 
 Each KV head decides per token whether the token is dropped from its cache once it
 leaves a sliding window. The decision is read from one borrowed channel of a query head, so the
@@ -264,7 +264,7 @@ class _CausalLMMixin(_Mixed):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *rest: Any
     ) -> Any:
-        """As in transformers, with a cache that shrinks where nothing speaks against it.
+        """As in transformers, with a DMSCache where no option requires a cache of full length.
 
         Raises:
             ValueError: A DMSCache is given for assisted generation.
@@ -276,10 +276,10 @@ class _CausalLMMixin(_Mixed):
                 "past_key_values unset or pass a DynamicCache"
             )
         done = super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *rest)
-        asked = generation_config.cache_implementation or generation_config.output_attentions
+        configured = generation_config.cache_implementation or generation_config.output_attentions
         rolled_back = generation_config.is_assistant
         made = model_kwargs.get("past_key_values")
-        shrinks = mode in _SHRINKING and not asked and not rolled_back
+        shrinks = mode in _SHRINKING and not configured and not rolled_back
         if given is None and shrinks and type(made) is DynamicCache:
             numbers = self.model.layers[0].self_attn.dms.numbers
             model_kwargs["past_key_values"] = DMSCache(
