@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
@@ -44,15 +43,10 @@ def start(directory):
 
 
 def usage(engine: InferenceEngine) -> tuple:
-    """What the cache holds: slots, pages in use, bytes of slabs, free rows."""
+    """What the cache holds: slots, pages in use, bytes, free rows."""
     cache = engine._runner.cache
-    rows = torch.arange(ROWS, device=DEVICE)
-    pages = slabs = None
-    if hasattr(cache, "pool"):
-        pool = cache.pool
-        slabs = pool.allocated_bytes
-        pages = pool.allocator.used if isinstance(pool, PagePool) else int(pool.free.left)
-    return int(cache.live(rows).sum()), pages, slabs, engine.free_rows
+    live = int(cache.live(torch.arange(ROWS, device=DEVICE)).sum())
+    return live, cache.used_pages, cache.allocated_bytes, engine.free_rows
 
 
 def run(engine: InferenceEngine) -> dict[str, list[int]]:
