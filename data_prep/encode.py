@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -171,6 +172,7 @@ _worker_encoder: ChunkEncoder[Any, Any] | None = None
 
 def _start_worker(make: Callable[[], ChunkEncoder[Any, Any]]) -> None:
     global _worker_encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends it
     end_with_parent()
     _worker_encoder = make()
 

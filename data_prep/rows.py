@@ -247,8 +247,9 @@ class HubRows:
             found = datasets.load_dataset(
                 place, hub.config, split=hub.split, streaming=True, **revision
             )
-            present = found.column_names or []
-            self._rows = found.select_columns([c for c in columns if c in present])
+            present = [name for name in columns if name in (found.column_names or ())]
+            # some formats tell their columns with the first row only
+            self._rows = found.select_columns(present) if present else found
         except Exception as error:  # as many kinds as there are file formats and networks
             reason = " ".join(str(error).split())
             raise DataError(f"{name}: cannot be opened ({reason})") from None

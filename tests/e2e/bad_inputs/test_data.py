@@ -76,6 +76,19 @@ def _tokenize(
     return arrange
 
 
+def _openr1(source: str, *flags: str, template: bool = True) -> Callable[[Workspace], list[str]]:
+    def arrange(workspace: Workspace) -> list[str]:
+        _text(workspace, "rows.jsonl", b'{"problem": "1", "generations": ["2"]}\n')
+        words = ["data", "openr1", source, "--output", "{workspace.out}"]
+        words += ["--tokenizer", "{workspace.model}", *flags]
+        if template:
+            file = _text(workspace, "template.jinja", b"{{ messages[0]['content'] }}")
+            words += ["--chat-template", str(file)]
+        return [word.format(workspace=workspace) for word in words]
+
+    return arrange
+
+
 CASES = {
     "manifest-missing": Case(
         done="`PREFIX.manifest.json` deleted",
@@ -198,6 +211,24 @@ CASES = {
         ),
         kind="",
         facts=("DATA.bin", "SHA", "256"),
+    ),
+    "openr1-columns": Case(
+        done="`dms-data openr1` of rows without a column",
+        arrange=_openr1("{workspace.folder}/rows.jsonl"),
+        kind="",
+        facts=("FOLDER/rows.jsonl", "row 0", "no column", "answer", "OpenR1-Math-220k"),
+    ),
+    "openr1-template": Case(
+        done="`dms-data openr1` for a tokenizer without a chat template",
+        arrange=_openr1("{workspace.folder}/rows.jsonl", template=False),
+        kind="",
+        facts=("MODEL", "no chat template", "--chat-template"),
+    ),
+    "openr1-not-cached": Case(
+        done="`dms-data openr1` of a hub id that is not in the local cache",
+        arrange=_openr1("nobody/nothing"),
+        kind="",
+        facts=("nobody/nothing", "cache", "--allow-network"),
     ),
     "problems-missing": Case(
         done="`stage.validate.problems` of a file that is not there",
