@@ -108,9 +108,11 @@ def _recorded(start: StartPoint, key: str) -> Any:
 
 
 def _data_hashes(prefixes: Sequence[str]) -> list[str]:
-    """Of each shard's two hashes: one file has its tokens, the other the bounds of documents."""
+    """Of each shard's files: tokens, bounds of documents and, where there is one, the loss mask."""
     manifests = [read_manifest(prefix) for prefix in prefixes]
-    return [hashlib.sha256(f"{m.bin_sha256}{m.idx_sha256}".encode()).hexdigest() for m in manifests]
+    masks = ["" if m.loss_mask is None else m.loss_mask.bin_sha256 for m in manifests]
+    contents = [f"{m.bin_sha256}{m.idx_sha256}{x}" for m, x in zip(manifests, masks, strict=True)]
+    return [hashlib.sha256(content.encode()).hexdigest() for content in contents]
 
 
 def _weight_hashes(model_dir: Path | None, view: ParallelView) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Megatron concatenates the documents of a split in a shuffled order, epoch after epoch, cuts the
 stream into windows of `seq_length + 1` tokens and shuffles the windows. Documents are not kept
-apart by masks: each should end in an end-of-document token. The order depends on the data, the
+apart by masks: each should end in an end-of-document token. Labels that a shard's mask files leave
+out do not count in the loss. The order depends on the data, the
 seed, the split, the sequence length and the number of samples requested: a run that resumes must
 request the same number.
 """
@@ -21,13 +22,14 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from dms_train.data.batches import Sample
 from dms_train.data.errors import DataError
 from dms_train.data.index_file import read_index
 from dms_train.data.manifest import Manifest, check_run, check_shard, read_manifest
+from dms_train.data.masked_dataset import MaskedGPTDataset
 from dms_train.data.options import DataOptions
 
 
@@ -268,7 +270,7 @@ def _build_split(
     name = f"{split.name} data of {', '.join(prefixes)}"
     sizes = [samples if other is split else 0 for other in Split]
     try:
-        dataset = _Builder(GPTDataset, sizes, _on_every_rank, config).build()[split.value]
+        dataset = _Builder(MaskedGPTDataset, sizes, _on_every_rank, config).build()[split.value]
     except Exception as error:  # Megatron raises bare exceptions here
         raise DataError(
             f"{name}: Megatron could not build its indices ({error}); "

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from dms_train.data.errors import DataError
+from dms_train.data.manifest import Source
 from dms_train.data.options import DataOptions
 from dms_train.data.tokens import TokenSamples, build_datasets
+from dms_train.data.writer import ShardWriter
 
 SEQ, VOCAB_SIZE, EOD_ID = 16, 61, 0
 
@@ -60,6 +62,43 @@ def test_samples_have_shifted_labels_and_full_masks(tmp_path: Path, make_shard: 
         assert sample.tokens.dtype == sample.labels.dtype == torch.int64
         assert torch.equal(sample.tokens[1:], sample.labels[:-1])
         assert sample.loss_mask.eq(1).all()
+
+
+def masked_shard(tmp_path: Path, name: str, first: int, *, masked: bool) -> str:
+    """Documents of tokens from `first` on; with masks, even tokens count and odd ones do not."""
+    draw = torch.Generator().manual_seed(first)
+    prefix = tmp_path / name
+    with ShardWriter(
+        prefix,
+        vocab_size=VOCAB_SIZE,
+        eod_id=None,
+        tokenizer_sha256="a" * 64,
+        loss_mask=masked,
+        overwrite=False,
+    ) as writer:
+        for _ in range(40):
+            length = int(torch.randint(3, 60, (), generator=draw))
+            tokens = torch.randint(first, first + 20, (length,), generator=draw).int().numpy()
+            writer.add(tokens, (tokens % 2 == 0).astype("uint8") if masked else None)
+        writer.finish((Source(name="words", sha256="b" * 64, rows=40),))
+    return str(prefix)
+
+
+def test_labels_count_as_the_mask_of_their_shard_says(tmp_path: Path) -> None:
+    """Over document edges, epochs, splits and blends; a shard without a mask counts whole."""
+    paths = (
+        masked_shard(tmp_path, "masked", 0, masked=True),
+        masked_shard(tmp_path, "whole", 30, masked=False),
+    )
+    for chosen in (paths, paths[:1], paths[1:]):
+        for samples in build(tmp_path, *chosen, train_samples=300):
+            read = [samples[i] for i in range(len(samples))]
+            labels = torch.stack([sample.labels for sample in read])
+            expected = (labels >= 30) | (labels % 2 == 0)
+            assert torch.equal(torch.stack([sample.loss_mask for sample in read]), expected.float())
+            if len(samples) == 300:
+                assert (labels < 30).any() == (paths[0] in chosen)
+                assert (labels >= 30).any() == (paths[1] in chosen)
 
 
 def test_splits_read_their_own_documents(tmp_path: Path, make_shard: MakeShard) -> None:
