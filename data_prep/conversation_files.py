@@ -63,7 +63,7 @@ class ConversationJob:
         choice: Which conversations become documents.
         evaluation_sets: Files whose problems must not be trained on.
         shard: Which rows are read.
-        verify: Whether traces have claims to verify.
+        verify: Whether traces are verified.
         workers: Processes for each of verification and tokenisation.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
@@ -230,12 +230,12 @@ def _verified(samples: Iterator[Sample], job: ConversationJob) -> Iterator[Sampl
         yield from samples
         return
     with Verifier(job.workers) as verifier:
-        judged = verifier.judged(
-            samples, lambda sample: [t.claim for t in sample.open if t.claim is not None]
+        verified = verifier.verified(
+            samples, lambda sample: [t.attempt for t in sample.open if t.attempt is not None]
         )
-        for sample, verdicts in judged:
+        for sample, verdicts in verified:
             for trace, verdict in zip(sample.open, verdicts, strict=True):
-                trace.claim = None  # not needed any more
+                trace.attempt = None  # not needed any more
                 if verdict is not Verdict.CORRECT:
                     trace.outcome = Outcome(verdict.value)
             yield sample

@@ -11,7 +11,7 @@ from typing import Any
 from dms_train.data.errors import DataError
 from dms_train.data_prep.rows import Row
 from dms_train.data_prep.samples import Outcome, Sample, Trace
-from dms_train.evaluation.answers import Claim
+from dms_train.evaluation.answers import Attempt
 
 _FLAG, _COMPLETE = "correctness_math_verify", "is_reasoning_complete"
 COLUMNS = ("problem", "answer", "generations", _FLAG, _COMPLETE)
@@ -60,11 +60,11 @@ def sample_of(row: Row, rule: Filter) -> Sample:
 
 def _trace(problem: str, answer: str, text: str, rule: Filter, outcome: Outcome) -> Trace:
     messages = [{"role": "user", "content": problem}, {"role": "assistant", "content": text}]
-    claim = None
+    attempt = None
     if rule is not Filter.FLAG and outcome is Outcome.OPEN:
         # as open-r1 verifies: completeness is for `strict` to ask
-        claim = Claim(answer, text, allow_unfinished=True)
-    return Trace(messages, claim, outcome)
+        attempt = Attempt(answer, text, allow_unfinished=True)
+    return Trace(messages, attempt, outcome)
 
 
 def _by_flags(rule: Filter, flag: bool | None, complete: bool | None) -> Outcome:

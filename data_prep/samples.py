@@ -8,7 +8,7 @@ from typing import Any
 
 from dms_train.data_prep.documents import Message
 from dms_train.data_prep.overlap import Overlap
-from dms_train.evaluation.answers import Claim
+from dms_train.evaluation.answers import Attempt
 
 
 class Outcome(StrEnum):
@@ -45,12 +45,12 @@ class Trace:
 
     Attributes:
         messages: Its turns.
-        claim: What must be verified; None for nothing.
+        attempt: What must be verified; None for nothing.
         outcome: `OPEN` until something decides.
     """
 
     messages: list[Message]
-    claim: Claim | None = None
+    attempt: Attempt | None = None
     outcome: Outcome = Outcome.OPEN
 
 

@@ -6,8 +6,8 @@ math-verify. Three cases that math-verify accepts are wrong here: another base (
 another unit (18 m for 18 cm) and a set for a tuple.
 
 math-verify limits the time of a call by SIGALRM, which it can use in the main thread of a process
-only, and which does not interrupt arithmetic of very large numbers: `verification` runs `judge` in
-processes of its own.
+only, and which does not interrupt arithmetic of very large numbers: `verification` runs
+`verify_answer` in processes of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALL_SECONDS = 5  # of each call of math-verify
 
 
 class Verdict(StrEnum):
-    """What `judge` finds.
+    """What `verify_answer` finds.
 
     Attributes:
         CORRECT: The answer equals the gold answer.
@@ -57,7 +57,7 @@ class AnswerForm(StrEnum):
     STATED = "stated"
 
 
-class Claim(NamedTuple):
+class Attempt(NamedTuple):
     """A text and the answer that it should end in.
 
     Attributes:
@@ -73,7 +73,7 @@ class Claim(NamedTuple):
     allow_unfinished: bool = False
 
 
-def judge(claim: Claim) -> Verdict:
+def verify_answer(attempt: Attempt) -> Verdict:
     """Compare the answer that a text ends in with the gold answer.
 
     Reasoning up to the last `</think>` is ignored.
@@ -82,12 +82,12 @@ def judge(claim: Claim) -> Verdict:
         ModuleNotFoundError: math-verify is not installed and the form is `BOXED`.
         ValueError: Not called in the main thread of a process.
     """
-    answer = claim.text.rpartition(END_OF_REASONING)[2]
-    if not claim.allow_unfinished and _START_OF_REASONING in answer:
+    answer = attempt.text.rpartition(END_OF_REASONING)[2]
+    if not attempt.allow_unfinished and _START_OF_REASONING in answer:
         return Verdict.UNFINISHED
-    if claim.form is AnswerForm.STATED:
-        return _judge_stated(claim.gold, answer)
-    return _judge_boxed(claim.gold.strip(), answer)
+    if attempt.form is AnswerForm.STATED:
+        return _verify_stated(attempt.gold, answer)
+    return _verify_boxed(attempt.gold.strip(), answer)
 
 
 # A number that ends its line, words such as a unit aside.
@@ -98,7 +98,7 @@ _STATED = re.compile(
 )
 
 
-def _judge_stated(gold: str, text: str) -> Verdict:
+def _verify_stated(gold: str, text: str) -> Verdict:
     expected = _number(gold)
     if expected is None:
         return Verdict.UNREADABLE_GOLD
@@ -117,7 +117,7 @@ def _number(text: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-def _judge_boxed(gold: str, text: str) -> Verdict:
+def _verify_boxed(gold: str, text: str) -> Verdict:
     box = _last_box(text)
     if box is not None and not box:
         return Verdict.NO_ANSWER

@@ -1,7 +1,7 @@
 """Judges many texts in worker processes, each with a deadline.
 
 The comparison of two expressions can run for ever in code that no signal interrupts, such as the
-power of two large numbers. A worker that exceeds the deadline is killed and replaced; its claim
+power of two large numbers. A worker that exceeds the deadline is killed and replaced; its attempt
 gets the verdict `timeout`.
 """
 
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from dms_train.evaluation.answers import AnswerForm, Claim, Verdict, judge
+from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, verify_answer
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.observe.processes import end_with_parent
 
@@ -45,17 +45,17 @@ def require_math_verify() -> None:
 
 
 class _Entry:
-    """A claim and, once it is known, its verdict."""
+    """A attempt and, once it is known, its verdict."""
 
-    __slots__ = ("claim", "verdict")
+    __slots__ = ("attempt", "verdict")
 
-    def __init__(self, claim: Claim) -> None:
-        self.claim = claim
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
         self.verdict: Verdict | None = None
 
 
 class _Worker:
-    """One process and the claim that it works on."""
+    """One process and the attempt that it works on."""
 
     def __init__(self, context: Any) -> None:
         self.pipe, theirs = context.Pipe()
@@ -69,7 +69,7 @@ class _Worker:
     def give(self, entry: _Entry, seconds: float) -> None:
         self.entry = entry
         self.deadline = time.monotonic() + seconds
-        self.pipe.send(entry.claim)
+        self.pipe.send(entry.attempt)
 
     def kill(self) -> None:
         self.process.kill()
@@ -90,7 +90,7 @@ class Losses(NamedTuple):
 
 
 class Verifier:
-    """Worker processes that judge claims; use it as a context manager."""
+    """Worker processes that verify attempts; use it as a context manager."""
 
     def __init__(self, workers: int, *, deadline: float = DEADLINE_SECONDS) -> None:
         """Start the processes.
@@ -127,19 +127,19 @@ class Verifier:
         """Workers replaced so far."""
         return Losses(self._stuck, self._crashed)
 
-    def verdicts(self, claims: Iterable[Claim]) -> Iterator[Verdict]:
-        """The verdict of every claim, in order; claims are read a little ahead.
+    def verdicts(self, attempts: Iterable[Attempt]) -> Iterator[Verdict]:
+        """The verdict of every attempt, in order; attempts are read a little ahead.
 
         Raises:
             EvaluationError: A worker does not start.
         """
-        for _, verdicts in self.judged(claims, lambda claim: [claim]):
+        for _, verdicts in self.verified(attempts, lambda attempt: [attempt]):
             yield verdicts[0]
 
-    def judged(
-        self, items: Iterable[Item], claims: Callable[[Item], list[Claim]]
+    def verified(
+        self, items: Iterable[Item], attempts: Callable[[Item], list[Attempt]]
     ) -> Iterator[tuple[Item, list[Verdict]]]:
-        """Every item with the verdicts of its claims, in order; items are read a little ahead.
+        """Every item with the verdicts of its attempts, in order; items are read a little ahead.
 
         Raises:
             EvaluationError: A worker does not start.
@@ -150,7 +150,7 @@ class Verifier:
         room = _AHEAD_PER_WORKER * len(self._workers)
         while True:
             for item in islice(stream, room - len(window)):
-                entries = [_Entry(claim) for claim in claims(item)]
+                entries = [_Entry(attempt) for attempt in attempts(item)]
                 window.append((item, entries))
                 waiting.extend(entries)
             if not window:
@@ -162,7 +162,7 @@ class Verifier:
                 self._step(waiting)
 
     def _step(self, waiting: deque[_Entry]) -> None:
-        """Give out claims, then wait until a worker answers, ends or exceeds its deadline."""
+        """Send attempts, then wait until a worker answers, ends or exceeds its deadline."""
         for worker in self._workers:
             if worker.ready and worker.entry is None and waiting:
                 self._give(worker, waiting.popleft())
@@ -211,17 +211,19 @@ def _is_busy(worker: _Worker) -> bool:
 
 
 def _work(pipe: Connection) -> None:
-    """A worker process: says that it is ready, then answers claims until the pipe closes."""
+    """A worker process: reports that it is ready, then answers attempts until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_WORKER_BYTES, _WORKER_BYTES))
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    judge(Claim("1", "\\boxed{1}", AnswerForm.BOXED))  # imports, and compiles what is cached
+    verify_answer(
+        Attempt("1", "\\boxed{1}", AnswerForm.BOXED)
+    )  # imports, and compiles what is cached
     pipe.send(Verdict.CORRECT.value)
     while True:
         try:
-            claim = pipe.recv()
+            attempt = pipe.recv()
         except EOFError:
             return
-        pipe.send(judge(claim).value)
+        pipe.send(verify_answer(attempt).value)

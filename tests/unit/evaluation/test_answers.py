@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dms_train.evaluation.answers import AnswerForm, Claim, Verdict, judge
+from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, verify_answer
 
 BOXED = "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct."
 STATED = "The final answer is %s."
@@ -34,9 +34,9 @@ def problems() -> Path:
 
 @pytest.mark.parametrize("answer", EXPRESSIONS)
 def test_a_gold_answer_in_its_box_is_correct(answer: str) -> None:
-    assert judge(Claim(answer, BOXED % answer)) is Verdict.CORRECT
+    assert verify_answer(Attempt(answer, BOXED % answer)) is Verdict.CORRECT
     reasoning = "<think>\nIs it \\boxed{123}? No.\n</think>\n\n"
-    assert judge(Claim(answer, reasoning + BOXED % answer)) is Verdict.CORRECT
+    assert verify_answer(Attempt(answer, reasoning + BOXED % answer)) is Verdict.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_gold_answer_in_its_box_is_correct(answer: str) -> None:
     ],
 )
 def test_another_way_to_write_it_is_correct(gold: str, answer: str) -> None:
-    assert judge(Claim(gold, BOXED % answer)) is Verdict.CORRECT
+    assert verify_answer(Attempt(gold, BOXED % answer)) is Verdict.CORRECT
 
 
 # Gold answer and a text that must not pass: wrong, malformed, cut off, or in no box.
@@ -113,24 +113,28 @@ REFUSED = [
 
 @pytest.mark.parametrize(("gold", "text"), REFUSED)
 def test_a_wrong_malformed_or_cut_answer_is_not_correct(gold: str, text: str) -> None:
-    assert judge(Claim(gold, text)) in (Verdict.WRONG, Verdict.NO_ANSWER, Verdict.UNFINISHED)
+    assert verify_answer(Attempt(gold, text)) in (
+        Verdict.WRONG,
+        Verdict.NO_ANSWER,
+        Verdict.UNFINISHED,
+    )
 
 
 def test_verdicts_say_why() -> None:
-    assert judge(Claim("5", "\\boxed{6}")) is Verdict.WRONG
-    assert judge(Claim("5", "\\boxed{5")) is Verdict.NO_ANSWER
-    assert judge(Claim("5", "<think>\\boxed{5}")) is Verdict.UNFINISHED
-    assert judge(Claim("", "\\boxed{5}")) is Verdict.UNREADABLE_GOLD
-    unfinished = Claim("5", "<think>\\boxed{5}", allow_unfinished=True)
-    assert judge(unfinished) is Verdict.CORRECT
+    assert verify_answer(Attempt("5", "\\boxed{6}")) is Verdict.WRONG
+    assert verify_answer(Attempt("5", "\\boxed{5")) is Verdict.NO_ANSWER
+    assert verify_answer(Attempt("5", "<think>\\boxed{5}")) is Verdict.UNFINISHED
+    assert verify_answer(Attempt("", "\\boxed{5}")) is Verdict.UNREADABLE_GOLD
+    unfinished = Attempt("5", "<think>\\boxed{5}", allow_unfinished=True)
+    assert verify_answer(unfinished) is Verdict.CORRECT
 
 
 @pytest.mark.parametrize("gold", ["18", "-3", "448,000", "0.5", "12.50"])
 def test_a_stated_number_is_correct(gold: str) -> None:
     for text in (STATED, "The final answer is $%s", "So.\nThe final answer is %s dollars.\n"):
-        assert judge(Claim(gold, text % gold, AnswerForm.STATED)) is Verdict.CORRECT
+        assert verify_answer(Attempt(gold, text % gold, AnswerForm.STATED)) is Verdict.CORRECT
     earlier = f"The final answer is 7. No.\n{STATED % gold}"
-    assert judge(Claim(gold, earlier, AnswerForm.STATED)) is Verdict.CORRECT
+    assert verify_answer(Attempt(gold, earlier, AnswerForm.STATED)) is Verdict.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_a_stated_number_is_correct(gold: str) -> None:
     ],
 )
 def test_another_stated_number_is_not_correct(text: str) -> None:
-    assert judge(Claim("18", text, AnswerForm.STATED)) is not Verdict.CORRECT
+    assert verify_answer(Attempt("18", text, AnswerForm.STATED)) is not Verdict.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -171,14 +175,16 @@ def test_every_published_gold_answer_is_accepted(
     lines = (problems / f"{name}.jsonl").read_text("utf-8").splitlines()
     golds = [json.loads(line)["answer"] for line in lines]
     assert len(golds) == rows
-    refused = [g for g in golds if judge(Claim(g, phrase % g, form)) is not Verdict.CORRECT]
+    refused = [
+        g for g in golds if verify_answer(Attempt(g, phrase % g, form)) is not Verdict.CORRECT
+    ]
     assert refused == []
 
 
 def test_math500_reference_solutions_are_accepted(problems: Path) -> None:
     rows = [json.loads(line) for line in (problems / "math500.jsonl").open(encoding="utf-8")]
-    claims = [Claim(row["answer"], row["solution"]) for row in rows]
-    assert [claim for claim in claims if judge(claim) is not Verdict.CORRECT] == []
+    attempts = [Attempt(row["answer"], row["solution"]) for row in rows]
+    assert [attempt for attempt in attempts if verify_answer(attempt) is not Verdict.CORRECT] == []
 
 
 def test_a_thread_cannot_judge() -> None:
@@ -186,7 +192,7 @@ def test_a_thread_cannot_judge() -> None:
 
     def run() -> None:
         try:
-            judge(Claim("5", "\\boxed{5}"))
+            verify_answer(Attempt("5", "\\boxed{5}"))
         except ValueError as error:
             caught.append(error)
 

@@ -1,4 +1,4 @@
-"""Worker processes that judge: order, deadlines and lost workers."""
+"""Worker processes that verify attempts: order, deadlines and lost workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dms_train.evaluation.answers import Claim, Verdict, judge
+from dms_train.evaluation.answers import Attempt, Verdict, verify_answer
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.verification import Verifier
 
@@ -15,17 +15,17 @@ STUCK = "\\boxed{3^{10^{10}}}"  # one power of integers, which no signal interru
 
 
 def test_verdicts_come_in_order_and_equal_those_of_one_process() -> None:
-    claims = [Claim(str(i % 7), f"\\boxed{{{i % 5}}}") for i in range(60)]
+    attempts = [Attempt(str(i % 7), f"\\boxed{{{i % 5}}}") for i in range(60)]
     with Verifier(2) as verifier:
-        assert list(verifier.verdicts(claims)) == [judge(claim) for claim in claims]
+        assert list(verifier.verdicts(attempts)) == [verify_answer(attempt) for attempt in attempts]
         assert list(verifier.verdicts([])) == []
         assert verifier.losses == (0, 0)
 
 
 def test_a_stuck_worker_is_killed_and_replaced() -> None:
-    claims = [Claim("5", STUCK), *[Claim("5", "\\boxed{5}")] * 40, Claim("5", STUCK)]
+    attempts = [Attempt("5", STUCK), *[Attempt("5", "\\boxed{5}")] * 40, Attempt("5", STUCK)]
     with Verifier(1, deadline=4.0) as verifier:
-        verdicts = list(verifier.verdicts(claims))
+        verdicts = list(verifier.verdicts(attempts))
         assert verdicts == [Verdict.TIMEOUT, *[Verdict.CORRECT] * 40, Verdict.TIMEOUT]
         assert verifier.losses == (2, 0)
     assert multiprocessing.active_children() == []
@@ -33,7 +33,7 @@ def test_a_stuck_worker_is_killed_and_replaced() -> None:
 
 def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
     with Verifier(1) as verifier:
-        stream = verifier.verdicts(Claim("5", "\\boxed{5}") for _ in range(40))
+        stream = verifier.verdicts(Attempt("5", "\\boxed{5}") for _ in range(40))
         assert next(stream) is Verdict.CORRECT
         for process in multiprocessing.active_children():
             process.kill()
@@ -47,14 +47,14 @@ def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
 def test_claims_are_read_only_a_little_ahead() -> None:
     read = 0
 
-    def claims():
+    def attempts():
         nonlocal read
         for _ in range(1000):
             read += 1
-            yield Claim("5", "\\boxed{5}")
+            yield Attempt("5", "\\boxed{5}")
 
     with Verifier(1) as verifier:
-        next(verifier.verdicts(claims()))
+        next(verifier.verdicts(attempts()))
     assert read < 100
 
 
