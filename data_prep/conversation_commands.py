@@ -23,18 +23,18 @@ from dms_train.data_prep.conversations import ChatOptions, LossOn
 from dms_train.data_prep.openr1 import Filter
 from dms_train.data_prep.rows import HubOptions, Shard, open_rows
 
-_RESUMES = "the same command goes on from here"
+_RESUMES = "run the same command to continue"
 Commands = Any  # what add_subparsers returns; its class is private
 
 _OPENR1 = """\
 Make a shard of reasoning traces from rows in the schema of OpenR1-Math-220k. Each kept trace
 becomes one document, rendered with the model's chat template and with its reasoning whole. The
-same command goes on after an interruption. PREFIX.verdicts.jsonl says what became of every row.
+same command continues an interrupted one. PREFIX.verdicts.jsonl records the outcome of every row.
 """
 _CHAT = """\
 Make a shard from conversations: rows with `messages`, or with `prompt` and `completion`. Each
-becomes one document, rendered with the model's chat template. The same command goes on after an
-interruption.
+becomes one document, rendered with the model's chat template. The same command continues an
+interrupted one.
 """
 
 
@@ -49,9 +49,8 @@ def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--filter",
-        type=Filter,
-        choices=list(Filter),
-        default=Filter.FLAG,
+        choices=[rule.value for rule in Filter],
+        default=Filter.FLAG.value,
         help="correct traces: by the data set's flag, verified again, or strict: both and complete "
         "(%(default)s)",
     )
@@ -70,7 +69,8 @@ def _common(shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("inputs", nargs="+", help=".parquet, .jsonl or .json files, or one hub id")
     add("--output", type=Path, required=True, metavar="PREFIX")
     add("--tokenizer", required=True, metavar="DIR", help="local Hugging Face directory")
-    add("--loss-on", type=LossOn, choices=list(LossOn), default=LossOn.ASSISTANT)
+    counted = [choice.value for choice in LossOn]
+    add("--loss-on", choices=counted, default=LossOn.ASSISTANT.value)
     add("--min-tokens", type=int, default=1, help="leave shorter documents out")
     add("--max-tokens", type=int, help="leave longer documents out")
     add(
@@ -114,13 +114,14 @@ def _shard(text: str) -> Shard:
 
 
 def _run_openr1(args: argparse.Namespace) -> None:
+    rule = Filter(args.filter)
     job = ConversationJob(
         command="openr1",
         rows=_rows(args, (*openr1.COLUMNS, openr1.KEY)),
-        sample_of=partial(openr1.sample_of, rule=args.filter),
-        settings={"filter": args.filter.value},
+        sample_of=partial(openr1.sample_of, rule=rule),
+        settings={"filter": rule.value},
         choice=_choice(args, every_trace=args.traces == "all"),
-        verify=args.filter is not Filter.FLAG,
+        verify=rule is not Filter.FLAG,
         **_job_arguments(args),
     )
     _report(job, make_shard(job))
@@ -163,7 +164,7 @@ def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer=args.tokenizer,
         chat_template=template,
         variables=tuple(args.template_variable),
-        loss_on=args.loss_on,
+        loss_on=LossOn(args.loss_on),
         append_eod=args.append_eod,
     )
     return {

@@ -90,7 +90,7 @@ def shard_prefix(output: Path, shard: Shard) -> Path:
 
 
 def verdicts_path(prefix: Path) -> Path:
-    """The file that says what became of every row."""
+    """The file with the outcome of every row."""
     return prefix.with_name(prefix.name + ".verdicts.jsonl")
 
 

@@ -1,7 +1,7 @@
-"""Keeps the documents of an unfinished preparation, so that it goes on after a kill.
+"""Keeps the documents of an unfinished preparation, so that a killed command can be continued.
 
-The folder holds files that only grow and `state.json`, which says how much of them counts. A
-restart cuts the files to that length and goes on with the next row, so the result does not depend
+The folder holds files that only grow and `state.json`, which records how much of them counts. A
+restart cuts the files to that length and continues with the next row, so the result does not depend
 on how often the work was interrupted.
 """
 

@@ -248,7 +248,7 @@ class HubRows:
                 place, hub.config, split=hub.split, streaming=True, **revision
             )
             present = [name for name in columns if name in (found.column_names or ())]
-            # some formats tell their columns with the first row only
+            # some formats have columns with the first row only
             self._rows = found.select_columns(present) if present else found
         except Exception as error:  # as many kinds as there are file formats and networks
             reason = " ".join(str(error).split())

@@ -12,7 +12,7 @@ from dms_train.evaluation.answers import Attempt
 
 
 class Outcome(StrEnum):
-    """What became of a trace or a row, from the first check to the last.
+    """The outcome of a trace or a row, from the first check to the last.
 
     A row takes the outcome of the trace that came furthest in the order below. The names from
     `crashed` to `wrong` are those of `evaluation.answers.Verdict`.
@@ -93,7 +93,7 @@ class Sample:
         return max((trace.outcome for trace in self.traces), key=lambda one: _ORDER[one])
 
     def record(self) -> dict[str, Any]:
-        """What the verdicts file says about the row."""
+        """The row's line of the verdicts file."""
         row: dict[str, Any] = {"row": self.number, "key": self.key, "outcome": self.outcome.value}
         if self.rejected is None:
             row["traces"] = [trace.outcome.value for trace in self.traces]

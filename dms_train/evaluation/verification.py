@@ -1,4 +1,4 @@
-"""Judges many texts in worker processes, each with a deadline.
+"""Verifies many answers in worker processes, each with a deadline.
 
 The comparison of two expressions can run for ever in code that no signal interrupts, such as the
 power of two large numbers. A worker that exceeds the deadline is killed and replaced; its attempt
@@ -147,9 +147,9 @@ class Verifier:
         stream = iter(items)
         waiting: deque[_Entry] = deque()  # not given to a worker yet
         window: deque[tuple[Item, list[_Entry]]] = deque()  # read, and not yielded yet
-        room = _AHEAD_PER_WORKER * len(self._workers)
+        most = _AHEAD_PER_WORKER * len(self._workers)
         while True:
-            for item in islice(stream, room - len(window)):
+            for item in islice(stream, most - len(window)):
                 entries = [_Entry(attempt) for attempt in attempts(item)]
                 window.append((item, entries))
                 waiting.extend(entries)

@@ -55,7 +55,7 @@ def open_pages(
 
 
 class GrowingPool(DevicePool):
-    """A pool that takes more memory when it is full; nobody says how long the texts will be.
+    """A pool that allocates more memory when it is full, as the lengths are not known before.
 
     Pages keep their numbers.
     """

@@ -44,7 +44,8 @@ class EngineOptions:
             begin alike; a request that begins with the tokens of one starts behind it. At most
             `max_num_seqs` are kept, and fewer where their memory is needed.
         page_slots: Tokens of one page of one KV head.
-        slab_pages: Pages by which memory is taken and returned.
+        slab_pages: Pages by which memory is taken and returned; the cache of the kernels is
+            allocated once.
         dtype: Compute and cache dtype; `auto` is the stored one.
         device: Where to run.
         kernels: `triton` decodes with fused kernels, `reference` with torch operations; `auto`

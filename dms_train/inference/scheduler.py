@@ -29,7 +29,7 @@ _DECAY = 0.98  # weight of the earlier observations of the survival rate
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
-    """What the scheduler knows of a sequence.
+    """State of a sequence that the scheduler reads and sets.
 
     Attributes:
         arrival: Its number in the order of arrival.

@@ -34,7 +34,7 @@ class FreePages(NamedTuple):
         fault: int32 [1], OUT_OF_PAGES or LIST_FULL once a token could not be stored. The step
             that raised it is invalid.
         holders: int32 [n], KV lists that hold a page; 1 for a free one. It is 0 if all holders
-            have copied a page at the same time, which then belongs to nobody. None if pages are
+            have copied a page in the same step; it is then free to be collected. None if pages are
             not shared.
     """
 

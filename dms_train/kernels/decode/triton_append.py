@@ -126,10 +126,10 @@ def _own_page(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A page of a KV list that nobody else holds: the page or a copy, and whether there is one.
+    """A page with this KV list as its only holder: the page or a copy, and whether there is one.
 
-    held is the number of holders. They give it up after they have copied it, so that who finds
-    itself alone may write at once.
+    held is the number of holders. Each releases the page after it has copied it, so that the last
+    one may write at once.
     """
     if held > 1:
         left = tl.atomic_add(count_ptr, -1) - 1

@@ -147,3 +147,28 @@ def test_show_refuses_another_tokenizer_and_absent_documents(
     assert "made with tokenizer aaaaaaaaaaaa" in capsys.readouterr().err
     digest = file_sha256(Path(r1) / "tokenizer.json")
     assert read_manifest(tmp_path / "out").tokenizer_sha256 == digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        (["show", "x", "--tokenizer", "y", "--first", "-1"], ("--first", "'-1'", "0 or more")),
+        (["show", "x", "--tokenizer", "y", "--documents", "few"], ("--documents", "'few'")),
+        (
+            ["openr1", "x", "--output", "y", "--tokenizer", "z", "--filter", "flags"],
+            ("--filter", "'flags'", "'flag'", "'reverify'", "'strict'"),
+        ),
+        (
+            ["chat", "x", "--output", "y", "--tokenizer", "z", "--loss-on", "user"],
+            ("--loss-on", "'user'", "'assistant'", "'all'"),
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_what_it_may_be(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], facts: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert [fact for fact in facts if fact not in error] == []

@@ -256,7 +256,7 @@ def test_an_interrupted_call_goes_on_and_gives_the_same_files(
     _, said = process.communicate()
     assert process.returncode != 0, "ended before it was interrupted; give it more rows"
     if sent is signal.SIGINT:
-        assert said == "dms-data: interrupted; the same command goes on from here\n"
+        assert said == "dms-data: interrupted; run the same command to continue\n"
     assert 0 < json.loads(state.read_text())["next_row"] < 1500
     with (state.parent / "verdicts.jsonl").open("ab") as torn:
         torn.write(b'{"row": 29')  # what was written after the last commit does not count
