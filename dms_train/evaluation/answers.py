@@ -83,11 +83,29 @@ def verify_answer(attempt: Attempt) -> Verdict:
         ValueError: Not called in the main thread of a process.
     """
     answer = attempt.text.rpartition(END_OF_REASONING)[2]
-    if not attempt.allow_unfinished and _START_OF_REASONING in answer:
+    if not attempt.allow_unfinished and final_text(attempt.text) is None:
         return Verdict.UNFINISHED
     if attempt.form is AnswerForm.STATED:
         return _verify_stated(attempt.gold, answer)
     return _verify_boxed(attempt.gold.strip(), answer)
+
+
+def final_text(text: str) -> str | None:
+    """What follows the last `</think>`; None in a text that ends within its reasoning."""
+    answer = text.rpartition(END_OF_REASONING)[2]
+    return None if _START_OF_REASONING in answer else answer
+
+
+def boxed_answer(text: str) -> str | None:
+    """Content of the last box behind the reasoning; None without a complete one."""
+    return _last_box(text.rpartition(END_OF_REASONING)[2]) or None
+
+
+def stated_answer(text: str) -> str | None:
+    """The number behind the last "The final answer is", without zeros that mean nothing."""
+    match = _stated(text.rpartition(END_OF_REASONING)[2])
+    number = _number(match[1]) if match is not None else None
+    return None if number is None else f"{number.normalize():f}"
 
 
 # A number that ends its line, words such as a unit aside.
@@ -102,11 +120,15 @@ def _verify_stated(gold: str, text: str) -> Verdict:
     expected = _number(gold)
     if expected is None:
         return Verdict.UNREADABLE_GOLD
-    last = text.rfind("The final answer is")
-    match = _STATED.match(text, last) if last >= 0 else None
+    match = _stated(text)
     if match is None:
         return Verdict.NO_ANSWER
     return Verdict.CORRECT if _number(match[1]) == expected else Verdict.WRONG
+
+
+def _stated(text: str) -> re.Match[str] | None:
+    last = text.rfind("The final answer is")
+    return _STATED.match(text, last) if last >= 0 else None
 
 
 def _number(text: str) -> Decimal | None:

@@ -47,3 +47,36 @@ class ValidateOptions:
             return
         if groups != 1:
             yield f"{where}={self.answer_pattern}: {groups} groups; use one, for the answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """Which documents are evaluated.
+
+    Attributes:
+        name: Of a task in `evaluation.tasks`.
+        path: File of its documents; None generates them, where the task can.
+        hub: Take the file of the task's data set from the local cache of the hub.
+        download: Fetch it from the hub where it is absent.
+        sha256: What the file must hash to; None accepts any.
+        subset: Accept another number of documents than were published.
+        fixture: Take the five documents that ship with the package.
+        limit: Most documents, from the first on; None takes all.
+        seed: Of generated documents and of the order of choices.
+        count: Documents to generate.
+        context_length: Most tokens of a generated prompt and its answer.
+        haystack: Text file that surrounds a needle.
+    """
+
+    name: str = "exam_sheets"
+    path: str | None = None
+    hub: bool = False
+    download: bool = False
+    sha256: str | None = None
+    subset: bool = False
+    fixture: bool = False
+    limit: Annotated[int | None, AtLeast(1)] = None
+    seed: int = 42
+    count: Annotated[int, AtLeast(1)] = 500
+    context_length: Annotated[int, AtLeast(1)] = 4096
+    haystack: str | None = None

@@ -1,0 +1,90 @@
+"""What a scorer is: the marks of the texts that a model wrote for one document."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar
+
+from dms_train.evaluation.answers import Attempt, Verdict
+from dms_train.evaluation.tasks.base import Document
+from dms_train.evaluation.verification import Verifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Marks of one text.
+
+    Attributes:
+        answers: The answer given to each question; equal answers of a document are the same text,
+            and None is no answer. They are what a majority vote counts.
+        correct: Whether each is right.
+        verdict: Why, in a word.
+    """
+
+    answers: tuple[str | None, ...]
+    correct: tuple[bool, ...]
+    verdict: str
+
+    @property
+    def score(self) -> float:
+        """Share of the questions that are answered right."""
+        return sum(self.correct) / len(self.correct)
+
+
+class Judge:
+    """What scorers need from outside; use it as a context manager.
+
+    Args:
+        workers: Processes that compare expressions; they start with the first comparison.
+        allow_code: Whether programs that a model wrote may run.
+    """
+
+    def __init__(self, workers: int = 1, *, allow_code: bool = False) -> None:
+        self._workers = workers
+        self._verifier: Verifier | None = None
+        self.allow_code = allow_code
+
+    def __enter__(self) -> Judge:
+        """Return the judge itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the processes."""
+        if self._verifier is not None:
+            self._verifier.__exit__(kind, error, trace)
+
+    def verdicts(self, attempts: Sequence[Attempt]) -> list[Verdict]:
+        """Compare answers with their gold answers in processes with deadlines.
+
+        Raises:
+            EvaluationError: math-verify is not installed.
+        """
+        if not attempts:
+            return []
+        if self._verifier is None:
+            self._verifier = Verifier(self._workers)
+        return list(self._verifier.verdicts(attempts))
+
+
+class Scorer(ABC):
+    """Marks texts; a subclass in a module of this package is found by its `name`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+        """The marks of each text, in order.
+
+        Args:
+            document: What was asked.
+            texts: What a model wrote, reasoning included.
+            judge: Compares expressions and runs programs.
+        """

@@ -1,0 +1,36 @@
+"""Multiple choice: the letter behind "Answer:"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dms_train.evaluation.answers import Verdict, final_text
+from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.tasks.base import Document
+
+# A single letter that ends its line, in Markdown or TeX or not.
+_ANSWER = re.compile(r"Answer:[ \t]*[*$(]*([A-D])[)$*.]*[ \t]*$", re.MULTILINE)
+
+
+class LetterScorer(Scorer):
+    """The letter of the last "Answer:" must be the gold letter."""
+
+    name = "letter"
+
+    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+        """As `Scorer.marks`."""
+        return [_marks(document.gold[0], text) for text in texts]
+
+
+def _marks(gold: str, text: str) -> Marks:
+    answer = final_text(text)
+    if answer is None:
+        return Marks(answers=(None,), correct=(False,), verdict=Verdict.UNFINISHED.value)
+    last = answer.rfind("Answer:")
+    match = _ANSWER.match(answer, last) if last >= 0 else None
+    if match is None:
+        return Marks(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
+    correct = match[1] == gold
+    verdict = Verdict.CORRECT if correct else Verdict.WRONG
+    return Marks(answers=(match[1],), correct=(correct,), verdict=verdict.value)

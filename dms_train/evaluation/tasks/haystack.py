@@ -1,0 +1,72 @@
+"""Long texts to hide something in, and the longest that fits into a prompt."""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dms_train.evaluation.errors import EvaluationError
+
+_SENTENCE_END = re.compile(r"(?<=[.!?]) +(?=[A-Z0-9\"'(])")
+
+
+def read_words(path: Path) -> list[str]:
+    """The words of a text file.
+
+    Raises:
+        EvaluationError: It holds no text, or is not UTF-8.
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"{path}: not UTF-8 ({error.reason})") from None
+    if not words:
+        raise EvaluationError(f"{path}: no text")
+    return words
+
+
+def cycled(words: list[str], count: int) -> str:
+    """The first `count` words, from the start again where the text ends, joined by blanks."""
+    repeats, rest = divmod(count, len(words))
+    return " ".join(words * repeats + words[:rest])
+
+
+def sentences(text: str) -> list[str]:
+    """A text cut behind full stops, question and exclamation marks."""
+    return _SENTENCE_END.split(text)
+
+
+def largest_fit(length_of: Callable[[int], int], limit: int, what: str) -> int:
+    """The largest size whose prompt is at most `limit` tokens long.
+
+    Args:
+        length_of: Tokens of the prompt of a size; it grows with the size.
+        limit: Most tokens.
+        what: Name of the task, for the refusal.
+
+    Raises:
+        EvaluationError: Not even size 0 fits.
+    """
+    if length_of(0) > limit:
+        raise EvaluationError(
+            f"task {what}: a prompt without its filler has {length_of(0)} tokens and must fit into "
+            f"{limit}; raise task.context_length"
+        )
+    bound = 16
+    while length_of(bound) <= limit:
+        bound *= 2
+    return bisect_right(range(bound), limit, key=length_of) - 1
+
+
+def unlike(draw: Callable[[random.Random], str], rng: random.Random) -> Iterator[str]:
+    """Values of `draw`, none of them twice."""
+    seen = set[str]()
+    while True:
+        value = draw(rng)
+        if value not in seen:
+            seen.add(value)
+            yield value

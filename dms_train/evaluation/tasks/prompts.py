@@ -1,0 +1,84 @@
+"""Formats that models expect around a prompt, and which of them a tokenizer is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.tasks.base import Messages
+
+_LLAMA_SYSTEM = (
+    "Cutting Knowledge Date: December 2023\nToday Date: 23 July 2024\n\n"
+    "You are a helpful assistant."
+)
+
+
+def _llama3(messages: Messages) -> str:
+    """Llama 3, with the date that the paper's prompt names (appendix F)."""
+    system = messages.system or _LLAMA_SYSTEM
+    turns = "".join(
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
+        for role, text in (("system", system), ("user", messages.user))
+    )
+    return f"{turns}<|start_header_id|>assistant<|end_header_id|>\n\n{messages.answer_prefix}"
+
+
+def _r1(messages: Messages) -> str:
+    """DeepSeek R1 and its distilled models; the reasoning has begun."""
+    reasoning = messages.answer_prefix or "<think>\n"
+    return f"{messages.system}<｜User｜>{messages.user}<｜Assistant｜>{reasoning}"  # noqa: RUF001
+
+
+def _chatml(messages: Messages) -> str:
+    system = f"<|im_start|>system\n{messages.system}<|im_end|>\n" if messages.system else ""
+    return (
+        f"{system}<|im_start|>user\n{messages.user}<|im_end|>\n"
+        f"<|im_start|>assistant\n{messages.answer_prefix}"
+    )
+
+
+def _plain(messages: Messages) -> str:
+    """A base model continues the task's text."""
+    before = f"{messages.system}\n\n" if messages.system else ""
+    return f"{before}{messages.user}{messages.answer_prefix}"
+
+
+FORMATS: dict[str, Callable[[Messages], str]] = {
+    "llama3": _llama3,
+    "r1": _r1,
+    "chatml": _chatml,
+    "plain": _plain,
+}
+# A special token of each format, the more specific first: R1's tokenizers know ChatML's tokens too.
+_MARKS = {
+    "r1": "<｜Assistant｜>",  # noqa: RUF001
+    "llama3": "<|start_header_id|>",
+    "chatml": "<|im_start|>",
+}
+
+
+def detect_format(encode: Callable[[str], list[int]]) -> str:
+    """The format whose special token a tokenizer encodes as one token; `plain` if none.
+
+    Args:
+        encode: Text to token ids, without special tokens around it.
+    """
+    for name, mark in _MARKS.items():
+        if len(encode(mark)) == 1:
+            return name
+    return "plain"
+
+
+def render(messages: Messages, prompt_format: str) -> str:
+    """The text that a model continues.
+
+    Raises:
+        EvaluationError: There is no such format.
+    """
+    if messages.plain:
+        return _plain(messages)
+    if prompt_format not in FORMATS:
+        raise EvaluationError(
+            f"model.prompt_format={prompt_format}: choose one of auto, {', '.join(FORMATS)}"
+        )
+    return FORMATS[prompt_format](messages)

@@ -1,0 +1,170 @@
+"""Scorers accept the gold answer in the form that its task asks for, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dms_train.evaluation.options import TaskOptions
+from dms_train.evaluation.scorers.base import Judge
+from dms_train.evaluation.scorers.registry import all_scorers
+from dms_train.evaluation.tasks.base import Document
+from dms_train.evaluation.tasks.registry import all_tasks
+
+SCORERS, TASKS = all_scorers(), all_tasks()
+BOX = "</think>Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct"
+FORMS = {
+    "expression": BOX,
+    "stated": "So.\nThe final answer is %s",
+    "letter": "<think>B?</think>\nAnswer: %s",
+    "contains": " %s.",
+    "sheet": "Divide.\nThe final answer is %s.\n",
+}
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with Judge(1) as found:
+        yield found
+
+
+def document(*gold: str) -> Document:
+    return Document(id="0", question="q", gold=gold)
+
+
+def in_form(scorer: str, gold: tuple[str, ...]) -> str:
+    return "".join(FORMS[scorer] % answer for answer in gold)
+
+
+def test_the_forms_are_all():
+    assert set(FORMS) == set(SCORERS)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_gold_answers_of_the_package_are_accepted(name, judge):
+    task = TASKS[name]
+    for found in task.documents(TaskOptions(fixture=True), lambda messages: 1):
+        text = in_form(task.scorer, found.gold)
+        (marks,) = SCORERS[task.scorer].marks(found, [text], judge)
+        assert marks.score == 1.0
+        assert all(marks.correct)
+        assert None not in marks.answers
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "rows"),
+    [("math500", "math500", 250), ("gsm8k", "gsm8k", 400), ("linear_1d", "linear_1d", 2000)],
+)
+def test_gold_answers_of_published_files_are_accepted(name, file, rows, judge):
+    default = Path(__file__).parents[5] / "shared" / "data"
+    folder = Path(os.environ.get("DMS_TEST_DATA", default)) / "problems"
+    if not folder.is_dir():
+        pytest.skip("set DMS_TEST_DATA to the folder with the real input files")
+    task = TASKS[name]
+    options = TaskOptions(path=str(folder / f"{file}.jsonl"), subset=True)
+    documents = task.documents(options, lambda messages: 1)
+    assert len(documents) == rows == len(json.loads(json.dumps([d.id for d in documents])))
+    accepted = sum(
+        SCORERS[task.scorer].marks(d, [in_form(task.scorer, d.gold)], judge)[0].score == 1.0
+        for d in documents
+    )
+    assert accepted == rows
+
+
+# Scorer, gold, text: wrong, cut off, malformed, or not where it is asked for.
+REFUSED = [
+    ("expression", "5", "</think>$\\boxed{6}$"),
+    ("expression", "5", "</think>$\\boxed{5"),
+    ("expression", "5", "</think>5"),
+    ("expression", "5", "</think>\\boxed{}"),
+    ("expression", "5", "<think>\\boxed{5}"),
+    ("expression", "5", "</think>\\boxed{5} or \\boxed{6}"),
+    ("expression", "5", "</think>\\boxed{5,6}"),
+    ("expression", "073", "</think>\\boxed{74}"),
+    ("expression", "\\frac{1}{3}", "</think>\\boxed{0.33}"),
+    ("expression", "\\frac{1}{3}", "</think>\\boxed{\\frac{1}{}}"),
+    ("expression", "17_8", "</think>\\boxed{17_9}"),
+    ("expression", "(1,2)", "</think>\\boxed{(2,1)}"),
+    ("expression", "x+1", "</think>\\boxed{x-1}"),
+    ("expression", "\\sqrt{2}", "</think>\\boxed{1.41}"),
+    ("stated", "18", "The final answer is 19"),
+    ("stated", "18", "The final answer is 1"),
+    ("stated", "18", "The final answer is 18/5"),
+    ("stated", "18", "The final answer is 18 or 19"),
+    ("stated", "18", "The final answer is"),
+    ("stated", "18", "It is 18"),
+    ("stated", "18", "<think>The final answer is 18"),
+    ("stated", "18", "The final answer is 18. No. The final answer is 8"),
+    ("letter", "B", "Answer: C"),
+    ("letter", "B", "Answer: b"),
+    ("letter", "B", "Answer: B or C"),
+    ("letter", "B", "Answer: BC"),
+    ("letter", "B", "Answer: "),
+    ("letter", "B", "B"),
+    ("letter", "B", "<think>Answer: B"),
+    ("letter", "B", "Answer: B\nNo.\nAnswer: A"),
+    ("letter", "B", "Answer: B\nNo.\nAnswer:"),
+    ("contains", "1234567", "12345678"),
+    ("contains", "1234567", "the number is 123456"),
+    ("contains", "1234567", "1234 567"),
+    ("contains", "ABCDE", "XABCDE"),
+    ("contains", "ABCDE", ""),
+    ("sheet", "15", "The final answer is 1"),
+    ("sheet", "15", "The final answer is 150."),
+    ("sheet", "15", "The final answer is 14.\nThe final answer is 15."),
+    ("sheet", "15", "Divide: c = 15"),
+    ("sheet", "15", "The final ans"),
+    ("sheet", "-3", "The final answer is 3."),
+]
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_wrong_cut_and_malformed_answers_are_refused(scorer, judge):
+    cases = [case for case in REFUSED if case[0] == scorer]
+    assert len(REFUSED) >= 40
+    assert cases
+    for _, gold, text in cases:
+        (marks,) = SCORERS[scorer].marks(document(gold), [text], judge)
+        assert (marks.score, marks.correct) == (0.0, (False,)), text
+
+
+def test_equal_wrong_expressions_are_one_answer(judge):
+    boxes = ["\\frac{1}{2}", "0.5", "7", "\\frac{2}{4}", "3", "7.0", "\\sqrt{9}"]
+    texts = [f"</think>$\\boxed{{{box}}}$" for box in boxes] + ["<think>", "</think>nothing"]
+    marks = SCORERS["expression"].marks(document("7"), texts, judge)
+    assert [mark.answers[0] for mark in marks] == [
+        *("\\frac{1}{2}", "\\frac{1}{2}", "7", "\\frac{1}{2}", "3", "7", "3", None, None)
+    ]
+    assert [mark.correct[0] for mark in marks] == [box in ("7", "7.0") for box in boxes] + [
+        False,
+        False,
+    ]
+    assert [mark.verdict for mark in marks[-2:]] == ["unfinished", "no_answer"]
+
+
+def test_stated_numbers_are_one_answer_however_they_are_written(judge):
+    texts = ["The final answer is 1,200", "The final answer is $1200.00", "The final answer is 12"]
+    marks = SCORERS["stated"].marks(document("1200"), texts, judge)
+    assert [mark.answers[0] for mark in marks] == ["1200", "1200", "12"]
+
+
+def test_letters_are_found_in_markdown_and_tex(judge):
+    for text in ("Answer: B", "**Answer: B**", "Answer: (B).", "So.\nAnswer: $B$ \n"):
+        (marks,) = SCORERS["letter"].marks(document("B"), [text], judge)
+        assert marks.correct == (True,), text
+
+
+def test_a_sheet_counts_each_problem(judge):
+    text = "The final answer is 1.\nThe final answer is 9.\n"
+    (marks,) = SCORERS["sheet"].marks(document("1", "2", "3"), [text], judge)
+    assert marks.correct == (True, False, False)
+    assert marks.answers == ("1", "9", None)
+    assert marks.score == pytest.approx(1 / 3)
+
+
+def test_references_count_each(judge):
+    (marks,) = SCORERS["contains"].marks(document("ABCDE", "FGHIJ"), ["abcde, X"], judge)
+    assert marks.score == 0.5
