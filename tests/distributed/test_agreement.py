@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs, after two ranks looked where to continue them."""
     out = tmp_path_factory.mktemp("agreement")
-    arguments = ("-m", "tests.support.agreement_worker", str(out))
-    launch.checked(launch.torchrun(worker.PROCESSES, *arguments, timeout=120))
+    arguments = ("tests.support.agreement_worker", str(out))
+    launch.checked(launch.workers(worker.PROCESSES, *arguments, timeout=120))
     return out
 
 

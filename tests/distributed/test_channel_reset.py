@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 def stem(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("reset")
     processes, _ = LAYOUTS[request.param]
-    words = ("-m", "tests.support.reset_worker", request.param, str(out))
-    launch.checked(launch.torchrun(processes, *words))
+    words = ("tests.support.reset_worker", request.param, str(out))
+    launch.checked(launch.workers(processes, *words))
     return out / request.param
 
 

@@ -82,8 +82,8 @@ def results(
     models: tuple[Path, dict[str, Tensor]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     out = tmp_path_factory.mktemp("converted")
-    arguments = ("-m", "tests.support.convert_worker", str(models[0]), str(out))
-    launch.checked(launch.torchrun(worker.PROCESSES, *arguments, timeout=500))
+    arguments = ("tests.support.convert_worker", str(models[0]), str(out))
+    launch.checked(launch.workers(worker.PROCESSES, *arguments, timeout=500))
     return out
 
 

@@ -22,8 +22,8 @@ Rows = list[dict[str, float]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("resume")
-    arguments = ("-m", "tests.support.resume_worker", str(out))
-    launch.checked(launch.torchrun(worker.PROCESSES, *arguments, timeout=500))
+    arguments = ("tests.support.resume_worker", str(out))
+    launch.checked(launch.workers(worker.PROCESSES, *arguments, timeout=500))
     return out
 
 

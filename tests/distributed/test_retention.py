@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("retention") / "out"
-    launch.checked(launch.torchrun(PROCESSES, "-m", "tests.support.retention_worker", str(out)))
+    launch.checked(launch.workers(PROCESSES, "tests.support.retention_worker", str(out)))
     first, second = (json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(PROCESSES))
     assert first == second
     return first

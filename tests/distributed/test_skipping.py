@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("skip")
-    launch.checked(launch.torchrun(worker.PROCESSES, "-m", "tests.support.skip_worker", str(out)))
+    launch.checked(launch.workers(worker.PROCESSES, "tests.support.skip_worker", str(out)))
     return out
 
 

@@ -24,7 +24,7 @@ PLAIN = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("vocab")
-    launch.checked(launch.torchrun(4, "-m", "tests.support.vocab_worker", str(out), timeout=500))
+    launch.checked(launch.workers(4, "tests.support.vocab_worker", str(out), timeout=500))
     return out
 
 

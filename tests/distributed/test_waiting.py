@@ -15,20 +15,18 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 def test_a_wait_for_rank_0_may_exceed_the_timeout_of_the_process_group() -> None:
     seconds = str(3 * TIMEOUT_SECONDS)
-    launch.checked(launch.torchrun(2, "-m", "tests.support.waiting_worker", seconds))
+    launch.checked(launch.workers(2, "tests.support.waiting_worker", seconds))
 
 
 def test_a_slow_rank_is_not_a_stalled_rank(tmp_path: Path) -> None:
-    words = ("-m", "tests.support.stuck_worker", "patient", str(tmp_path))
-    result = launch.torchrun(2, *words)
+    result = launch.workers(2, "tests.support.stuck_worker", "patient", str(tmp_path))
     launch.checked(result)
     (message,) = re.findall("warning: rank 1 has waited .*$", result.stderr, re.MULTILINE)
     assert re.search(r"; rank 0 \(\S+, after step 0\) is at \S+:\d+ in ", message)
 
 
 def test_ranks_that_wait_for_each_other_report_where(tmp_path: Path) -> None:
-    words = ("-m", "tests.support.stuck_worker", "deadlock", str(tmp_path))
-    result = launch.torchrun(2, *words)
+    result = launch.workers(2, "tests.support.stuck_worker", "deadlock", str(tmp_path))
     assert result.returncode != 0
     message = re.findall("^error: .*$", result.stderr, re.MULTILINE)
     assert re.search(
@@ -58,7 +56,7 @@ def test_all_ranks_refuse_a_run_that_does_not_fit_one_gpu() -> None:
 
 
 def test_different_gpus_that_fit_the_run_are_accepted() -> None:
-    launch.checked(launch.torchrun(2, "-m", "tests.support.unequal_worker", "79"))
+    launch.checked(launch.workers(2, "tests.support.unequal_worker", "79"))
 
 
 def test_the_memory_of_a_step_is_that_of_the_fullest_rank() -> None:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,6 +49,19 @@ def torchrun(
         return python(*arguments, timeout=timeout, **extra)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     return python(*launcher, *arguments, timeout=timeout, **extra)
+
+
+def workers(
+    processes: int, module: str, *arguments: str, timeout: float = 300, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Call `main` of a module in that many ranks, without a launcher.
+
+    They are forked from one process, unless there are GPUs, which forks cannot use.
+    """
+    if processes == 1 or torch.cuda.is_available():
+        return torchrun(processes, "-m", module, *arguments, timeout=timeout, **extra)
+    words = ("tests.support.forked_workers", str(processes), module)
+    return python("-m", *words, *arguments, timeout=timeout, **extra)
 
 
 def checked(result: subprocess.CompletedProcess[str]) -> str:

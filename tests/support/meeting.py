@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def meet() -> None:
-    """Return when all ranks that torchrun has started have called this."""
+    """Return when all ranks of this launch have called this."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(minutes=4))
     store.add("ranks_met", 1)

@@ -27,8 +27,8 @@ def run(processes: int, cases: list[dict[str, Any]], folder: Path, timeout: floa
     """All cases in one launch."""
     listing = folder / f"cases{processes}.json"
     listing.write_text(json.dumps(cases))
-    words = ("-m", "tests.support.parity_worker", str(listing), str(folder))
-    launch.checked(launch.torchrun(processes, *words, timeout=timeout))
+    words = ("tests.support.parity_worker", str(listing), str(folder))
+    launch.checked(launch.workers(processes, *words, timeout=timeout))
 
 
 def read(folder: Path, name: str) -> Outcome:

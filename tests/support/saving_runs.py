@@ -24,8 +24,8 @@ def run(what: str, processes: int, cases: list[dict[str, Any]], out: Path) -> No
     """All cases in one launch."""
     listing = out / f"{what}-cases.json"
     listing.write_text(json.dumps(cases))
-    words = ("-m", "tests.support.saving_worker", what, str(listing), str(out))
-    launch.checked(launch.torchrun(processes, *words, timeout=500, **_REPEATABLE))
+    words = ("tests.support.saving_worker", what, str(listing), str(out))
+    launch.checked(launch.workers(processes, *words, timeout=500, **_REPEATABLE))
 
 
 def read(out: Path, case: dict[str, Any], what: str) -> list[dict[str, Any]]:
