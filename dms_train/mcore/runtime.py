@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from dms_train.mcore import compat
 
 _CPU = torch.device("cpu")
+_TO_CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
 _cpu_runtime: _CpuRuntime | None = None
 
 
@@ -33,14 +34,15 @@ class _CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
+        if func is _TO_CUDA:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # optimizers pick a parameter class by comparing with 'torch.cuda.FloatTensor'
-            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        if not kwargs:  # of most of the thousands of calls in a step
+            if func is _TYPE and len(args) == 1:
+                # optimizers pick a parameter class by comparing with 'torch.cuda.FloatTensor'
+                return func(args[0]).replace("torch.", "torch.cuda.", 1)
+            return func(*args)
         if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
 
 
