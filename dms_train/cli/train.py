@@ -11,6 +11,7 @@ one after the other, such as `-m optim.lr=1e-4,3e-4 'run.dir=outputs/lr-${optim.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _run(config: RunConfig, until: str | None = None) -> None:
     from dms_train.app.session import run  # after the configuration was checked
 
+    if not gc.get_freeze_count():
+        gc.freeze()  # megatron collects garbage before each checkpoint: not among what is imported
     run(config, until)
 
 

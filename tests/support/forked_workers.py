@@ -8,6 +8,7 @@ meet, and ends the others when a rank fails.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -49,6 +50,7 @@ def main() -> None:
     os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    gc.freeze()  # what was imported stays
     running = set()
     for rank in range(processes):
         pid = os.fork()
