@@ -2,8 +2,9 @@
 
     python -m tests.faults.campaign OUT --kills 20 --in-save 6 --seed 1
 
-Every scenario is a run of 60 steps through both training stages and the exports. What is done is
-kept in OUT, so that a campaign which was stopped continues; the table is printed at the end.
+Every scenario is a run of 60 steps through both training stages and the exports; `--stage-steps`
+shortens the one with kills. What is done is kept in OUT, so that a campaign which was stopped
+continues; the table is printed at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from tests.support.disks import CannotArrange, small_disk
 from tests.support.forked_ranks import Prepare, Ranks
 from tests.support.stuck_worker import hang_the_disk
 
-WORLD, STEPS, STOP = 4, 60, 30
+WORLD, STAGE_STEPS, STOP = 4, 20, 30
+STAGES = 3  # zero_neuron, and retrofit to 2 and to 3
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 BAR = 1e-5
 _PATIENCE = 400.0  # seconds that one start may take on a busy machine
@@ -48,6 +50,7 @@ class Inputs:
 
     folder: Path
     lr: float
+    stage_steps: int
 
     @cached_property
     def words(self) -> list[str]:
@@ -66,9 +69,9 @@ class Inputs:
             "data.global_batch_size=4",
             "method.window=4",
             f"optim.lr={self.lr}",
-            "stage.zero_neuron.steps=20",
+            f"stage.zero_neuron.steps={self.stage_steps}",
             "stage.retrofit.target_cr=3",
-            "stage.retrofit.steps_per_cr=20",
+            f"stage.retrofit.steps_per_cr={self.stage_steps}",
             "run.save_interval=3",
             "run.eval_samples=4",
             "observe=quiet",
@@ -164,12 +167,17 @@ class Campaign:
     in_save: int
     seed: int
     lr: float
+    stage_steps: int
+
+    @property
+    def steps(self) -> int:
+        return STAGES * self.stage_steps
 
     @cached_property
     def inputs(self) -> Inputs:
         folder = self.out / "inputs"
         folder.mkdir(parents=True, exist_ok=True)
-        return Inputs(folder, self.lr)
+        return Inputs(folder, self.lr, self.stage_steps)
 
     @cached_property
     def reference(self) -> dict[int, float]:
@@ -179,8 +187,8 @@ class Campaign:
             shutil.rmtree(run.folder, ignore_errors=True)
             run.finish()
         losses = run.losses()
-        assert sorted(losses) == list(range(1, STEPS + 1))
-        assert len(set(losses.values())) == STEPS
+        assert sorted(losses) == list(range(1, self.steps + 1))
+        assert len(set(losses.values())) == self.steps
         return losses
 
     @cached_property
@@ -231,7 +239,8 @@ class Campaign:
         resumed = max((int(path.name[5:]) for path in run.checkpoints()), default=0)
         run.drop_state_of(resumed)
         # moments spread over the run, and always before its end
-        aim = min(STEPS - 2, max(resumed, round((number + draw.random()) * STEPS / self.kills)))
+        moment = round((number + draw.random()) * self.steps / self.kills)
+        aim = min(self.steps - 2, max(resumed, moment))
         delay = draw.random() * (0.05 if within else 0.5)
         ranks = run.start()
         end = time.monotonic() + _PATIENCE
@@ -397,10 +406,13 @@ def main() -> None:
     parser.add_argument("--in-save", type=int, default=6, help="kills aimed at a save")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--stage-steps", type=int, default=STAGE_STEPS, help="for `ranks killed`")
     parser.add_argument("--only", help="one scenario")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    campaign = Campaign(args.out.absolute(), args.kills, args.in_save, args.seed, args.lr)
+    campaign = Campaign(
+        args.out.absolute(), args.kills, args.in_save, args.seed, args.lr, args.stage_steps
+    )
     chosen = {n: s for n, s in scenarios(campaign).items() if args.only in (None, n)}
     results = {}
     for name, scenario in chosen.items():

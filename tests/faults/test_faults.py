@@ -21,7 +21,7 @@ def campaign(out: Path, *arguments: str, timeout: float) -> dict[str, dict[str, 
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_three_kills_do_not_change_the_loss_curve(tmp_path: Path) -> None:
-    arguments = ("--kills", "3", "--in-save", "3", "--only", "ranks killed")
+    arguments = ("--kills", "3", "--in-save", "3", "--only", "ranks killed", "--stage-steps", "10")
     killed = campaign(tmp_path, *arguments, timeout=880)["ranks killed"]
     assert killed["faults"] == 3
     assert killed["during_a_save"] >= 1
