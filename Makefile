@@ -37,9 +37,9 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
-# A file's tests stay in one process, so that what they share is made once.
+# A file's tests stay in one process, so that what they share is made once; tests/conftest.py orders.
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not multi_gpu and not slurm and not faults"
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu and not slurm and not faults"
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)

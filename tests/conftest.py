@@ -10,10 +10,13 @@ import logging
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+STARTS_PROCESSES = ("distributed", "e2e", "faults", "golden")
 
 settings.register_profile("untimed", deadline=None)  # an example may be slow beside other work
 settings.load_profile("untimed")
@@ -31,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # models here are too small to share out, and two workers have two cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First the tests that start processes: with a long one last, other workers would be idle."""
+    folder = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(folder).parts[0] not in STARTS_PROCESSES)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
