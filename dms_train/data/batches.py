@@ -7,12 +7,14 @@ integer alone, with any data-parallel size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dms_train.data.errors import DataError
+from dms_train.method.documents import PackedDocuments
 
 
 class Sample(NamedTuple):
@@ -22,11 +24,14 @@ class Sample(NamedTuple):
         tokens: int64 [s], inputs.
         labels: int64 [s], the token after each input.
         loss_mask: float32 [s], 1 where the position counts in the loss, else 0.
+        document_lengths: Positions of each document that is packed into the sample, int64
+            [documents]; padding follows the last one. None when the sample is one text.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
+    document_lengths: Tensor | None = None
 
 
 class Samples(Protocol):
@@ -49,12 +54,29 @@ class Batch(NamedTuple):
         labels: int64 [b, s], the token after each input.
         loss_mask: float32 [b, s], 1 where the position counts in the loss, else 0.
         samples: int64 [b], global sample numbers.
+        documents: Documents that are packed into the samples; None when each is one text.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     samples: Tensor
+    documents: PackedDocuments | None = None
+
+    @property
+    def positions(self) -> int | Tensor:
+        """Positions that are not padding."""
+        return self.tokens.numel() if self.documents is None else self.documents.tokens.sum()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with a function applied to every tensor."""
+        return Batch(
+            tokens=function(self.tokens),
+            labels=function(self.labels),
+            loss_mask=function(self.loss_mask),
+            samples=function(self.samples),
+            documents=None if self.documents is None else self.documents.map(function),
+        )
 
 
 class BatchSource:
@@ -126,7 +148,9 @@ class BatchSource:
         start = first_sample + (m * self._size + self._rank) * self._micro_batch_size
         numbers = range(start, start + self._micro_batch_size)
         rows = [self._dataset[number] for number in numbers]
+        lengths = [row.document_lengths for row in rows if row.document_lengths is not None]
         return Batch(
+            documents=PackedDocuments.of(lengths, len(rows[0].tokens)) if lengths else None,
             tokens=torch.stack([row.tokens for row in rows]),
             labels=torch.stack([row.labels for row in rows]),
             loss_mask=torch.stack([row.loss_mask for row in rows]),

@@ -184,13 +184,13 @@ class McoreEngine:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
             totals = PassTotals(*self._run(plan, batches, forward_only=True).tolist())
-            kept = self._kept(totals, batches) if plan.eviction != "none" else ()
+            kept = self._kept(totals) if plan.eviction != "none" else ()
         return self._result(totals, batches, kept=kept)
 
-    def _kept(self, totals: PassTotals, batches: list[Batch]) -> tuple[tuple[float, ...], ...]:
+    def _kept(self, totals: PassTotals) -> tuple[tuple[float, ...], ...]:
         a = self.architecture
-        tokens = batches[0].tokens.shape[1] * totals.samples
-        return retention.kept(self._models, self.view, (a.num_layers, a.num_query_groups), tokens)
+        shape = (a.num_layers, a.num_query_groups)
+        return retention.kept(self._models, self.view, shape, totals.positions)
 
     def _result(self, totals: PassTotals, batches: list[Batch], **extra: Any) -> StepResult:
         length = batches[0].tokens.shape[1]
@@ -199,7 +199,7 @@ class McoreEngine:
             token_loss=totals.token_loss,
             aux_loss=totals.aux_loss,
             alpha=totals.alpha / totals.samples,
-            cr_factor=length * totals.samples / totals.live if totals.live else math.nan,
+            cr_factor=totals.positions / totals.live if totals.live else math.nan,
             kv_reads=length * totals.reads / totals.samples,
             **extra,
         )

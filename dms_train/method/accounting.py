@@ -7,20 +7,52 @@ the window always count.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.method.documents import PackedDocuments
 from dms_train.method.spec import DMSSpec
 from dms_train.method.visibility import align_to_keys
 
 
-def live_slots(decisions: Tensor, spec: DMSSpec) -> Tensor:
-    """Slots held when each query attends. decisions: bool [..., T]. Returns int64 [..., T]."""
+def live_slots(
+    decisions: Tensor, spec: DMSSpec, documents: PackedDocuments | None = None
+) -> Tensor:
+    """Slots held when each query attends, those of its own document. Returns int64 [..., T].
+
+    Args:
+        decisions: bool [..., T]; [b, g, T] with documents.
+        spec: Constants of the method.
+        documents: Packed documents; None is one for each sequence.
+    """
     length = decisions.shape[-1]
-    evicted = align_to_keys(decisions, spec, keep=False).long().cumsum(-1)
+    evicted = align_to_keys(decisions, spec, keep=False, documents=documents).long().cumsum(-1)
     seen = torch.arange(1, length + 1, device=decisions.device).expand(decisions.shape)
     gone = torch.zeros_like(seen)
     gone[..., spec.window + 1 :] = evicted[..., : max(0, length - spec.window - 1)]
+    if documents is not None:
+        first = documents.first[:, None].expand(decisions.shape)
+        before = F.pad(evicted, (1, 0)).gather(-1, first)
+        seen, gone = seen - first, (gone - before).clamp(min=0)
     return seen - gone
+
+
+def slots_held_and_read(
+    decisions: Tensor, spec: DMSSpec, documents: PackedDocuments | None = None
+) -> tuple[Tensor, Tensor]:
+    """Slots held at the last token, and slots read by all queries; both int64 [b, g].
+
+    Args:
+        decisions: bool [b, g, T].
+        spec: Constants of the method.
+        documents: Packed documents, whose numbers are summed for each sequence; None is one for
+            each sequence.
+    """
+    live = live_slots(decisions, spec, documents)
+    if documents is None:
+        return live[..., -1], live.sum(-1)
+    held, read = (live * mask[:, None] for mask in (documents.is_last, documents.is_token))
+    return held.sum(-1), read.sum(-1)
 
 
 def cr_factor(decisions: Tensor, spec: DMSSpec) -> float:

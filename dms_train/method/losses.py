@@ -22,17 +22,20 @@ def kl_student_teacher(student: Tensor, teacher: Tensor, temperature: float = 1.
     return kl_teacher_student(teacher, student, temperature)
 
 
-def compression_hinge(alpha_sum: Tensor, decisions: int, target: float, form: str) -> Tensor:
+def compression_hinge(
+    alpha_sum: Tensor, decisions: int | Tensor, target: float, form: str
+) -> Tensor:
     """One-sided compression loss (paper section 3.2), per sample and then averaged.
 
     Args:
         alpha_sum: [b], sum of alpha over all layers, KV heads and positions.
-        decisions: Number of terms in that sum, L * H * T.
+        decisions: Number of terms in that sum, L * H * T; [b] where padding leaves samples with
+            different T.
         target: alpha*, the share that must be evicted.
         form: `mean` gives max(alpha* - mean alpha, 0), `sum` max(alpha* L H T - sum alpha, 0).
 
     Returns:
         Scalar.
     """
-    short = torch.clamp(target - alpha_sum / decisions, min=0.0).mean()
-    return short * decisions if form == "sum" else short
+    short = torch.clamp(target - alpha_sum / decisions, min=0.0)
+    return (short * decisions if form == "sum" else short).mean()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.method.documents import PackedDocuments
 from dms_train.method.spec import DMSSpec
 
 
@@ -19,20 +20,33 @@ def outside_window(query_positions: Tensor, key_positions: Tensor, window: int) 
     return query_positions[:, None] - key_positions[None, :] > window
 
 
-def align_to_keys(decisions: Tensor, spec: DMSSpec, keep: float | bool) -> Tensor:
+def align_to_keys(
+    decisions: Tensor,
+    spec: DMSSpec,
+    keep: float | bool,
+    documents: PackedDocuments | None = None,
+) -> Tensor:
     """Move each decision to the key it governs.
 
     Args:
-        decisions: [..., T], indexed by the position that took the decision.
+        decisions: [..., T], indexed by the position that took the decision; [b, g, T] with
+            documents.
         spec: Gives the distance between the two.
         keep: Value that means "kept", for keys whose decision does not exist yet; they are
             always inside the window.
+        documents: Packed documents; no decision governs a key of another one. None is one
+            document for each sequence.
 
     Returns:
         [..., T], indexed by key.
     """
     shift = min(spec.governing_shift, decisions.shape[-1])
-    return F.pad(decisions[..., shift:], (0, shift), value=keep)
+    aligned = F.pad(decisions[..., shift:], (0, shift), value=keep)
+    if documents is None:
+        return aligned
+    positions = torch.arange(decisions.shape[-1], device=decisions.device)
+    governed = positions + shift < documents.end
+    return torch.where(governed[:, None], aligned, keep)
 
 
 def visible(decisions: Tensor, spec: DMSSpec) -> Tensor:

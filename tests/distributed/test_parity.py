@@ -66,7 +66,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lm": {"plan": {"target_cr": 8.0, "loss": "lm"}},
     "zeroing": {"plan": {"eviction": "none", "neuron_scale": 0.5}},
+    "packed": {"plan": {"target_cr": 8.0}, "packed": True},
 }
+# By default packed documents run in these layouts, which between them shard and recompute
+# everything.
+PACKED_LAYOUTS = ("tp2", "pp2", "recompute_tp2_pp2_sp", "selective_tp2_pp2_vp2_sp")
 
 
 def _cases() -> list[tuple[str, str, str, str]]:
@@ -80,6 +84,8 @@ def _cases() -> list[tuple[str, str, str, str]]:
             preset = PRESETS[(index + number) % len(PRESETS)]
             chosen.append((family, preset, layout, "retrofit"))
         for index, variant in enumerate(list(VARIANTS)[1:]):
+            if variant == "packed" and layout not in PACKED_LAYOUTS:
+                continue
             family = list(FAMILIES)[(index + number) % len(FAMILIES)]
             preset = PRESETS[(index + 2 * number) % len(PRESETS)]
             chosen.append((family, preset, layout, variant))

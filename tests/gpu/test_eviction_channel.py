@@ -40,6 +40,25 @@ def test_decisions_and_their_cost(preset: str, eviction: str, noisy: bool, lengt
     assert eviction_channel_cases.worst_decision(spec, GPU, noisy=noisy, s=length) < 5e-5
 
 
+@pytest.mark.parametrize(("channel", "clear", "d"), [(0, False, 64), (7, True, 128)])
+def test_rope_starts_again_at_every_document(channel: int, clear: bool, d: int) -> None:
+    from dms_train.kernels.layers.triton_rope import EvictionChannel
+    from tests.support import eviction_channel_cases
+
+    eviction_channel = EvictionChannel(channel, 0.3, clear)
+    assert eviction_channel_cases.worst_packed_rotation(eviction_channel, d, GPU) < 2e-5
+
+
+@pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "plain"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("length", [37, 5000])
+def test_decisions_stay_within_their_document(preset: str, noisy: bool, length: int) -> None:
+    from tests.support import eviction_channel_cases
+
+    spec = PRESETS[preset].override(window=4, alpha_offset=0.1)
+    assert eviction_channel_cases.worst_packed_decision(spec, GPU, noisy=noisy, s=length) < 5e-5
+
+
 def test_swiglu() -> None:
     from tests.support import eviction_channel_cases
 

@@ -9,11 +9,28 @@ from dms_train.kernels.layers import triton_decide, triton_rope
 from dms_train.kernels.layers.triton_swiglu import swiglu
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots
+from dms_train.method.documents import PackedDocuments
 from dms_train.method.noise import logistic_noise
 from dms_train.method.spec import DMSSpec
 from dms_train.method.visibility import align_to_keys
 
 S, B, G, R = 37, 2, 3, 2
+# Documents of the two samples in shares of their positions, with some padding behind the first's.
+SHARES = ((0.4, 0.05, 0.3), (0.6, 0.4))
+
+
+def documents(s: int, device: torch.device) -> tuple[PackedDocuments, list[tuple[int, slice]]]:
+    """Packed documents of two samples of s positions, and (sample, positions) of each of them."""
+    lengths = [[max(1, int(share * s)) for share in own] for own in SHARES]
+    lengths[1][-1] = s - lengths[1][0]
+    packed = PackedDocuments.of([torch.tensor(own) for own in lengths], s)
+    ends = [torch.tensor(own).cumsum(0).tolist() for own in lengths]
+    where = [
+        (b, slice(end - length, end))
+        for b, own in enumerate(lengths)
+        for length, end in zip(own, ends[b], strict=True)
+    ]
+    return packed.map(lambda x: x.to(device)), where
 
 
 def frequencies(d: int, device: torch.device) -> Tensor:
@@ -74,12 +91,17 @@ def decided(
     eviction_channel: Tensor, spec: DMSSpec, noise: triton_decide.Noise | None
 ) -> tuple[Tensor, ...]:
     """log(1 - alpha) by key [b, g, s] and eviction statistics [b, 3] in plain operations."""
-    s, _, g = eviction_channel.shape
-    drawn = None
-    if noise is not None:
-        drawn = logistic_noise(noise.keys, noise.layer, s, g, noise.first_head).to(
-            eviction_channel.dtype
-        )
+    drawn = None if noise is None else _drawn(noise, eviction_channel)
+    return _decided(eviction_channel, spec, drawn)
+
+
+def _drawn(noise: triton_decide.Noise, like: Tensor) -> Tensor:
+    s, _, g = like.shape
+    return logistic_noise(noise.keys, noise.layer, s, g, noise.first_head).to(like.dtype)
+
+
+def _decided(eviction_channel: Tensor, spec: DMSSpec, drawn: Tensor | None) -> tuple[Tensor, ...]:
+    s = len(eviction_channel)
     logits = decisions.eviction_logits(eviction_channel, spec)
     alpha, log_keep, straight_through = decisions.relax(logits, drawn, spec.tau)
     counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
@@ -89,6 +111,58 @@ def decided(
         [counted.sum((0, 2)), *(x.to(eviction_channel.dtype) for x in ends)], -1
     )
     return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), eviction_stats
+
+
+def worst_packed_rotation(
+    eviction_channel: triton_rope.EvictionChannel, d: int, device: torch.device
+) -> float:
+    """Largest difference of packed documents to each document alone, outputs and gradient."""
+    packed, where = documents(S, device)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(S, B, G, R + 2, d, device=device, generator=generator)
+    table = triton_rope.rope_table(frequencies(d, device))
+    mixed = x.clone().requires_grad_()
+    found = triton_rope.split_and_rotate(
+        mixed, table[packed.positions.t().contiguous()], eviction_channel
+    )
+    weights = [torch.randn(f.shape, device=device, generator=generator) for f in found]
+    sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
+    worst = 0.0
+    for b, at in where:
+        alone = x[at, b : b + 1].clone().requires_grad_()
+        parts = triton_rope.split_and_rotate(alone, table[: len(alone)], eviction_channel)
+        cut = [w[at, b : b + 1] for w in weights]
+        sum((f * w).sum() for f, w in zip(parts, cut, strict=True)).backward()
+        pairs = [*((f[at, b : b + 1], p) for f, p in zip(found, parts, strict=True))]
+        pairs.append((mixed.grad[at, b : b + 1], alone.grad))
+        worst = max(worst, *((f - p).abs().max().item() for f, p in pairs))
+    return worst
+
+
+def worst_packed_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s: int = S) -> float:
+    """As `worst_decision` for packed documents, each of which is decided alone in plain torch."""
+    packed, where = documents(s, device)
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(s, B, G, device=device, generator=generator) / spec.alpha_scale
+    given, exact = _leaves(x)
+    keys = torch.tensor([7, -(2**62) + 3], device=device)
+    noise = triton_decide.Noise(keys, 5, 2) if noisy else None
+    found, stats = triton_decide.decide(given, spec, noise, packed)
+    drawn = _drawn(noise, x.double()) if noisy else None
+    sums, kept = torch.zeros(B, 3, device=device, dtype=torch.float64), []
+    for b, at in where:
+        parts = None if drawn is None else drawn[at, b : b + 1]
+        keep, one = _decided(exact[at, b : b + 1], spec, parts)
+        kept.append((found[b : b + 1, :, at], keep))
+        one = one * torch.tensor([1, 1, (at.stop - at.start) / s], device=device)
+        sums = sums + one * (torch.arange(B, device=device)[:, None] == b)
+    pairs = [*kept, (stats, sums)]
+    weights = [torch.randn(w.shape, device=device, generator=generator) for _, w in pairs]
+    for side, leaf in enumerate((given, exact)):
+        sum((pair[side] * w).sum() for pair, w in zip(pairs, weights, strict=True)).backward()
+        assert leaf.grad is not None
+    pairs.append((given.grad, exact.grad))
+    return max(((f - w).abs().max() / w.abs().max().clamp_min(1e-3)).item() for f, w in pairs)
 
 
 def worst_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s: int = S) -> float:

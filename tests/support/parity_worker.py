@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dms_train.data.batches import Batch
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
@@ -41,10 +42,18 @@ def one_step(
     plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})
     length = case.get("length", tiny.LENGTH)
     batches = tiny.microbatches(view.dp_rank, view.dp_size, length=length)
+    if case.get("packed"):
+        batches = [tiny.packed(batch, _lengths(batch)) for batch in batches]
     totals = engine.forward_backward(plan, batches)
     loss = {"token_loss": totals.token_loss, "aux_loss": totals.aux_loss}
     means = {"alpha": totals.alpha / totals.samples, "live": totals.live}
     return {**loss, **means}, engine.hf_gradients()
+
+
+def _lengths(batch: Batch) -> list[list[int]]:
+    """Documents of each sample; some samples end in padding."""
+    length = batch.tokens.shape[1]
+    return [[length // 3, 1, length // 3 + int(n) % 5, 3] for n in batch.samples]
 
 
 def _groups_of(case: dict[str, Any]) -> list[int | None]:

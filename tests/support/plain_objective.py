@@ -89,6 +89,60 @@ def outcome(
     )
 
 
+def packed_outcome(
+    architecture: Architecture,
+    spec: DMSSpec,
+    plan: StepPlan,
+    student: Weights,
+    teacher: Weights,
+    batches: list[Batch],
+    lengths: list[list[int]],
+    seed: int,
+) -> Outcome:
+    """`outcome` of packed documents: every document goes through the models alone.
+
+    `lengths` are those of each sample's documents. A sample draws noise for all its positions, and
+    the hinge is that of the mean decision of its documents.
+    """
+    a = architecture
+    weights = {name: w.double().requires_grad_() for name, w in student.items()}
+    frozen = {name: w.double() for name, w in teacher.items()}
+    tokens, labels = (torch.cat([getattr(b, n) for b in batches]) for n in ("tokens", "labels"))
+    mask = torch.cat([batch.loss_mask for batch in batches]).double()
+    samples = torch.cat([batch.samples for batch in batches]).tolist()
+    noise = logistic_noise(a, seed, plan.step, samples, tokens.shape[1])
+    if not plan.noise:
+        noise = torch.zeros_like(noise)
+    heads = a.num_layers * a.num_query_groups
+    total, hinge, alphas, live, reads = (torch.zeros((), dtype=torch.float64) for _ in range(5))
+    for n, own in enumerate(lengths):
+        at, alpha = 0, torch.zeros((), dtype=torch.float64)
+        for length in own:
+            where = (slice(n, n + 1), slice(at, at + length))
+            drawn = noise[(slice(None), *where)]
+            logits, decided = forward(a, spec, plan, weights, tokens[where], drawn)
+            if plan.loss == "distill":
+                dense = StepPlan(neuron_scale=1.0, eviction="none")
+                aim, _ = forward(a, spec, dense, frozen, tokens[where], drawn)
+                losses = divergence(logits, aim, spec)
+            else:
+                losses = F.cross_entropy(logits.transpose(1, 2), labels[where], reduction="none")
+            total = total + (losses * mask[where]).sum()
+            alpha = alpha + decided.alpha.sum()
+            live, reads = live + decided.live.sum() / heads, reads + decided.reads.sum() / heads
+            at += length
+        share = alpha / (heads * at)
+        short = (1 - 1 / plan.target_cr - share).clamp(min=0)
+        hinge = hinge + (short * heads * at if spec.aux_form == "sum" else short)
+        alphas = alphas + share
+    token_loss, aux_loss = total / mask.sum().clamp(min=1), hinge / len(lengths)
+    found = torch.autograd.grad(token_loss + aux_loss, list(weights.values()))
+    means = (x.item() / len(lengths) for x in (alphas, live, reads))
+    return Outcome(
+        token_loss.item(), aux_loss.item(), *means, dict(zip(weights, found, strict=True))
+    )
+
+
 def divergence(student: Tensor, teacher: Tensor, spec: DMSSpec) -> Tensor:
     """KL of softmax(logits / temperature) times temperature squared, [b, t]."""
     temperature = spec.kl_temperature

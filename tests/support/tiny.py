@@ -7,6 +7,7 @@ import torch
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.model.weights import RandomWeights
+from dms_train.method.documents import PackedDocuments
 
 VOCAB = 61
 LENGTH = 24
@@ -80,3 +81,13 @@ def microbatches(
 ) -> list[Batch]:
     """This data rank's part of one global batch of `groups` microbatches."""
     return [batch(group * size, size, length) for group in range(rank, groups, ranks)]
+
+
+def packed(batch: Batch, lengths: list[list[int]]) -> Batch:
+    """The microbatch with documents of these lengths in its samples, and padding behind them."""
+    length = batch.tokens.shape[1]
+    mask = batch.loss_mask.clone()
+    for row, own in enumerate(lengths):
+        mask[row, sum(own) :] = 0
+    documents = PackedDocuments.of([torch.tensor(own) for own in lengths], length)
+    return batch._replace(loss_mask=mask, documents=documents)

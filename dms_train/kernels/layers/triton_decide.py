@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dms_train.method.documents import PackedDocuments
 from dms_train.method.noise import UNIFORM_BITS
 from dms_train.method.spec import DMSSpec
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
@@ -52,15 +53,20 @@ def _logistic(key, layer, head, position):
 @triton.jit(do_not_specialize=["layer", "first_head"])
 def decide_eviction(
     channel_ptr, key_ptr, z_ptr, keep_ptr, part_ptr, layer, first_head,
-    s, batch, scale, offset, tau,
+    first_ptr, end_ptr, tokens_ptr, s, batch, scale, offset, tau,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HARD: tl.constexpr, NOISY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of positions of one (sample, KV head)."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups, blocks = tl.num_programs(1), tl.num_programs(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < s
+    first, end, counts = 0, s, inside
+    if PACKED:  # of the document, and whether it is no padding
+        first = tl.load(first_ptr + b * s + i, mask=inside, other=0).to(tl.int32)
+        end = tl.load(end_ptr + b * s + i, mask=inside, other=0).to(tl.int32)
+        counts = i < tl.load(tokens_ptr + b)
     eviction_channel = tl.load(
         channel_ptr + (i.to(tl.int64) * batch + b) * groups + g, mask=inside, other=0.0
     )
@@ -75,60 +81,76 @@ def decide_eviction(
     keep = tl.minimum(-z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(z)))
     base = (b * groups + g).to(tl.int64) * s
     tl.store(z_ptr + base + i, z, mask=inside)
-    # the last SHIFT keys have no decision yet; they are kept
-    tl.store(keep_ptr + base + i - SHIFT, keep, mask=inside & (i >= SHIFT))
-    tl.store(keep_ptr + base + i, tl.zeros_like(keep), mask=inside & (i >= s - SHIFT))
+    # the last SHIFT keys of a document have no decision yet; they are kept
+    governs = inside & (i >= first + SHIFT)
+    tl.store(keep_ptr + base + i - SHIFT, keep, mask=governs)
+    tl.store(keep_ptr + base + i, tl.zeros_like(keep), mask=inside & (i >= end - SHIFT))
     counted = tl.where(z > 0, 1.0, 0.0) if HARD else alpha
     # the key that a decision governs is gone for this many of the later queries
-    without = s - WINDOW - 1 - (i - SHIFT)
-    evicts = inside & (x > 0) & (i >= SHIFT) & (without > 0)
+    without = end - WINDOW - 1 - (i - SHIFT)
+    evicts = governs & counts & (x > 0) & (without > 0)
     gone = tl.where(evicts, 1, 0)
     unread = tl.where(evicts, without, 0).to(tl.float32)
-    seen = tl.where(inside, i + 1, 0).to(tl.float32)
+    seen = tl.where(counts, i - first + 1, 0).to(tl.float32)
     out = part_ptr + ((b * groups + g) * blocks + block) * 3
-    tl.store(out, tl.sum(tl.where(inside, counted, 0.0)))
-    tl.store(out + 1, (tl.sum(inside.to(tl.int32)) - tl.sum(gone)).to(tl.float32))
+    tl.store(out, tl.sum(tl.where(counts, counted, 0.0)))
+    tl.store(out + 1, (tl.sum(counts.to(tl.int32)) - tl.sum(gone)).to(tl.float32))
     tl.store(out + 2, tl.sum(seen - unread) / s)
 
 
 @triton.jit
 def decide_eviction_backward(
-    z_ptr, d_keep_ptr, d_stats_ptr, d_channel_ptr, s, batch, stats_stride, factor,
-    SHIFT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_STATS: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, d_keep_ptr, d_stats_ptr, d_channel_ptr, first_ptr, tokens_ptr,
+    s, batch, stats_stride, factor,
+    SHIFT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_STATS: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of an eviction channel, from those of log(1 - alpha) and alpha's sum."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < s
+    first, counts = 0, inside
+    if PACKED:
+        first = tl.load(first_ptr + b * s + i, mask=inside, other=0).to(tl.int32)
+        counts = i < tl.load(tokens_ptr + b)
     base = (b * groups + g).to(tl.int64) * s
     alpha = tl.sigmoid(tl.load(z_ptr + base + i, mask=inside, other=0.0))
     d_z = tl.zeros_like(alpha)
     if HAS_KEEP:
-        governs = inside & (i >= SHIFT)
+        governs = inside & (i >= first + SHIFT)
         d_z -= alpha * tl.load(d_keep_ptr + base + i - SHIFT, mask=governs, other=0.0)
     if HAS_STATS:
-        d_z += tl.load(d_stats_ptr + b * stats_stride) * alpha * (1.0 - alpha)
+        d_alpha = tl.load(d_stats_ptr + b * stats_stride)
+        d_z += tl.where(counts, d_alpha * alpha * (1.0 - alpha), 0.0)
     at = (i.to(tl.int64) * batch + b) * groups + g
     tl.store(d_channel_ptr + at, d_z * factor, mask=inside)
 
 
 class _Decide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, eviction_channel: Tensor, spec: DMSSpec, noise: Noise | None) -> Any:
+    def forward(
+        ctx: Any,
+        eviction_channel: Tensor,
+        spec: DMSSpec,
+        noise: Noise | None,
+        documents: PackedDocuments | None,
+    ) -> Any:
         s, b, g = eviction_channel.shape
         blocks = triton.cdiv(s, _POSITIONS)
         z, keep = (eviction_channel.new_empty(b, g, s) for _ in range(2))
         parts = eviction_channel.new_empty(b, g * blocks, 3)
         keys, layer, first_head = (None, 0, 0) if noise is None else noise
+        first, end, tokens = _bounds(documents)
         decide_eviction[(blocks, g, b)](
             eviction_channel.contiguous(), keys, z, keep, parts, layer, first_head,
-            s, b, spec.alpha_scale, spec.alpha_offset, spec.tau,
+            first, end, tokens, s, b, spec.alpha_scale, spec.alpha_offset, spec.tau,
             WINDOW=min(spec.window, s), SHIFT=min(spec.governing_shift, s),
-            HARD=spec.alpha_in_loss == "hard_st", NOISY=noise is not None, BLOCK=_POSITIONS,
+            HARD=spec.alpha_in_loss == "hard_st", NOISY=noise is not None,
+            PACKED=documents is not None, BLOCK=_POSITIONS,
         )  # fmt: skip
         ctx.save_for_backward(z)
-        ctx.spec = spec
+        ctx.spec, ctx.documents = spec, documents
         ctx.set_materialize_grads(False)
         return keep, parts.sum(1)
 
@@ -137,26 +159,43 @@ class _Decide(torch.autograd.Function):
         (z,) = ctx.saved_tensors
         b, g, s = z.shape
         spec, d_channel = ctx.spec, z.new_empty(s, b, g)
+        first, _, tokens = _bounds(ctx.documents)
         decide_eviction_backward[(triton.cdiv(s, _POSITIONS), g, b)](
-            z, None if d_keep is None else d_keep.contiguous(), d_stats, d_channel, s, b,
+            z, None if d_keep is None else d_keep.contiguous(), d_stats, d_channel,
+            first, tokens, s, b,
             0 if d_stats is None else d_stats.stride(0), spec.alpha_scale / spec.tau,
             SHIFT=min(spec.governing_shift, s), HAS_KEEP=d_keep is not None,
-            HAS_STATS=d_stats is not None, BLOCK=_POSITIONS,
+            HAS_STATS=d_stats is not None, PACKED=first is not None, BLOCK=_POSITIONS,
         )  # fmt: skip
-        return d_channel, None, None
+        return d_channel, None, None, None
 
 
-def decide(eviction_channel: Tensor, spec: DMSSpec, noise: Noise | None) -> tuple[Tensor, Tensor]:
+def _bounds(
+    documents: PackedDocuments | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """First position and end of every position's document, tokens of every sample."""
+    if documents is None:
+        return None, None, None
+    return documents.first, documents.end, documents.tokens
+
+
+def decide(
+    eviction_channel: Tensor,
+    spec: DMSSpec,
+    noise: Noise | None,
+    documents: PackedDocuments | None = None,
+) -> tuple[Tensor, Tensor]:
     """Relaxed decisions of one layer.
 
     Args:
         eviction_channel: Borrowed activations, float32 [s, b, g].
         spec: Constants of the method.
         noise: What the relaxation's noise depends on; None for none.
+        documents: Documents packed into the samples; None is one document for each sample.
 
     Returns:
         log(1 - alpha) by key, float32 [b, g, s], and per sample the sums over heads, float32
-        [b, 3]: alpha (with the gradient of the soft one), live slots at the last token, and reads
-        over length, the latter two by the inference rule and without gradient.
+        [b, 3]: alpha (with the gradient of the soft one), live slots at the last token of each
+        document, and reads over length, the latter two by the inference rule and without gradient.
     """
-    return _Decide.apply(eviction_channel, spec, noise)
+    return _Decide.apply(eviction_channel, spec, noise, documents)

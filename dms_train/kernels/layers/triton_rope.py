@@ -57,8 +57,8 @@ def rotate_eviction_channel(
     q_s, q_b, q_g, q_r, k_s, k_b, k_g,
     qo_s, qo_b, qo_g, qo_r, ko_s, ko_b, ko_g,
     R: tl.constexpr, HALF: tl.constexpr, CHANNEL: tl.constexpr, CLEAR: tl.constexpr,
-    BACKWARD: tl.constexpr, HAS_EVICTION_CHANNEL: tl.constexpr, ROWS: tl.constexpr, WIDTH:
-        tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_EVICTION_CHANNEL: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Rotate the heads of one KV group for ROWS tokens; backward by the transposed matrix."""
     group, groups = tl.program_id(1), tl.num_programs(1)
@@ -66,7 +66,7 @@ def rotate_eviction_channel(
     s, b = row // batch, row % batch
     c = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (c < HALF)[None, :]
-    at = s[:, None] * (2 * HALF) + c[None, :]
+    at = (row if PACKED else s)[:, None] * (2 * HALF) + c[None, :]
     cos = tl.load(table_ptr + at, mask=inside, other=0.0)
     sin = tl.load(table_ptr + at + HALF, mask=inside, other=0.0)
     q_at = (s * q_s + b * q_b + group * q_g)[:, None] + c[None, :]
@@ -124,8 +124,8 @@ def _launch(
         *source, *target, eviction_channel, table, settings.factor, s * b, b,
         *source.strides(), *target.strides(),
         R=r, HALF=half, CHANNEL=settings.channel, CLEAR=settings.clear_after_rope,
-        BACKWARD=backward, HAS_EVICTION_CHANNEL=eviction_channel is not None, ROWS=_ROWS,
-        WIDTH=triton.next_power_of_2(half),
+        BACKWARD=backward, HAS_EVICTION_CHANNEL=eviction_channel is not None,
+        PACKED=table.dim() == 4, ROWS=_ROWS, WIDTH=triton.next_power_of_2(half),
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def rotate(
     Args:
         query: [s, b, g, r, d].
         key: [s, b, g, d].
-        table: Of `rope_table`.
+        table: Of `rope_table`; contiguous [s, b, 2, d / 2] where each sample has its own rows.
         eviction_channel: How the borrowed channel is scaled.
 
     Returns:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dms_train.kernels.api import DMSAttention
 from dms_train.method import decisions
-from dms_train.method.accounting import live_slots
+from dms_train.method.accounting import slots_held_and_read
+from dms_train.method.documents import PackedDocuments
 from dms_train.method.noise import logistic_noise
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import DMSSpec
@@ -40,13 +41,18 @@ class MethodState:
         self.plan = StepPlan()
         self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
 
-    def rope(self, frequencies: Tensor) -> Tensor:
-        """What the layers are given of megatron's frequencies [s, 1, 1, d]."""
+    def rope(self, frequencies: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        """What the layers are given of megatron's frequencies [s, 1, 1, d].
+
+        With packed documents each sample has its own rows, those of its positions.
+        """
+        at = None if documents is None else documents.positions.t().contiguous()
         if not self.fused:
-            return frequencies
+            return frequencies if at is None else frequencies[at, 0]
         from dms_train.kernels.layers.triton_rope import rope_table
 
-        return rope_table(frequencies)
+        table = rope_table(frequencies)
+        return table if at is None else table[at]
 
     def dense_eviction_stats(self, eviction_channel: Tensor) -> Tensor:
         """Side sums [b, 3] where every slot stays: (alpha, live slots, reads / length)."""
@@ -72,18 +78,34 @@ class CoreAttention(MegatronModule):
         self.method = method
         self.scale = softmax_scale or config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, log_keep: Tensor | None) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d]."""
-        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-        out = self.method.attend(q, k, v, log_keep, self.method.spec.window, self.scale)
-        return out.transpose(0, 1).reshape(*query.shape[:2], -1)
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_keep: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d].
+
+        `cu_seqlens` are the bounds of packed documents in the samples behind each other.
+        """
+        heads = [t.transpose(0, 1) for t in (query, key, value)]
+        if cu_seqlens is not None:  # the kernels take documents of one sample
+            heads = [t.reshape(1, -1, *t.shape[2:]) for t in heads]
+            if log_keep is not None:
+                log_keep = log_keep.transpose(0, 1).flatten(1)[None]
+        q, k, v = heads
+        out = self.method.attend(q, k, v, log_keep, self.method.spec.window, self.scale, cu_seqlens)
+        s, b, n, d = query.shape
+        return out.view(b, s, n, d).transpose(0, 1).reshape(s, b, -1)
 
 
 class DMSSelfAttention(SelfAttention):
     """Megatron's self-attention with an eviction channel.
 
-    The block sets `noise_keys` right before each call and takes `eviction_stats` right after it,
-    inside the recomputed unit; both belong to one microbatch only.
+    The block sets `noise_keys` and `documents` right before each call and takes `eviction_stats`
+    right after it, inside the recomputed unit; they belong to one microbatch only.
     """
 
     def __init__(
@@ -92,6 +114,7 @@ class DMSSelfAttention(SelfAttention):
         super().__init__(config, submodules, *args, **kwargs)
         self.method = method
         self.noise_keys: Tensor | None = None
+        self.documents: PackedDocuments | None = None
         self.eviction_stats: Tensor | None = None
         self.recorded: list[Tensor] | None = None  # decision logits [s, b, g] while recording
         self.held: Tensor | None = None  # slots at the last token [g], summed while counting
@@ -107,12 +130,12 @@ class DMSSelfAttention(SelfAttention):
         heads = self._fused_heads if self.method.fused else self._plain_heads
         query, key, value, eviction_channel = heads(hidden_states, rotary_pos_emb)
         log_keep, self.eviction_stats = self._decide(eviction_channel)
+        cu_seqlens = None if self.documents is None else self.documents.cu_seqlens
+        inputs = query, key, value, log_keep, cu_seqlens
         if self.checkpoint_core_attention and self.training:
-            context = tensor_parallel.checkpoint(
-                self.core_attention, False, query, key, value, log_keep
-            )
+            context = tensor_parallel.checkpoint(self.core_attention, False, *inputs)
         else:
-            context = self.core_attention(query, key, value, log_keep)
+            context = self.core_attention(*inputs)
         return self.linear_proj(context)
 
     def _plain_heads(self, hidden_states: Tensor, rotary_pos_emb: Tensor | None) -> _Heads:
@@ -173,8 +196,10 @@ class DMSSelfAttention(SelfAttention):
 
     def _decide(self, eviction_channel: Tensor) -> tuple[Tensor | None, Tensor]:
         """log(1 - alpha) by key [b, g, s], or None, and eviction statistics [b, 3]."""
-        spec, plan = self.method.spec, self.method.plan
+        spec, plan, documents = self.method.spec, self.method.plan, self.documents
         if plan.eviction == "none":
+            if documents is not None:
+                return None, documents.dense_eviction_stats(eviction_channel.shape[-1])
             return None, self.method.dense_eviction_stats(eviction_channel)
         watched = self.recorded is not None or self.held is not None
         if self.method.fused and plan.eviction == "soft" and not watched:
@@ -194,14 +219,16 @@ class DMSSelfAttention(SelfAttention):
         else:
             log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
             counted = hard.to(logits.dtype)
-        live = live_slots(hard.permute(1, 2, 0), spec)  # [b, g, s]
+        held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
         if self.held is not None:
-            self.held = self.held.to(live.device) + live[..., -1].sum(0)
-        reads = live.sum((1, 2)).float() / s
+            self.held = self.held.to(held.device) + held.sum(0)
+        if documents is not None:
+            counted = counted * documents.is_token.t()[..., None]
         eviction_stats = torch.stack(
-            [counted.sum((0, 2)), live[..., -1].sum(1).float(), reads], dim=-1
+            [counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s], dim=-1
         )
-        return align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0), eviction_stats
+        log_keep = log_keep.permute(1, 2, 0)
+        return align_to_keys(log_keep, spec, keep=0.0, documents=documents), eviction_stats
 
     def _decide_fused(self, eviction_channel: Tensor) -> tuple[Tensor, Tensor]:
         from dms_train.kernels.layers.triton_decide import Noise, decide
@@ -211,7 +238,7 @@ class DMSSelfAttention(SelfAttention):
             assert self.noise_keys is not None
             first_head = self.pg_collection.tp.rank() * eviction_channel.shape[-1]
             noise = Noise(self.noise_keys, self.layer_number, first_head)
-        return decide(eviction_channel, self.method.spec, noise)
+        return decide(eviction_channel, self.method.spec, noise, self.documents)
 
     def _noise(self, length: int, heads: int) -> Tensor:
         assert self.noise_keys is not None

@@ -27,6 +27,7 @@ from dms_train.mcore.layers.backend import LayerBackend
 from dms_train.mcore.layers.layer_spec import block_spec
 from dms_train.mcore.options import EVICTION_STATS, VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
+from dms_train.method.documents import PackedDocuments
 
 _ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core supports
 
@@ -153,18 +154,23 @@ class DMSModel(GPTModel):
         return self.embedding(tokens, positions)
 
     def run_layers(
-        self, hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None
+        self,
+        hidden: Tensor,
+        eviction_stats: Tensor,
+        noise_keys: Tensor | None,
+        documents: PackedDocuments | None = None,
     ) -> tuple[Tensor, Tensor]:
         """This chunk's layers (and final norm); they add to the eviction statistics [b, 3]."""
         config, count = self.config, len(self.decoder.layers)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        rope = self.method.rope(self.rotary_pos_emb.get_emb(hidden.shape[0] * shards))
+        frequencies = self.rotary_pos_emb.get_emb(hidden.shape[0] * shards)
+        rope = self.method.rope(frequencies, documents)
         recompute = config.recompute_granularity == "full" and torch.is_grad_enabled()
         unit = config.recompute_num_layers if recompute else max(count, 1)
         fork = config.sequence_parallel
         with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             for first in range(0, count, unit):
-                run = self._layers(first, first + unit)
+                run = self._layers(first, first + unit, documents)
                 arguments = (hidden, eviction_stats, noise_keys, rope)
                 if recompute:
                     hidden, eviction_stats = tensor_parallel.checkpoint(run, False, *arguments)
@@ -174,17 +180,17 @@ class DMSModel(GPTModel):
             hidden = self.decoder.final_layernorm(hidden)
         return hidden, eviction_stats
 
-    def _layers(self, first: int, last: int) -> Any:
+    def _layers(self, first: int, last: int, documents: PackedDocuments | None = None) -> Any:
         def run(
             hidden: Tensor, eviction_stats: Tensor, noise_keys: Tensor | None, rope: Tensor
         ) -> tuple[Tensor, Tensor]:
             for layer in self.decoder.layers[first:last]:
                 attention = layer.self_attention
-                # an input of the recomputed unit, so right also when an older microbatch returns
-                attention.noise_keys = noise_keys
+                # kept with the recomputed unit, so right also when an older microbatch returns
+                attention.noise_keys, attention.documents = noise_keys, documents
                 hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rope)
                 eviction_stats = eviction_stats + attention.eviction_stats
-                attention.eviction_stats = attention.noise_keys = None
+                attention.eviction_stats = attention.noise_keys = attention.documents = None
             return hidden, eviction_stats
 
         return run
@@ -223,7 +229,11 @@ class DMSModel(GPTModel):
         )
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, noise_keys: Tensor
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        noise_keys: Tensor,
+        documents: PackedDocuments | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pipeline chunk.
 
@@ -231,6 +241,8 @@ class DMSModel(GPTModel):
             tokens: int64 [b, s].
             labels: int64 [b, s], used by the language-model loss.
             noise_keys: int64 [b], one per sample.
+            documents: Documents packed into the samples, for both models; None where a sample is
+                one document.
 
         Returns:
             The stage tensor, or on the last stage (loss per position [s, b], eviction statistics
@@ -238,11 +250,14 @@ class DMSModel(GPTModel):
         """
         teacher = self.teacher
         state = self._input_state(tokens, teacher)
-        hidden, eviction_stats = self.run_layers(state.student, state.eviction_stats, noise_keys)
+        hidden, eviction_stats = self.run_layers(
+            state.student, state.eviction_stats, noise_keys, documents
+        )
         t_hidden = state.teacher
         if teacher is not None and t_hidden is not None:
             with torch.no_grad():
-                t_hidden, _ = teacher.run_layers(t_hidden, torch.zeros_like(eviction_stats), None)
+                nothing = torch.zeros_like(eviction_stats)
+                t_hidden, _ = teacher.run_layers(t_hidden, nothing, None, documents)
         if not self.post_process:
             return pack(StageState(hidden, t_hidden, eviction_stats))
         # backward is the identity: every rank of the group computes the same loss from the sum

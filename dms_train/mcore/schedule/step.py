@@ -38,7 +38,8 @@ class PassTotals(NamedTuple):
     """Sums over all samples of a pass, the same on every rank.
 
     `token_loss` and `aux_loss` are the two terms of the objective; `alpha`, `live` and `reads` are
-    per-decision means summed over samples. `memory_bytes` is that of the fullest process.
+    per-decision means summed over samples. `positions` leaves the padding of packed samples out.
+    `memory_bytes` is that of the fullest process.
     """
 
     token_loss: float
@@ -47,6 +48,7 @@ class PassTotals(NamedTuple):
     live: float
     reads: float
     samples: float
+    positions: float
     memory_bytes: float
 
     @property
@@ -59,7 +61,11 @@ def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
     """The same batches where the training computes; on a GPU the host does not wait for it."""
     if device.type != "cuda":
         return batches
-    return [Batch(*(t.pin_memory().to(device, non_blocking=True) for t in b)) for b in batches]
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    return [batch.map(moved) for batch in batches]
 
 
 def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
@@ -74,15 +80,16 @@ def _loss_function(
 ) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
     a, plan, spec = context.architecture, context.plan, context.spec
     per_sample = a.num_layers * a.num_query_groups
-    decisions = per_sample * batch.tokens.shape[1]
+    packed = batch.documents
+    decisions = per_sample * (batch.tokens.shape[1] if packed is None else packed.tokens)
 
     def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         losses, eviction_stats = output
         token_loss = (losses.float() * batch.loss_mask.t()).sum() * context.token_scale
         target = evicted_fraction(plan.target_cr)
         aux_loss = compression_hinge(eviction_stats[:, 0], decisions, target, spec.aux_form)
-        alpha, live, reads = eviction_stats.detach().double().sum(0)
-        means = (alpha / decisions, live / per_sample, reads / per_sample)
+        alpha, live, reads = eviction_stats.detach().double().unbind(1)
+        means = ((alpha / decisions).sum(), live.sum() / per_sample, reads.sum() / per_sample)
         # Own tensors: the schedule divides the returned loss in place.
         report = torch.stack([token_loss.detach().double(), aux_loss.detach().double(), *means])
         return token_loss + aux_loss, {"report": report}
@@ -95,7 +102,7 @@ def _forward_step(context: PassContext) -> Callable[..., Any]:
         batch = next(batches)
         context.on_microbatch()
         keys = sample_keys(context.seed, context.plan.step, batch.samples)
-        output = model(batch.tokens, batch.labels, keys)
+        output = model(batch.tokens, batch.labels, keys, batch.documents)
         return output, _loss_function(context, batch)
 
     return forward_step
@@ -150,15 +157,16 @@ def run_pass(
         forward_only=forward_only,
     )
     view = context.view
-    # six sums, then one place for each rank's memory, so that one collective brings everything
-    totals = torch.zeros(6 + view.world_size, dtype=torch.float64, device=view.device)
+    # seven sums, then one place for each rank's memory, so that one collective brings everything
+    totals = torch.zeros(7 + view.world_size, dtype=torch.float64, device=view.device)
     if view.reports and reports:
         stacked = torch.stack([r["report"] for r in reports])
         totals[:5] = stacked.sum(0)
         totals[5] = sum(len(batch.samples) for batch in batches)
-    totals[6 + view.rank] = own_memory(view.device)
+        totals[6] = sum(batch.positions for batch in batches)
+    totals[7 + view.rank] = own_memory(view.device)
     dist.all_reduce(totals)
     microbatches = len(batches) * view.dp_size
     totals[:2] /= microbatches
-    totals[6] = totals[6:].max()
-    return totals[:7]
+    totals[7] = totals[7:].max()
+    return totals[:8]

@@ -38,5 +38,22 @@ def test_decisions_and_their_cost(preset: str, eviction: str, noisy: bool, lengt
     assert eviction_channel_cases.worst_decision(spec, CPU, noisy=noisy, s=length) < 2e-5
 
 
+@pytest.mark.parametrize(("channel", "clear"), [(0, False), (7, True)])
+def test_rope_starts_again_at_every_document(channel: int, clear: bool) -> None:
+    eviction_channel = EvictionChannel(channel, 0.3, clear)
+    assert eviction_channel_cases.worst_packed_rotation(eviction_channel, 12, CPU) < 1e-5
+
+
+@pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "plain"])
+@pytest.mark.parametrize("eviction", ["delayed", "immediate"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("length", [37, 1030])
+def test_decisions_stay_within_their_document(
+    preset: str, eviction: str, noisy: bool, length: int
+) -> None:
+    spec = PRESETS[preset].override(window=4, alpha_offset=0.1, eviction=eviction)
+    assert eviction_channel_cases.worst_packed_decision(spec, CPU, noisy=noisy, s=length) < 2e-5
+
+
 def test_swiglu() -> None:
     assert eviction_channel_cases.worst_swiglu(CPU) < 1e-5

@@ -27,7 +27,9 @@ from tests.support import tiny
 Outcome = tuple[float, float, dict[str, torch.Tensor]]
 
 
-def outcome(view: ParallelView, family: str, preset: str, recompute: str | None, **plan) -> Outcome:
+def outcome(
+    view: ParallelView, family: str, preset: str, recompute: str | None, *, packed: bool, **plan
+) -> Outcome:
     architecture = tiny.architecture(family, num_layers=2)
     spec = PRESETS[preset].override(window=4, alpha_offset=0.5)
     parallel = ParallelOptions(recompute_granularity=recompute)
@@ -35,9 +37,10 @@ def outcome(view: ParallelView, family: str, preset: str, recompute: str | None,
     eviction_channels = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002)
     engine = McoreEngine(architecture, spec, view, options, eviction_channels)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
-    totals = engine.forward_backward(
-        StepPlan(step=3, target_cr=8.0, **plan), tiny.microbatches(0, 2, groups=2)
-    )
+    batches = tiny.microbatches(0, 2, groups=2)
+    if packed:
+        batches = [tiny.packed(batch, [[11, 1, 9], [8, 16]]) for batch in batches]
+    totals = engine.forward_backward(StepPlan(step=3, target_cr=8.0, **plan), batches)
     assert engine._method.fused == api.fuses(api.choose("auto", view.device))
     return totals.token_loss + totals.aux_loss, totals.reads, engine.hf_gradients()
 
@@ -46,6 +49,8 @@ def outcome(view: ParallelView, family: str, preset: str, recompute: str | None,
     ("family", "preset", "recompute", "plan"),
     [
         ("llama", "dms", None, {"eviction": "soft", "neuron_scale": 0.0}),
+        ("llama", "dms_nvidia", "full", {"eviction": "soft", "neuron_scale": 0.0, "packed": True}),
+        ("qwen3", "dms", None, {"eviction": "none", "neuron_scale": 0.3, "packed": True}),
         ("qwen2", "dms_nvidia", "selective", {"eviction": "soft", "neuron_scale": 0.0}),
         ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "neuron_scale": 0.0}),
         ("qwen3", "dms_nvidia", None, {"eviction": "none", "neuron_scale": 0.3}),
@@ -55,6 +60,7 @@ def outcome(view: ParallelView, family: str, preset: str, recompute: str | None,
 def test_a_step_is_the_same(
     view: ParallelView, monkeypatch: pytest.MonkeyPatch, family, preset, recompute, plan
 ) -> None:
+    plan = {"packed": False, **plan}
     loss, reads, gradients = outcome(view, family, preset, recompute, **plan)
     monkeypatch.setattr(api, "fuses", lambda _: True)
     fused_loss, fused_reads, fused = outcome(view, family, preset, recompute, **plan)
