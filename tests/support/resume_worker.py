@@ -44,7 +44,7 @@ OTHER = (
     ("tp2", "dp2", "bf16"),
     ("dp2", "pp2", "bf16"),
 )
-HALF, STEPS = 3, 6
+HALF, STEPS = 2, 4
 # a rate that changes at every step
 RATE = LearningRate(max_lr=2e-3, min_lr=2e-4, steps=STEPS, warmup_steps=2, style="cosine")
 SPEC = PRESETS["dms"].override(window=4, alpha_offset=0.5)
