@@ -1,0 +1,7 @@
+"""What tests share. A process of a test imports megatron-core as a command does."""
+
+from __future__ import annotations
+
+from dms_train.cli.light_imports import import_megatron_lightly
+
+import_megatron_lightly()

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import torch._dynamo  # noqa: F401 - every optimizer imports it
 import torch.distributed as dist
 
-from dms_train.cli.light_imports import import_megatron_lightly
 from tests.support import launch
 
 
@@ -43,7 +42,6 @@ def _be_a_rank(rank: int, main: Callable[[], None]) -> None:
 def main() -> None:
     """Exit code 0 if all ranks ended with it, or else that of the first that did not."""
     processes, name = int(sys.argv[1]), sys.argv[2]
-    import_megatron_lightly()
     called = importlib.import_module(name).main
     sys.argv = sys.argv[2:]
     (port,) = launch.free_ports(1)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from dms_train.cli import train
-from dms_train.cli.light_imports import import_megatron_lightly
+from dms_train.mcore.engine import McoreEngine
 
 
 def command(step: int, folder: Path, words: list[str]) -> list[str]:
@@ -33,13 +33,10 @@ def wait_for_pause(folder: Path, ranks: int, running: Callable[[], bool]) -> Non
 
 
 def main() -> None:
-    import_megatron_lightly()
-    from dms_train.mcore.engine import McoreEngine
-
     step, folder = int(sys.argv[1]), Path(sys.argv[2])
     take_step = McoreEngine.train_step
 
-    def waits_before(engine: Any, plan: Any, batches: Any) -> Any:
+    def waits_before(engine: McoreEngine, plan: Any, batches: Any) -> Any:
         if plan.step == step:
             _pause(folder)
         return take_step(engine, plan, batches)
