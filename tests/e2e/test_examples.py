@@ -31,7 +31,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         ["bash", str(EXAMPLES / "retrofit.sh")],
         cwd=folder,
-        env=launch.environment(PATH=path, OUT="run", STEPS="0.01", OMP_NUM_THREADS="2"),
+        env=launch.environment(PATH=path, OUT="run", STEPS="0.01"),
         capture_output=True,
         text=True,
         check=False,

@@ -53,7 +53,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
         done = subprocess.run(
             ["bash", "-c", small],
             cwd=folder,
-            env=launch.environment(PATH=path, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="2"),
+            env=launch.environment(PATH=path, HF_HUB_OFFLINE="1"),
             capture_output=True,
             text=True,
             check=False,
