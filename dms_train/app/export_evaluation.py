@@ -7,14 +7,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from dms_train.app.start_point import StartPoint
 from dms_train.config.build import ConfigError
 from dms_train.config.schema import RunConfig
 from dms_train.data.batches import Samples
 from dms_train.data.tokens import build_valid_samples
 from dms_train.evaluation import report
+from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.findings import Findings, export_window, require_replay, validate
 from dms_train.evaluation.measure import EvaluationTarget
@@ -54,16 +53,6 @@ def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) 
     if problems is not None and directory is not None:
         sheets = read_problems(Path(problems), config.stage.validate.max_problems)
         check_prompts(sheets, directory, start.architecture)
-
-
-def resolve_device(device: str) -> str:
-    """The torch device that `auto`, `cpu` or `cuda` stands for; EvaluationError without a GPU."""
-    present = torch.cuda.is_available()
-    if device == "cuda" and not present:
-        raise EvaluationError("device=cuda: this machine has no GPU; use auto or cpu")
-    if device == "auto":
-        return "cuda" if present else "cpu"
-    return device
 
 
 def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> EvaluationTarget:

@@ -19,9 +19,17 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dms_train.config.build import ConfigError, build, unknown_key, valid_paths
+from dms_train import limits
+from dms_train.config.build import (
+    ConfigError,
+    build,
+    build_dataclass,
+    unknown_key,
+    valid_paths,
+)
 from dms_train.config.resolve import resolved
 from dms_train.config.schema import RunConfig
+from dms_train.evaluation.options import EvaluationOptions
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 CONFIG_NAME = "train"
@@ -49,6 +57,32 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> RunConf
             return from_hydra(hydra_compose(CONFIG_NAME, overrides=[*overrides, *search]))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
+
+
+def compose_evaluation(overrides: Sequence[str]) -> EvaluationOptions:
+    """Compose the configuration of `dms-eval`.
+
+    Args:
+        overrides: Command-line overrides such as `task.name=aime24` or `sweep.widths=[1,4]`.
+
+    Raises:
+        ConfigError: One line for every problem.
+    """
+    known = list(valid_paths(EvaluationOptions))
+    problems = [problem for text in overrides if (problem := _explain_key(text, known))]
+    if problems:
+        raise ConfigError(*problems)
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            node = hydra_compose("eval", overrides=list(overrides))
+        plain: Any = OmegaConf.to_container(node, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+    options = build_dataclass(EvaluationOptions, plain)
+    beyond = list(limits.problems(options))
+    if beyond:
+        raise ConfigError(*beyond)
+    return options
 
 
 def from_hydra(node: Any) -> RunConfig:
@@ -103,6 +137,15 @@ def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
         again = override.is_add() and not _assigns_block(override)
         return f"+{key}: every run has this key; write {key}=... without the +" if again else None
     return unknown_key(key, [*known, *groups])
+
+
+def _explain_key(text: str, known: list[str]) -> str | None:
+    """What is wrong with an override of a configuration without groups."""
+    try:
+        key = OverridesParser.create().parse_override(text).key_or_group
+    except HydraException:
+        return f"{text!r}: not an override; write key=value, quoting spaces and commas"
+    return None if key in known else unknown_key(key, known)
 
 
 def _assigns_block(override: Override) -> bool:

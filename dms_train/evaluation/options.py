@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from dms_train.limits import AtLeast, OneOf
+from dms_train.limits import AtLeast, OneOf, Share
 
 DEVICES = ("auto", "cpu", "cuda")
+TOKENS_PER_LENGTH = 1024  # of L in L-W-CR
 ANSWER_PATTERN = r"(?m)The final answer is (.*?)\.?\s*$"
 
 
@@ -80,3 +82,134 @@ class TaskOptions:
     count: Annotated[int, AtLeast(1)] = 500
     context_length: Annotated[int, AtLeast(1)] = 4096
     haystack: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedModelOptions:
+    """The model, and how the engine runs it.
+
+    Attributes:
+        path: Directory or hub id (local cache only).
+        cr: Compression ratio in tables; None takes the export's own, or 1.
+        prompt_format: Format around a prompt; `auto` goes by the tokenizer.
+        dtype: Of weights and cache.
+        device: `auto` takes a GPU when there is one.
+        max_num_seqs: Chains in the cache at the same time.
+        prefill_chunk: Prompt tokens of a pass.
+    """
+
+    path: str
+    cr: Annotated[float | None, AtLeast(1)] = None
+    prompt_format: str = "auto"
+    dtype: str = "auto"
+    device: Annotated[str, OneOf(*DEVICES)] = "auto"
+    max_num_seqs: Annotated[int, AtLeast(1)] = 32
+    prefill_chunk: Annotated[int, AtLeast(1)] = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePolicyOptions:
+    """Which tokens stay in the cache.
+
+    Attributes:
+        name: Policy of the engine; `auto` is what the model was trained for.
+        window: Tokens of the `window` policy.
+        cr: Budget of the `window` policy instead: longest prompt and answer, divided by it.
+    """
+
+    name: str = "auto"
+    window: Annotated[int | None, AtLeast(1)] = None
+    cr: Annotated[float | None, AtLeast(1)] = None
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for a window or a budget that nothing uses."""
+        for key in ("window", "cr"):
+            if getattr(self, key) is not None and self.name != "window":
+                yield f"{path}.{key}: only policy.name=window has one"
+        if self.window is not None and self.cr is not None:
+            yield f"{path}: give window or cr, not both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainSamplingOptions:
+    """How chains are sampled; None takes what the task is published with.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: Share of the probability that is sampled from.
+        top_k: Tokens that are sampled from; -1 takes all.
+        seed: Of all chains; a chain has the same tokens whatever else runs.
+    """
+
+    temperature: Annotated[float | None, AtLeast(0)] = None
+    top_p: Annotated[float | None, Share()] = None
+    top_k: int = -1
+    seed: Annotated[int, AtLeast(0)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """Budgets that one run measures: all lengths with all widths.
+
+    Attributes:
+        lengths: Most generated tokens of a chain, in units of 1,024; None takes the task's own.
+        widths: Chains of a document.
+    """
+
+    lengths: tuple[float, ...] | None = None
+    widths: tuple[int, ...] = (1,)
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for budgets that cannot be used."""
+        for length in self.lengths if self.lengths is not None else (1.0,):
+            if not 1 <= length * TOKENS_PER_LENGTH < math.inf:
+                yield f"{path}.lengths={length:g}: units of 1,024 tokens; at least one token"
+        if self.lengths == ():
+            yield f"{path}.lengths=[]: give at least one"
+        if not self.widths or min(self.widths) < 1:
+            yield f"{path}.widths={list(self.widths)}: give chains of a document, at least 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolderOptions:
+    """Where results go, and which part of the documents this process takes.
+
+    Attributes:
+        dir: Folder of the run; the processes of one run share it.
+        shard: Number of this process, from 0.
+        shards: How many processes there are.
+        workers: Processes that compare answers.
+        allow_code: Run programs that the model wrote, in processes with limits.
+    """
+
+    dir: str = "outputs/eval"
+    shard: Annotated[int, AtLeast(0)] = 0
+    shards: Annotated[int, AtLeast(1)] = 1
+    workers: Annotated[int, AtLeast(1)] = 1
+    allow_code: bool = False
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for a shard beyond the last one."""
+        if self.shard >= self.shards:
+            yield f"{path}.shard={self.shard}: shards are numbered from 0 to {self.shards - 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOptions:
+    """A run of `dms-eval`.
+
+    Attributes:
+        task: Documents.
+        model: Model and engine.
+        policy: Of the cache.
+        sampling: Of the chains.
+        sweep: Budgets.
+        run: Folder and share of this process.
+    """
+
+    task: TaskOptions
+    model: EvaluatedModelOptions
+    policy: CachePolicyOptions
+    sampling: ChainSamplingOptions
+    sweep: SweepOptions
+    run: RunFolderOptions

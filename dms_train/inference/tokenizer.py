@@ -39,6 +39,10 @@ class Tokenizer:
         ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         return ids
 
+    def knows(self, token: str) -> bool:
+        """Whether a text is one token of the vocabulary."""
+        return self._inner.token_to_id(token) is not None
+
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         """Text, with special tokens if `special`."""
         text: str = self._inner.decode(ids, skip_special_tokens=not special)

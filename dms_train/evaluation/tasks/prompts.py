@@ -57,16 +57,13 @@ _MARKS = {
 }
 
 
-def detect_format(encode: Callable[[str], list[int]]) -> str:
-    """The format whose special token a tokenizer encodes as one token; `plain` if none.
+def detect_format(knows: Callable[[str], bool]) -> str:
+    """The format whose special token is in a vocabulary; `plain` if none is.
 
     Args:
-        encode: Text to token ids, without special tokens around it.
+        knows: Whether a text is one token of the vocabulary.
     """
-    for name, mark in _MARKS.items():
-        if len(encode(mark)) == 1:
-            return name
-    return "plain"
+    return next((name for name, mark in _MARKS.items() if knows(mark)), "plain")
 
 
 def render(messages: Messages, prompt_format: str) -> str:

@@ -174,7 +174,7 @@ def test_the_format_is_read_from_the_tokenizer(known):
     marks = {"r1": ["<｜Assistant｜>", "<|im_start|>"], "llama3": ["<|start_header_id|>"]}  # noqa: RUF001
     marks["chatml"] = ["<|im_start|>"]
     single = marks.get(known, [])
-    assert detect_format(lambda text: [1] if text in single else [1, 2]) == known
+    assert detect_format(lambda text: text in single) == known
 
 
 def choices(seed: int) -> list[tuple[list[str], str]]:

@@ -1,0 +1,88 @@
+"""Evaluate a model on a task: accuracy against KV reads and tokens in memory.
+
+`dms-eval key=value ...` generates W chains of at most L x 1,024 tokens for every document, scores
+them, and measures all lengths and widths of the sweep from the same chains. One JSON line for each
+chain goes to run.dir; the same command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dms_train.cli.config_source import compose_evaluation
+from dms_train.cli.errors import run_main
+from dms_train.evaluation.tasks.registry import all_tasks
+
+_EPILOG = """\
+other words:
+  dms-eval tasks                lists the tasks and where their documents come from
+
+budgets:
+  sweep.lengths=[0.5,1,2]       most generated tokens of a chain, in units of 1,024 (L)
+  sweep.widths=[1,4]            chains of a document (W)
+  The compression ratio (CR) is the export's, or policy.cr of policy.name=window.
+
+costs:
+  KV reads are those of decoding, summed over the chains of a document. Peak tokens are what its
+  chains hold at the same time. Both are means over layers and KV heads. A chain that is cut off
+  counts as wrong.
+
+examples:
+  dms-eval model.path=EXPORT task.name=exam_sheets task.path=problems.jsonl \\
+      'sweep.lengths=[0.25]' 'sweep.widths=[1,2,4]' run.dir=outputs/eval/cr4
+  dms-eval model.path=EXPORT task.name=math500 task.path=test.jsonl 'sweep.lengths=[8,16]' \\
+      'sweep.widths=[1,4]' run.dir=outputs/eval/math run.shard=$SLURM_ARRAY_TASK_ID run.shards=16
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; exit code 0, or 2 with one line."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_main(lambda: _main(words))
+
+
+def _main(words: list[str]) -> None:
+    if words[:1] == ["tasks"]:
+        _parser("dms-eval tasks").parse_args(words[1:])
+        print(_tasks())
+        return
+    parser = _parser("dms-eval")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
+    _evaluate(parser.parse_args(words).overrides)
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=name,
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _tasks() -> str:
+    lines = []
+    for name, task in all_tasks().items():
+        count = f"{task.source.rows} documents; " if task.source is not None else ""
+        lines.append(f"{name:18} {task.title}: {count}{task.where}")
+    return "\n".join(lines)
+
+
+def _evaluate(overrides: list[str]) -> None:
+    options = compose_evaluation(overrides)
+    from dms_train.evaluation.scaling.run import evaluate, prepare
+    from dms_train.observe import log
+
+    log.configure(0)
+    found = evaluate(prepare(options), log.logger().info)
+    for point in found.points():
+        print(
+            f"{point.budget!s:12} accuracy {point.accuracy}  KV reads {point.kv_reads:,.0f}  "
+            f"peak tokens {point.peak_tokens:,.1f}  cut off {point.truncated:.1%}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What chains cost: KV reads and peak tokens, of one chain and of several at the same time.
+
+Decoding only: G generated tokens take G - 1 forward passes, because the prompt gives the first
+token. Reads of the prompt are counted apart. All numbers are means over layers and KV heads, so
+that a model without compression reads t + 1 tokens at position t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(slots=True)
+class ChainTrace:
+    """Costs of a chain after each of its tokens.
+
+    Attributes:
+        reads: KV reads of decoding, summed up to there; the first token costs none.
+        live: Tokens held.
+    """
+
+    reads: list[float] = field(default_factory=list)
+    live: list[float] = field(default_factory=list)
+
+    def add(self, generated: int, kv_reads: float, live_tokens: float) -> None:
+        """Note what the chain has cost when it has `generated` tokens, one more than before."""
+        if generated > len(self.live):
+            self.reads.append(kv_reads)
+            self.live.append(live_tokens)
+
+    def reads_within(self, tokens: int) -> float:
+        """KV reads of the chain, cut off after `tokens` generated tokens."""
+        kept = self.reads[:tokens]
+        return kept[-1] if kept else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Most tokens in memory.
+
+    Attributes:
+        separate: Every chain holds its own prompt.
+        shared: Chains hold the tokens of the prompt together.
+    """
+
+    separate: float
+    shared: float
+
+
+def joint_peaks(
+    traces: Sequence[ChainTrace], limits: Sequence[int], window: int
+) -> list[list[Peak]]:
+    """Most tokens that the first chains of a document hold together, for every number of them.
+
+    The chains decode in step from one prompt, and a chain frees its cache when it ends. No token
+    that a chain generated has left its window during the first `window` + 1 steps, so what it
+    holds then is the prompt and all its tokens; afterwards what it holds of the prompt does not
+    change.
+
+    Args:
+        traces: Of the chains.
+        limits: Generated tokens after which chains are cut off.
+        window: Newest tokens that are never evicted.
+
+    Returns:
+        [chains][limits]: entry i is about the first i + 1 chains.
+    """
+    steps = max(len(trace.live) for trace in traces)
+    held = torch.zeros(len(traces), steps, dtype=torch.float64)
+    prompt = torch.zeros(len(traces), steps, dtype=torch.float64)
+    settled = torch.arange(steps).clamp(max=window + 1)
+    for chain, trace in enumerate(traces):
+        live = torch.tensor(trace.live, dtype=torch.float64)
+        held[chain, : len(live)] = live
+        prompt[chain, : len(live)] = live[settled[: len(live)]] - settled[: len(live)]
+    alive = (held > 0).cumsum(0)
+    separate = held.cumsum(0)
+    shared = separate - (alive - 1).clamp(min=0) * prompt.cummax(0).values
+    return [
+        [
+            Peak(
+                separate=separate[chain, :limit].max().item(),
+                shared=shared[chain, :limit].max().item(),
+            )
+            for limit in limits
+        ]
+        for chain in range(len(traces))
+    ]

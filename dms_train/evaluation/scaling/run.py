@@ -1,0 +1,335 @@
+"""One run: a model on a task, all lengths and widths of a sweep from the same chains.
+
+The chains are generated once, with the largest length and width. A shorter budget cuts them off,
+and a narrower one takes the first of them: that gives the tokens and the costs that generating
+them again would give, because a chain depends on its seed and its number only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dms_train.evaluation.devices import resolve_device
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.options import TOKENS_PER_LENGTH, EvaluationOptions
+from dms_train.evaluation.scaling import results, store
+from dms_train.evaluation.scaling.budgets import length_in_tokens
+from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
+from dms_train.evaluation.scaling.costs import Peak, joint_peaks
+from dms_train.evaluation.scorers.base import Judge, Marks
+from dms_train.evaluation.scorers.registry import all_scorers
+from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
+from dms_train.evaluation.tasks.data_files import file_sha256
+from dms_train.evaluation.tasks.prompts import detect_format, render
+from dms_train.evaluation.tasks.registry import task as find_task
+from dms_train.hf.directory import resolve
+from dms_train.hf.formats import read_spec, read_target_cr
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.tokenizer import Tokenizer
+
+_MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
+_PACKAGES = ("dms-train", "torch", "math-verify")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
+    """A run that was checked, before its model is loaded.
+
+    Attributes:
+        options: What was asked for.
+        task: Of the options.
+        directory: Of the model.
+        documents: With their prompts, in order.
+        engine: How the engine is set up.
+        window: Newest tokens that the policy never evicts.
+        header: For `run.json`.
+    """
+
+    options: EvaluationOptions
+    task: Task
+    directory: Path
+    documents: list[PromptedDocument]
+    engine: EngineOptions
+    window: int
+    header: dict[str, Any]
+
+
+def prepare(options: EvaluationOptions) -> PreparedRun:
+    """Read documents and model files, and refuse what cannot be run.
+
+    Raises:
+        EvaluationError: The task, its data or a value cannot be used.
+        FileNotFoundError: The model or a file is absent.
+    """
+    task, directory = find_task(options.task.name), resolve(options.model.path)
+    options = _with_defaults(options, task)
+    tokenizer, prompt_format = _tokenizer(directory), options.model.prompt_format
+    if prompt_format == "auto":
+        prompt_format = detect_format(tokenizer.knows)
+
+    def tokens(messages: Messages) -> int:
+        return _length(tokenizer, render(messages, prompt_format), directory)
+
+    documents = task.documents(options.task, tokens)
+    prompts = [render(task.messages(document), prompt_format) for document in documents]
+    longest = max(_length(tokenizer, prompt, directory) for prompt in prompts)
+    window, cr = _policy(options, directory, longest)
+    assert options.sweep.lengths is not None
+    config = {
+        "task": _task_config(options),
+        "documents": {"count": len(documents), "sha256": fingerprint(documents)},
+        "model": {
+            "sha256": model_hash(directory),
+            "prompt_format": prompt_format,
+            "dtype": options.model.dtype,
+        },
+        "cr": cr,
+        "policy": {"name": options.policy.name, "window": window},
+        "sampling": asdict(options.sampling),
+        "sweep": {"lengths": list(options.sweep.lengths), "widths": list(options.sweep.widths)},
+    }
+    return PreparedRun(
+        options=options,
+        task=task,
+        directory=directory,
+        documents=[
+            _prompted(task, document, prompt, options)
+            for document, prompt in zip(documents, prompts, strict=True)
+        ],
+        engine=_engine_options(options, window),
+        window=window or 0,
+        header=_header(config, options, task, cr),
+    )
+
+
+def _with_defaults(options: EvaluationOptions, task: Task) -> EvaluationOptions:
+    """The options with the task's own sampling and length where none is given."""
+    sampling, sweep, own = options.sampling, options.sweep, task.sampling
+    lengths = sweep.lengths
+    if lengths is None:
+        if own.max_tokens is None:
+            raise EvaluationError(
+                f"task {task.name}: needs sweep.lengths=[L, ...], in units of 1,024 tokens"
+            )
+        lengths = (own.max_tokens / TOKENS_PER_LENGTH,)
+    if task.scores_truncated and len(lengths) > 1:
+        raise EvaluationError(
+            f"task {task.name}: its answers have a fixed length; give one of sweep.lengths"
+        )
+    if options.policy.cr is not None and len(lengths) > 1:
+        raise EvaluationError("policy.cr: the budget depends on the length; give one length a run")
+    return replace(
+        options,
+        sampling=replace(
+            sampling,
+            temperature=own.temperature if sampling.temperature is None else sampling.temperature,
+            top_p=own.top_p if sampling.top_p is None else sampling.top_p,
+        ),
+        sweep=replace(
+            sweep, lengths=tuple(sorted(set(lengths))), widths=tuple(sorted(set(sweep.widths)))
+        ),
+    )
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer is None:
+        raise EvaluationError(f"{directory}: tasks need a tokenizer.json beside the model")
+    return tokenizer
+
+
+def _length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
+    try:
+        return len(tokenizer.encode(prompt))
+    except Exception as error:  # of a vocabulary without a token for unknown text
+        raise EvaluationError(
+            f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
+        ) from None
+
+
+def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[int | None, float]:
+    """Window of the policy, None without one, and the compression ratio of the run."""
+    policy, spec = options.policy, read_spec(directory)
+    own = read_target_cr(directory) if spec is not None else 1.0
+    if policy.name != "window":
+        evicts = spec is not None and policy.name != "keep_all"
+        ratio = options.model.cr or (own if evicts else 1.0)
+        return (spec.window if spec is not None and evicts else None), float(ratio or 1.0)
+    assert options.sweep.lengths is not None
+    if policy.window is None and policy.cr is None:
+        raise EvaluationError("policy.name=window: give policy.window or policy.cr")
+    total = longest + length_in_tokens(max(options.sweep.lengths))
+    if policy.cr is not None:  # a window of w tokens holds w + 1, the newest one included
+        return max(1, int(total / policy.cr) - 1), policy.cr
+    assert policy.window is not None
+    return policy.window, options.model.cr or max(1.0, total / (policy.window + 1))
+
+
+def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOptions:
+    model, device = options.model, resolve_device(options.model.device)
+    return EngineOptions(
+        policy=options.policy.name,
+        window=window if options.policy.name == "window" else None,
+        dtype=model.dtype,
+        device=device,
+        max_num_seqs=max(model.max_num_seqs, max(options.sweep.widths)),
+        prefill_chunk=model.prefill_chunk,
+    )
+
+
+def _task_config(options: EvaluationOptions) -> dict[str, Any]:
+    """What of the task decides its documents; they are hashed besides."""
+    names = ("name", "fixture", "limit", "seed")
+    return {name: getattr(options.task, name) for name in names}
+
+
+def _header(
+    config: dict[str, Any], options: EvaluationOptions, task: Task, cr: float
+) -> dict[str, Any]:
+    policy = options.policy.name
+    name = Path(options.model.path).name if policy == "auto" else policy
+    return {
+        "config_hash": store.config_hash(config),
+        "config": config,
+        "label": name if cr == 1 else f"{name} CR {cr:.3g}",
+        "method": "Vanilla" if cr == 1 else "DMS" if policy in ("auto", "dms") else policy,
+        "title": task.title,
+        "aggregate": task.aggregate.value,
+        "scores_truncated": task.scores_truncated,
+        "model_path": options.model.path,
+        "versions": {name: _version(name) for name in _PACKAGES}
+        | {"python": platform.python_version()},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def model_hash(directory: Path) -> str:
+    """SHA-256 of the weights, configuration and tokenizer of a model directory."""
+    digest = hashlib.sha256()
+    for pattern in _MODEL_FILES:
+        for path in sorted(directory.glob(pattern)):
+            digest.update(f"{path.name}:{file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _prompted(
+    task: Task, document: Document, prompt: str, options: EvaluationOptions
+) -> PromptedDocument:
+    sampling, sweep = options.sampling, options.sweep
+    assert sampling.temperature is not None
+    assert sampling.top_p is not None
+    assert sweep.lengths is not None
+    drawn = hashlib.sha256(f"{sampling.seed}:{document.id}".encode()).digest()
+    params = SamplingParams(
+        n=max(sweep.widths),
+        max_tokens=length_in_tokens(max(sweep.lengths)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=int.from_bytes(drawn[:7], "big"),
+        stop=task.stop(document),
+    )
+    return PromptedDocument(document=document, prompt=prompt, params=params)
+
+
+def evaluate(prepared: PreparedRun, note: Callable[[str], None]) -> results.RunResult:
+    """Generate and score what is missing of a run, then write its summary.
+
+    Args:
+        prepared: From `prepare`.
+        note: Called with a line after each document.
+
+    Raises:
+        EvaluationError: The folder holds another run, or another process writes this shard.
+    """
+    options, folder = prepared.options.run, Path(prepared.options.run.dir)
+    store.open_run(folder, prepared.header)
+    with (
+        store.ChainWriter(folder, options.shard, options.shards) as writer,
+        Judge(options.workers, allow_code=options.allow_code) as judge,
+    ):
+        done = {row["document"] for row in store.read_chains(folder)}
+        mine = prepared.documents[options.shard :: options.shards]
+        missing = [each for each in mine if each.document.id not in done]
+        note(f"{len(missing)} of {len(mine)} documents to do")
+        if missing:
+            for number, rows in enumerate(_chains(prepared, missing, judge), 1):
+                writer.add(rows)
+                note(f"{number}/{len(missing)}: {rows[0]['document']}: {_marked(rows)}")
+    found = results.load([folder])
+    store.write_summary(folder, results.summary(found))
+    return found
+
+
+def _marked(rows: list[store.Row]) -> str:
+    right = sum(all(row["correct"]) for row in rows)
+    return f"{right} of {len(rows)} chains right, {sum(row['tokens'] for row in rows):,} tokens"
+
+
+def _chains(
+    prepared: PreparedRun, missing: list[PromptedDocument], judge: Judge
+) -> Iterator[list[store.Row]]:
+    """Rows of each document, in the order in which they finish."""
+    session, engine = secrets.token_hex(8), InferenceEngine(prepared.directory, prepared.engine)
+    scorer = all_scorers()[prepared.task.scorer]
+    lengths = prepared.options.sweep.lengths
+    assert lengths is not None
+    limits, since = [length_in_tokens(length) for length in lengths], time.monotonic()
+    for generated in generate(engine, missing, prepared.engine.max_num_seqs):
+        texts = [chain.output.text for chain in generated.chains]
+        marks = scorer.marks(generated.prompted.document, texts, judge)
+        total = engine.kv
+        assert total is not None
+        shared = {
+            "session": session,
+            "clock": time.monotonic() - since,
+            "peak_allocated_bytes": total.peak_allocated_bytes,
+        }
+        joint = joint_peaks([c.trace for c in generated.chains], limits, prepared.window)
+        yield [
+            {**_row(generated, index, limits, joint[index], marks[index]), **shared}
+            for index in range(len(generated.chains))
+        ]
+
+
+def _row(
+    generated: GeneratedDocument, index: int, limits: list[int], joint: list[Peak], marks: Marks
+) -> store.Row:
+    """One line of a file of chains; lists have an entry for each length of the sweep."""
+    chain = generated.chains[index]
+    output, trace = chain.output, chain.trace
+    return {
+        "document": generated.prompted.document.id,
+        "chain": index,
+        "chains": len(generated.chains),
+        "seed": generated.prompted.params.seed,
+        "prompt_tokens": generated.prompt_tokens,
+        "tokens": len(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "answers": list(marks.answers),
+        "correct": list(marks.correct),
+        "verdict": marks.verdict,
+        "prefill_reads": output.kv.prefill_reads,
+        "kv_reads": [trace.reads_within(limit) for limit in limits],
+        "peak": [max(trace.live[:limit]) for limit in limits],
+        "joint_peak": [found.separate for found in joint],
+        "joint_peak_shared": [found.shared for found in joint],
+        "peak_bytes": output.kv.peak_live_bytes,
+        "seconds": chain.seconds,
+        "text": output.text,
+    }

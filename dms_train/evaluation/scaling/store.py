@@ -1,0 +1,206 @@
+"""Results of a run on disk: one JSON line for each chain, in a folder that several processes share.
+
+    run.json                  configuration, its hash, model hash, versions; written once
+    chains/00000-of-00004.jsonl   chains of one process
+    summary.json              scores and costs of every budget
+
+The chains of a document are written at once and synchronised, so that a process that is killed at
+any moment leaves whole documents and at most one damaged end, which the next one removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.hf.durable import sync_folder
+
+RUN, CHAINS, SUMMARY = "run.json", "chains", "summary.json"
+Row = dict[str, Any]
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """SHA-256 of what decides the result of a run, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """Start a run in a folder, or join the one that is there.
+
+    Args:
+        folder: Made if absent.
+        header: What `run.json` says; `config` and `config_hash` decide whether it is the same run.
+
+    Returns:
+        The header of the run.
+
+    Raises:
+        EvaluationError: The folder holds a run of another configuration.
+    """
+    (folder / CHAINS).mkdir(parents=True, exist_ok=True)
+    written = folder / f".{RUN}.{os.getpid()}"
+    with written.open("w", encoding="utf-8") as stream:
+        json.dump(header, stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+    try:
+        os.link(written, folder / RUN)  # of several processes that start, one is the first
+        sync_folder(folder)
+    except FileExistsError:
+        pass
+    finally:
+        written.unlink()
+    known = read_header(folder)
+    if known["config_hash"] != header["config_hash"]:
+        differing = _differing(known["config"], header["config"])
+        raise EvaluationError(
+            f"{folder}: holds a run with another {', '.join(differing)}; choose another run.dir"
+        )
+    return known
+
+
+def _differing(first: dict[str, Any], second: dict[str, Any], path: str = "") -> list[str]:
+    """Dotted keys whose values are not the same."""
+    found = []
+    for key in sorted({*first, *second}):
+        here, a, b = f"{path}{key}", first.get(key), second.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differing(a, b, f"{here}.")
+        elif a != b:
+            found.append(here)
+    return found
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """What `run.json` of a folder says.
+
+    Raises:
+        EvaluationError: There is none, or it is damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EvaluationError(f"{folder}: no {RUN}; give the folder of a dms-eval run") from None
+    except json.JSONDecodeError as error:
+        raise EvaluationError(f"{folder / RUN}: not valid JSON ({error.msg})") from None
+    return found
+
+
+def read_chains(folder: Path) -> list[Row]:
+    """All chains of a run, each once, by document and number; damaged ends are left out.
+
+    Raises:
+        EvaluationError: A file is damaged elsewhere than at its end.
+    """
+    found: dict[tuple[str, int], Row] = {}
+    for path in sorted((folder / CHAINS).glob("*.jsonl")):
+        for row in _whole_documents(path)[0]:
+            found.setdefault((row["document"], row["chain"]), row)
+    return [found[key] for key in sorted(found)]
+
+
+def _whole_documents(path: Path) -> tuple[list[Row], int]:
+    """Rows of documents that were written whole, and the bytes that they take."""
+    data = path.read_bytes()
+    rows: list[Row] = []
+    pending: list[Row] = []
+    good = position = 0
+    for number, line in enumerate(data.splitlines(keepends=True), 1):
+        position += len(line)
+        row = _row(line)
+        if row is None:
+            if position < len(data):
+                raise EvaluationError(f"{path}:{number}: damaged; remove the line and resume")
+            break
+        pending.append(row)
+        if len(pending) == row["chains"]:
+            rows += pending
+            pending, good = [], position
+    return rows, good
+
+
+def _row(line: bytes) -> Row | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and "chains" in value else None
+
+
+class ChainWriter:
+    """Appends the chains of documents to the file of one process; use it as a context manager.
+
+    Args:
+        folder: Of the run.
+        shard: Number of this process.
+        shards: How many there are.
+    """
+
+    def __init__(self, folder: Path, shard: int, shards: int) -> None:
+        self._path = folder / CHAINS / f"{shard:05d}-of-{shards:05d}.jsonl"
+        self._stream: IO[bytes] | None = None
+
+    def __enter__(self) -> ChainWriter:
+        """Take the file and remove a damaged end.
+
+        Raises:
+            EvaluationError: Another process writes it.
+        """
+        stream = self._path.open("ab")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            stream.close()
+            raise EvaluationError(
+                f"{self._path}: another process writes this shard; end it or take another run.shard"
+            ) from None
+        self._stream = stream
+        stream.truncate(_whole_documents(self._path)[1])
+        sync_folder(self._path.parent)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Append all chains of a document; they are on the disk when this returns."""
+        assert self._stream is not None
+        self._stream.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Replace the summary of a run at once."""
+    written = folder / f".{SUMMARY}.{os.getpid()}"
+    written.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    written.replace(folder / SUMMARY)
+
+
+def find_runs(paths: Iterable[Path]) -> Iterator[Path]:
+    """Folders of runs: the given ones, and those below the given ones.
+
+    Raises:
+        EvaluationError: There is none at or below a path.
+    """
+    for path in paths:
+        found = sorted({file.parent for file in path.rglob(RUN)})
+        if not found:
+            raise EvaluationError(f"{path}: no {RUN} here or below; give folders of dms-eval runs")
+        yield from found
