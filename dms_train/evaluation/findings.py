@@ -103,6 +103,7 @@ def _cost_numbers(prefix: str, both: dict[str, Cost]) -> dict[str, float]:
     for name, cost in both.items():
         found |= {
             f"{prefix}kv_reads.{name}": cost.kv_reads,
+            **({f"{prefix}prefill_reads.{name}": cost.prefill_reads} if cost.prefill_reads else {}),
             f"{prefix}peak_tokens.{name}": cost.peak_tokens,
             f"{prefix}cache_bytes.{name}": cost.cache_bytes,
         }

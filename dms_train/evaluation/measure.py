@@ -22,6 +22,7 @@ from dms_train.hf.selftest import SelfTest
 from dms_train.inference.accounting import TotalKV
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
+from dms_train.inference.outputs import RequestOutput
 from dms_train.method.losses import kl_teacher_student
 
 _CHUNK = 64  # tokens between which the compact cache really frees what is evicted
@@ -51,14 +52,17 @@ class Cost:
 
     Attributes:
         cr_factor: Tokens seen over mean tokens held, at the last token of each sequence.
-        kv_reads: Slots attended by a sequence, summed over its queries, mean over KV heads.
-        peak_tokens: Most tokens that one sequence ever held, mean over KV heads.
+        kv_reads: Slots attended by a sequence, mean over KV heads: summed over the decoding steps
+            of a generated answer, or over all queries of a text that is only read.
+        prefill_reads: Slots attended by the prompt of an answer; 0 for a text.
+        peak_tokens: Most tokens that a sequence held at a time, mean over KV heads and sequences.
         cache_bytes: Most bytes that were taken from the system.
         cr_factors: float64 [layers, kv_heads].
     """
 
     cr_factor: float
     kv_reads: float
+    prefill_reads: float
     peak_tokens: float
     cache_bytes: int
     cr_factors: Tensor
@@ -203,15 +207,25 @@ def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) 
 
 
 def _text_cost(llm: LLM) -> Cost:
+    """Of texts that were read, one after the other; every token of them was a query of a prompt."""
     total = llm.kv
     assert total is not None
-    return _cost(total, total.peak_live_tokens)
+    return _cost(total, total.prefill_reads, 0.0, total.peak_live_tokens)
 
 
-def _cost(total: TotalKV, peak_tokens: float) -> Cost:
+def _answer_cost(llm: LLM, outputs: list[RequestOutput]) -> Cost:
+    """Of answers that were generated."""
+    total = llm.kv
+    assert total is not None
+    peaks = sum(output.kv.peak_live_tokens for output in outputs) / len(outputs)
+    return _cost(total, total.kv_reads, total.prefill_reads, peaks)
+
+
+def _cost(total: TotalKV, kv_reads: float, prefill_reads: float, peak_tokens: float) -> Cost:
     return Cost(
         cr_factor=total.cr_factor,
-        kv_reads=(total.prefill_reads + total.kv_reads) / total.requests,
+        kv_reads=kv_reads / total.requests,
+        prefill_reads=prefill_reads / total.requests,
         peak_tokens=peak_tokens,
         cache_bytes=total.peak_allocated_bytes,
         cr_factors=total.cr_factors,
@@ -285,9 +299,7 @@ def solve(directory: Path, exam: Exam, how: dict[str, Any]) -> Solved:
         float(solved(output.outputs[0].text, sheet.answers, exam.pattern))
         for output, sheet in zip(outputs, exam.sheets, strict=True)
     ]
-    total = llm.kv
-    assert total is not None
     return Solved(
         accuracy=ratio(hits, [float(len(sheet.answers)) for sheet in exam.sheets]),
-        cost=_cost(total, max(output.kv.peak_live_tokens for output in outputs)),
+        cost=_answer_cost(llm, outputs),
     )

@@ -172,8 +172,9 @@ def _meaning(findings: Findings) -> str:
         "In brackets: 95% bootstrap interval over sequences or sheets.",
         "",
         "- cr_factor: tokens seen over cache slots held at the last token.",
-        "- KV reads: slots attended by one sequence, summed over its queries, mean over KV heads.",
-        "- peak tokens: most tokens one sequence ever held, mean over KV heads.",
+        "- KV reads: slots attended by one sequence, mean over KV heads; summed over the decoding "
+        "steps of an answer, or over all tokens of a validation sequence.",
+        "- peak tokens: most tokens a sequence held at a time, mean over KV heads and sequences.",
         "- cache bytes: most memory the cache took, with everything that belongs to it.",
     ]
     if findings.agreement is not None:
