@@ -3,6 +3,9 @@
 Prints the layout, the memory of every pipeline stage by kind, floating-point operations and
 expected time of a step, and the schedule at five steps of every training stage. A layout that does
 not divide the model, or does not fit --gpu, is refused with one that does.
+
+With --inference: operations, memory traffic and latency of a decoding step instead, and the share
+of the KV cache in it, by the model of the DMS paper (appendix G).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dms_train.app.inference_plan import inference_table
 from dms_train.app.model import read_architecture
 from dms_train.app.plan import advise, describe, loaded_ratio, ranked
 from dms_train.cli.config_source import compose
@@ -20,10 +24,12 @@ from dms_train.cli.errors import run_main
 from dms_train.config.check import check
 from dms_train.config.gpus import GPUS, gpu
 
+_INFERENCE_GPU = "h100"  # the paper's
 _EPILOG = """\
 examples:
   dms-plan experiment=llama32_1b model.path=MODEL 'data.paths=[data/corpus]'
   dms-plan experiment=llama31_8b model.path=MODEL --world-size 16 --gpu h100 --list-layouts
+  dms-plan model.path=MODEL --inference --gpu h100 --batch 1,256 --length 8192,32768 --cr 1,4,8
 """
 
 
@@ -34,7 +40,8 @@ def main() -> None:
 
 def _main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
-    config = compose(options.overrides, options.config_dir)
+    unused = ["data.paths=[]"] if options.inference else []
+    config = compose([*options.overrides, *unused], options.config_dir)
     parallel = config.parallel
     layout = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     world_size = options.world_size or max(1, layout)
@@ -44,6 +51,10 @@ def _main(arguments: Sequence[str]) -> int:
         config = replace(config, cluster=replace(config.cluster, gpu=options.gpu))
     if options.list_layouts is not None:
         print("\n".join(ranked(config, architecture, world_size, options.list_layouts)))
+        return 0
+    if options.inference:
+        known = gpu(options.gpu or _INFERENCE_GPU)
+        print(inference_table(architecture, known, options.batch, options.length, options.cr))
         return 0
     advise(config, architecture, world_size)
     check(config, world_size=world_size, architecture=architecture)
@@ -55,6 +66,20 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text}: give a number from 1")
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _ratios(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= ratio < float("inf") for ratio in found):
+        raise argparse.ArgumentTypeError(f"{text}: give numbers from 1, separated by commas")
+    return found
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -78,4 +103,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="the fastest N layouts (default 10) that divide and fit, instead of the plan",
     )
     parser.add_argument("--config-dir", type=Path, help="folder with group files of your own")
+    add = parser.add_argument_group("inference").add_argument
+    add("--inference", action="store_true", help="plan decoding instead of training")
+    add("--batch", type=_counts, default=[1, 256], metavar="N,N", help="sequences (1,256)")
+    add("--length", type=_counts, default=[8192], metavar="N,N", help="tokens of each (8192)")
+    add("--cr", type=_ratios, default=[1.0, 4.0, 8.0], metavar="X,X", help="ratios (1,4,8)")
     return parser.parse_intermixed_args(arguments)

@@ -128,3 +128,35 @@ def test_architecture_that_cannot_be_read(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match="use one of llama"):
         read_architecture(ModelOptions(path=str(tmp_path)))
+
+
+def test_inference_is_planned_for_every_batch_length_and_ratio(monkeypatch, capsys, tmp_path):
+    """Llama 3.1 8B of the paper's appendix G."""
+    shape = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    config = to_hf_config(configs.architecture()) | shape | {"head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [f"model.path={tmp_path}", "--inference", "--batch", "1,256", "--cr", "1,4"]
+    assert run_plan(monkeypatch, *words) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert "H100 SXM" in head
+    cells = [row.split() for row in rows]
+    assert [row[:3] for row in cells] == [
+        ["1", "8,192", "1"],
+        ["1", "8,192", "4"],
+        ["256", "8,192", "1"],
+        ["256", "8,192", "4"],
+    ]
+    assert (cells[0][5], cells[2][5], cells[2][6]) == ("4.8009", "86.5335", "94.82%")
+
+
+@pytest.mark.parametrize("words", [("--cr", "0.5"), ("--batch", "1,x"), ("--length", "0")])
+def test_inference_values_that_cannot_be_are_refused(monkeypatch, capsys, words):
+    assert run_plan(monkeypatch, "--inference", *words) == 2
+    assert words[1].split(",")[-1] in capsys.readouterr().err
