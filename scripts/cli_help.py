@@ -18,7 +18,8 @@ SUBCOMMANDS = {
     "dms-data": (
         *("tokenize", "check", "openr1", "chat", "mix", "show"),
         *("exam-sheets", "exam-problems"),
-    )
+    ),
+    "dms-eval": ("report",),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
@@ -18,6 +19,7 @@ from dms_train.evaluation.tasks.registry import all_tasks
 _EPILOG = """\
 other words:
   dms-eval tasks                lists the tasks and where their documents come from
+  dms-eval report RUNS          writes tables and figures of runs of one original model
 
 budgets:
   sweep.lengths=[0.5,1,2]       most generated tokens of a chain, in units of 1,024 (L)
@@ -48,6 +50,9 @@ def _main(words: list[str]) -> None:
         _parser("dms-eval tasks").parse_args(words[1:])
         print(_tasks())
         return
+    if words[:1] == ["report"]:
+        _report(words[1:])
+        return
     parser = _parser("dms-eval")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
     _evaluate(parser.parse_args(words).overrides)
@@ -68,6 +73,31 @@ def _tasks() -> str:
         count = f"{task.source.rows} documents; " if task.source is not None else ""
         lines.append(f"{name:18} {task.title}: {count}{task.where}")
     return "\n".join(lines)
+
+
+def _report(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="dms-eval report",
+        description="Write accuracy against KV reads and peak tokens, margins of Pareto frontiers "
+        "and tables in the form of the DMS paper, beside what the paper prints.",
+        epilog="example: dms-eval report outputs/eval --output outputs/eval/report.html",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or folders above them")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), help="page; Markdown goes beside it"
+    )
+    args = parser.parse_args(words)
+    from dms_train.evaluation.analysis.comparison import Comparison
+    from dms_train.evaluation.analysis.page import markdown, page
+    from dms_train.evaluation.scaling.results import load_all
+
+    comparison = Comparison(load_all(args.runs))
+    for path, text in (
+        (args.output, page(comparison)),
+        (args.output.with_suffix(".md"), markdown(comparison)),
+    ):
+        path.write_text(text, encoding="utf-8")
+        print(path)
 
 
 def _evaluate(overrides: list[str]) -> None:

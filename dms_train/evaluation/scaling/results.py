@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.errors import EvaluationError
@@ -50,6 +50,32 @@ class Point:
     documents: int
 
 
+class DocumentMeasure(NamedTuple):
+    """One document within one budget; the names are those of `Point`.
+
+    Attributes:
+        score: Of the chains together.
+        chain_score: Mean of the chains.
+        pass_at_w: As in `Point`.
+        kv_reads: Likewise.
+        peak_tokens: Likewise.
+        peak_tokens_shared: Likewise.
+        prefill_reads: Likewise.
+        tokens: Likewise.
+        truncated: Likewise.
+    """
+
+    score: float
+    chain_score: float
+    pass_at_w: float
+    kv_reads: float
+    peak_tokens: float
+    peak_tokens_shared: float
+    prefill_reads: float
+    tokens: float
+    truncated: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """Everything that is stored of one configuration.
@@ -77,6 +103,20 @@ class RunResult:
         return name
 
     @property
+    def title(self) -> str:
+        """Task as tables name it; generated ones with their context."""
+        task = self.header["config"]["task"]
+        context = task["context_length"]
+        suffix = f" {context / 1024:g}K" if self.header["scores_truncated"] else ""
+        return f"{self.header['title']}{suffix}"
+
+    @property
+    def method(self) -> str:
+        """Vanilla, DMS or the name of the policy."""
+        name: str = self.header["method"]
+        return name
+
+    @property
     def cr(self) -> float:
         """Compression ratio of the model or its policy."""
         found: float = self.header["config"]["cr"]
@@ -99,48 +139,71 @@ class RunResult:
         rows = (row for rows in self.documents.values() for row in rows)
         return max((row["peak_allocated_bytes"] for row in rows), default=0)
 
+    def measures(self, index: int, width: int) -> list[DocumentMeasure]:
+        """Score and costs of every document within one budget, in the order of `documents`.
+
+        Args:
+            index: Of the length in the sweep.
+            width: Chains that are taken.
+        """
+        how = Aggregate(self.header["aggregate"])
+        limit = length_in_tokens(self.header["config"]["sweep"]["lengths"][index])
+        found = []
+        for rows in self.documents.values():
+            marks = self._marks(rows, limit)
+            right = sum(all(mark.correct) for mark in marks)
+            taken = rows[:width]
+            found.append(
+                DocumentMeasure(
+                    score=score(marks[:width], how),
+                    chain_score=score(marks[:width], Aggregate.MEAN),
+                    pass_at_w=pass_at_k(len(marks), right, width),
+                    kv_reads=sum(row["kv_reads"][index] for row in taken),
+                    peak_tokens=rows[width - 1]["joint_peak"][index],
+                    peak_tokens_shared=rows[width - 1]["joint_peak_shared"][index],
+                    prefill_reads=rows[0]["prefill_reads"],
+                    tokens=sum(min(row["tokens"], limit) for row in taken) / width,
+                    truncated=sum(_is_cut(row, limit) for row in taken) / width,
+                )
+            )
+        return found
+
+    def _marks(self, rows: Sequence[Row], limit: int) -> list[ChainMarks]:
+        scored = bool(self.header["scores_truncated"])
+        return [_marks(row, limit, scored) for row in rows]
+
     def points(self) -> list[Point]:
         """All lengths with all widths; none while there are no chains."""
         sweep = self.header["config"]["sweep"]
         if not self.documents:
             return []
         return [
-            self._point(index, length, width)
+            _point(Budget(length, width, self.cr), self.measures(index, width))
             for index, length in enumerate(sweep["lengths"])
             for width in sweep["widths"]
         ]
 
-    def _point(self, index: int, length: float, width: int) -> Point:
-        how = Aggregate(self.header["aggregate"])
-        limit = length_in_tokens(length)
-        scored_cut = bool(self.header["scores_truncated"])
-        scores, means, passes, cut, tokens = [], [], [], 0, 0
-        for rows in self.documents.values():
-            marks = [_marks(row, limit, scored_cut) for row in rows]
-            scores.append(score(marks[:width], how))
-            means.append(score(marks[:width], Aggregate.MEAN))
-            right = sum(all(mark.correct) for mark in marks)
-            passes.append(pass_at_k(len(marks), right, width))
-            cut += sum(_is_cut(row, limit) for row in rows[:width])
-            tokens += sum(min(row["tokens"], limit) for row in rows[:width])
-        count = len(self.documents)
-        return Point(
-            budget=Budget(length, width, self.cr),
-            accuracy=ratio(scores, [1.0] * count),
-            chain_accuracy=sum(means) / count,
-            pass_at_w=sum(passes) / count,
-            kv_reads=self._mean(lambda rows: sum(r["kv_reads"][index] for r in rows[:width])),
-            peak_tokens=self._mean(lambda rows: rows[width - 1]["joint_peak"][index]),
-            peak_tokens_shared=self._mean(lambda rows: rows[width - 1]["joint_peak_shared"][index]),
-            prefill_reads=self._mean(lambda rows: rows[0]["prefill_reads"]),
-            tokens=tokens / count / width,
-            truncated=cut / count / width,
-            documents=count,
-        )
 
-    def _mean(self, value: Any) -> float:
-        found: float = sum(value(rows) for rows in self.documents.values()) / len(self.documents)
-        return found
+def _point(budget: Budget, measures: Sequence[DocumentMeasure]) -> Point:
+    count = len(measures)
+    columns = zip(*measures, strict=True)
+    means = {
+        name: sum(column) / count
+        for name, column in zip(DocumentMeasure._fields, columns, strict=True)
+    }
+    return Point(
+        budget=budget,
+        accuracy=ratio([m.score for m in measures], [1.0] * count),
+        chain_accuracy=means["chain_score"],
+        pass_at_w=means["pass_at_w"],
+        kv_reads=means["kv_reads"],
+        peak_tokens=means["peak_tokens"],
+        peak_tokens_shared=means["peak_tokens_shared"],
+        prefill_reads=means["prefill_reads"],
+        tokens=means["tokens"],
+        truncated=means["truncated"],
+        documents=count,
+    )
 
 
 def _is_cut(row: Mapping[str, Any], limit: int) -> bool:

@@ -188,7 +188,7 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
 
 def _task_config(options: EvaluationOptions) -> dict[str, Any]:
     """What of the task decides its documents; they are hashed besides."""
-    names = ("name", "fixture", "limit", "seed")
+    names = ("name", "fixture", "limit", "seed", "context_length")
     return {name: getattr(options.task, name) for name in names}
 
 
@@ -205,6 +205,7 @@ def _header(
         "title": task.title,
         "aggregate": task.aggregate.value,
         "scores_truncated": task.scores_truncated,
+        "publishable": task.publishable,
         "model_path": options.model.path,
         "versions": {name: _version(name) for name in _PACKAGES}
         | {"python": platform.python_version()},

@@ -98,6 +98,7 @@ class Task(ABC):
         source: Its file on the hub; None for a task that is generated or made by the user.
         scores_truncated: Whether a text that reached `max_tokens` is scored. Reasoning that is cut
             off is wrong; a short answer of fixed length is not.
+        publishable: Whether a report may show what a model wrote about a document.
     """
 
     name: ClassVar[str]
@@ -108,6 +109,7 @@ class Task(ABC):
     sampling: ClassVar[TaskSampling] = TaskSampling()
     source: ClassVar[DataSource | None] = None
     scores_truncated: ClassVar[bool] = False
+    publishable: ClassVar[bool] = True
 
     @abstractmethod
     def document(self, row: Row, options: TaskOptions) -> Document:

@@ -1,6 +1,6 @@
 """GPQA Diamond: 198 questions of physics, chemistry and biology with four choices.
 
-The authors ask not to publish the items in clear; the documents of a run are stored as hashes only.
+The authors ask not to publish the items in clear: reports leave out what a model wrote about them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class GpqaDiamond(Task):
     name = "gpqa_diamond"
     title = "GPQA Diamond"
     scorer = "letter"
+    publishable = False
     where = "the file is gpqa_diamond.csv of Idavidrein/gpqa, whose terms must be accepted"
     source = DataSource(
         repo="Idavidrein/gpqa",

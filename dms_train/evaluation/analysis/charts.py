@@ -1,0 +1,132 @@
+"""Figures of a report as SVG, which a page contains and which shows a point's numbers on hover."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from dms_train.evaluation.analysis.comparison import Cost, Margin, Mark, line
+
+_WIDTH, _HEIGHT = 460, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 28, 44
+_COLORS = {"Vanilla": "#7b4fa3", "DMS": "#3c9a3c"}  # as in the paper
+_OTHERS = ("#d29a00", "#2b7bba", "#c0392b", "#5f6b6d")
+
+
+def color(method: str, methods: Sequence[str]) -> str:
+    """The colour of a method in all figures of a page."""
+    others = [name for name in methods if name not in _COLORS]
+    return _COLORS.get(method) or _OTHERS[others.index(method) % len(_OTHERS)]
+
+
+class _Axes:
+    """Pixels of costs, on a logarithmic scale, and of accuracies."""
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        costs = [max(mark.cost, 1e-9) for mark in marks]
+        self.low, self.high = min(costs) / 1.15, max(costs) * 1.15
+        accuracies = [100 * mark.accuracy for mark in marks]
+        self.bottom, self.top = max(0.0, min(accuracies) - 5), min(100.0, max(accuracies) + 5)
+        if self.top - self.bottom < 1:
+            self.bottom, self.top = self.bottom - 1, self.top + 1
+
+    def x(self, cost: float) -> float:
+        share = math.log(max(cost, 1e-9) / self.low) / math.log(self.high / self.low)
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, accuracy: float) -> float:
+        share = (100 * accuracy - self.bottom) / (self.top - self.bottom)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def scaling_chart(title: str, marks: Sequence[Mark], cost: Cost, methods: Sequence[str]) -> str:
+    """Accuracy against a cost, with the frontier of each method (paper, Figures 3 and 4)."""
+    axes = _Axes(marks)
+    parts = [_frame(title, axes, cost)]
+    for method in methods:
+        paint = color(method, methods)
+        corners = " ".join(
+            f"{axes.x(p.budget):.1f},{axes.y(p.accuracy):.1f}" for p in line(marks, method)
+        )
+        parts.append(f"<polyline points='{corners}' fill='none' stroke='{paint}'/>")
+    parts += [_dot(mark, axes, color(mark.method, methods), cost) for mark in marks]
+    return _svg(title, "".join(parts))
+
+
+def _dot(mark: Mark, axes: _Axes, paint: str, cost: Cost) -> str:
+    x, y = axes.x(mark.cost), axes.y(mark.accuracy)
+    words = (
+        f"{mark.method} {mark.budget}: {100 * mark.accuracy:.1f} %, {mark.cost:,.1f} {cost.title}"
+    )
+    dot = (
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4.5' fill='{paint}'>"
+        f"<title>{html.escape(words)}</title></circle>"
+        f"<text x='{x + 5:.1f}' y='{y - 5:.1f}' class='budget'>{mark.budget}</text>"
+    )
+    return f"<a href='#run-{mark.run[:12]}'>{dot}</a>" if mark.run else dot
+
+
+def _frame(title: str, axes: _Axes, cost: Cost) -> str:
+    base = _HEIGHT - _BOTTOM
+    parts = [
+        f"<text x='{_LEFT}' y='16' class='title'>{html.escape(title)}</text>",
+        f"<path d='M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}' fill='none' stroke='#888'/>",
+        f"<text x='{(_WIDTH + _LEFT) / 2}' y='{_HEIGHT - 8}' text-anchor='middle'>"
+        f"{cost.title} of a document (logarithmic)</text>",
+    ]
+    for tick in _ticks(axes.low, axes.high):
+        x = axes.x(tick)
+        parts.append(
+            f"<path d='M{x:.1f} {base}v4' stroke='#888'/>"
+            f"<text x='{x:.1f}' y='{base + 17}' text-anchor='middle'>{_short(tick)}</text>"
+        )
+    for step in range(5):
+        value = axes.bottom + (axes.top - axes.bottom) * step / 4
+        y = axes.y(value / 100)
+        parts.append(
+            f"<text x='{_LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{value:.0f} %</text>"
+        )
+    return "".join(parts)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    found = [
+        factor * 10.0**power
+        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for factor in (1, 2, 5)
+    ]
+    return [tick for tick in found if low <= tick <= high]
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def margin_chart(title: str, margins: Sequence[Margin], methods: Sequence[str]) -> str:
+    """Margins as bars (paper, Figure 1)."""
+    shown = [(m, m.value) for m in margins if m.value is not None]
+    reach = max((abs(value) for _, value in shown), default=0.0) or 1.0
+    height, middle, scale = 34 + 26 * len(shown), 300, 110 / reach
+    parts = [f"<text x='8' y='16' class='title'>{html.escape(title)}</text>"]
+    for number, (found, value) in enumerate(shown):
+        y, size = 30 + 26 * number, abs(value) * scale
+        words = f"{found.task}: {found.first} - {found.second}"
+        parts.append(
+            f"<text x='8' y='{y + 13}'>{html.escape(words)}</text>"
+            f"<rect x='{middle if value >= 0 else middle - size:.1f}' y='{y}' width='{size:.1f}' "
+            f"height='18' fill='{color(found.first, methods)}'>"
+            f"<title>{html.escape(words)}: {value:+.2f} points</title></rect>"
+            f"<text x='{middle + 114}' y='{y + 13}'>{value:+.1f}</text>"
+        )
+    return _svg(title, "".join(parts), height)
+
+
+def _svg(title: str, content: str, height: int = _HEIGHT) -> str:
+    return (
+        f"<svg role='img' aria-label='{html.escape(title, quote=True)}' "
+        f"viewBox='0 0 {_WIDTH} {height}'>{content}</svg>"
+    )

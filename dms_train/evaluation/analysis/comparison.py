@@ -1,0 +1,224 @@
+"""Methods beside each other: points of each task, their averages, and margins with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dms_train.evaluation.analysis.pareto import BudgetPoint, frontier, margin
+from dms_train.evaluation.bootstrap import Estimate
+from dms_train.evaluation.scaling.budgets import Budget
+from dms_train.evaluation.scaling.results import DocumentMeasure, Point, RunResult
+
+VANILLA, AVERAGE = "Vanilla", "Average"
+_RESAMPLES, _SEED = 500, 0
+
+
+class Cost(NamedTuple):
+    """What a budget is measured in.
+
+    Attributes:
+        name: Field of `Point` and `DocumentMeasure`.
+        title: In figures.
+    """
+
+    name: str
+    title: str
+
+
+READS, PEAK = Cost("kv_reads", "KV reads"), Cost("peak_tokens", "peak tokens")
+
+
+class Mark(NamedTuple):
+    """A point of a figure.
+
+    Attributes:
+        method: Vanilla, DMS or the name of a policy.
+        budget: L-W-CR.
+        cost: KV reads or peak tokens.
+        accuracy: From 0 to 1.
+        run: Configuration hash of its run; empty for an average.
+    """
+
+    method: str
+    budget: Budget
+    cost: float
+    accuracy: float
+    run: str
+
+
+class Margin(NamedTuple):
+    """A margin of two methods.
+
+    Attributes:
+        task: Title.
+        first: Method.
+        second: Method it is compared with.
+        value: Accuracy points, None where no interval of budgets is common.
+        interval: 95 % bootstrap interval over documents; None without one.
+    """
+
+    task: str
+    first: str
+    second: str
+    value: float | None
+    interval: tuple[float, float] | None
+
+
+class Comparison:
+    """The points of several runs.
+
+    Args:
+        results: Runs of one original model and of what was made of it.
+    """
+
+    def __init__(self, results: Sequence[RunResult]) -> None:
+        self.results = [result for result in results if result.documents]
+        self.points: list[tuple[RunResult, Point]] = [
+            (result, point) for result in self.results for point in result.points()
+        ]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Titles of the tasks, in alphabetical order."""
+        return sorted({result.title for result in self.results})
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods, Vanilla first."""
+        names = {result.method for result in self.results}
+        return sorted(names, key=lambda name: (name != VANILLA, name))
+
+    def marks(self, task: str, cost: Cost) -> list[Mark]:
+        """Points of a task, or their averages over all tasks."""
+        if task == AVERAGE:
+            return self._averages(cost)
+        return [
+            Mark(
+                result.method,
+                point.budget,
+                getattr(point, cost.name),
+                point.accuracy.value,
+                result.header["config_hash"],
+            )
+            for result, point in self.points
+            if result.title == task
+        ]
+
+    def _averages(self, cost: Cost) -> list[Mark]:
+        """Means of the budgets that every task has."""
+        grouped: dict[tuple[str, Budget], dict[str, Mark]] = {}
+        for task in self.tasks:
+            for mark in self.marks(task, cost):
+                grouped.setdefault((mark.method, mark.budget), {})[task] = mark
+        count = len(self.tasks)
+        return [
+            Mark(
+                method,
+                budget,
+                sum(mark.cost for mark in found.values()) / count,
+                sum(mark.accuracy for mark in found.values()) / count,
+                "",
+            )
+            for (method, budget), found in grouped.items()
+            if len(found) == count
+        ]
+
+    def margins(self, cost: Cost) -> list[Margin]:
+        """Of every method against every one before it, on each task."""
+        return [
+            _margin(self.results, task, first, second, cost)
+            for number, second in enumerate(self.methods)
+            for first in self.methods[number + 1 :]
+            for task in self.tasks
+        ]
+
+
+def line(marks: Sequence[Mark], method: str) -> list[BudgetPoint]:
+    """The frontier of a method."""
+    return frontier(BudgetPoint(m.cost, m.accuracy) for m in marks if m.method == method)
+
+
+class _Sample(NamedTuple):
+    """Scores and costs of one run: [points, documents] each, and the documents."""
+
+    documents: tuple[str, ...]
+    scores: Tensor
+    costs: Tensor
+
+
+def _margin(results: Sequence[RunResult], task: str, first: str, second: str, cost: Cost) -> Margin:
+    samples = [
+        [_sample(r, cost) for r in results if r.title == task and r.method == method]
+        for method in (first, second)
+    ]
+    whole = margin(*(_means(found, lambda count: torch.arange(count)) for found in samples))
+    drawn = sorted(_resampled(samples)) if whole is not None else []
+    interval = None
+    if drawn:
+        ends = torch.tensor(drawn, dtype=torch.float64).quantile(
+            torch.tensor([0.025, 0.975], dtype=torch.float64)
+        )
+        interval = (ends[0].item(), ends[1].item())
+    return Margin(task, first, second, whole, interval)
+
+
+def _sample(result: RunResult, cost: Cost) -> _Sample:
+    sweep = result.header["config"]["sweep"]
+    measures: list[list[DocumentMeasure]] = [
+        result.measures(index, width)
+        for index in range(len(sweep["lengths"]))
+        for width in sweep["widths"]
+    ]
+    scores = torch.tensor([[m.score for m in row] for row in measures], dtype=torch.float64)
+    costs = torch.tensor(
+        [[getattr(m, cost.name) for m in row] for row in measures], dtype=torch.float64
+    )
+    return _Sample(tuple(result.documents), scores, costs)
+
+
+def _means(samples: Sequence[_Sample], draw: Callable[[int], Tensor]) -> list[BudgetPoint]:
+    found = []
+    for sample in samples:
+        chosen = draw(len(sample.documents))
+        pairs = zip(
+            sample.costs[:, chosen].mean(1).tolist(),
+            sample.scores[:, chosen].mean(1).tolist(),
+            strict=True,
+        )
+        found += [BudgetPoint(*pair) for pair in pairs]
+    return found
+
+
+def _resampled(samples: Sequence[Sequence[_Sample]]) -> Iterator[float]:
+    """Margins of resampled documents; runs on the same documents share the draw."""
+    generator = torch.Generator().manual_seed(_SEED)
+    same = len({sample.documents for found in samples for sample in found}) == 1
+    for _ in range(_RESAMPLES):
+        known: dict[int, Tensor] = {}
+
+        def draw(count: int, known: dict[int, Tensor] = known) -> Tensor:
+            if not same:
+                return torch.randint(count, (count,), generator=generator)
+            if count not in known:
+                known[count] = torch.randint(count, (count,), generator=generator)
+            return known[count]
+
+        value = margin(*(_means(found, draw) for found in samples))
+        if value is not None:
+            yield value
+
+
+def accuracy_cells(comparison: Comparison) -> dict[tuple[str, str, float], Estimate]:
+    """Accuracy of one chain of the longest length, by task, method and compression ratio."""
+    found: dict[tuple[str, str, float], tuple[Budget, Estimate]] = {}
+    for result, point in comparison.points:
+        key = (result.title, result.method, result.cr)
+        best = found.get(key)
+        order = (-point.budget.width, point.budget.length)
+        if best is None or order > (-best[0].width, best[0].length):
+            found[key] = (point.budget, point.accuracy)
+    return {key: estimate for key, (_, estimate) in found.items()}
