@@ -1,4 +1,4 @@
-"""The commands `dms-data mix` and `dms-data show`."""
+"""The commands `dms-data mix`, `dms-data show` and `dms-data packing`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dms_train.data import packing
+from dms_train.data.errors import DataError
+from dms_train.data.reader import ShardReader
 from dms_train.data_prep.mix import Part, mix_shards
 from dms_train.data_prep.show import show_documents
 
@@ -21,10 +24,15 @@ _SHOW = """\
 Print documents as text. What the loss counts is green and the rest grey; without a terminal it
 stands in double brackets instead.
 """
+_PACKING = """\
+Show how the documents of shards fill sequences with data.packing=true, before a training: its
+padding, and documents that are cut because they are longer than a sequence.
+"""
+_MEASURED = 100  # sequences at least, so that those that wait for the next epoch weigh little
 
 
 def add_commands(commands: Commands) -> None:
-    """Add both commands to the parser of `dms-data`."""
+    """Add the commands to the parser of `dms-data`."""
     mix = commands.add_parser("mix", help="blend shards by weight", description=_MIX)
     add = mix.add_argument
     add("parts", nargs="+", type=_part, metavar="PREFIX[=WEIGHT]")
@@ -41,6 +49,14 @@ def add_commands(commands: Commands) -> None:
     add("--first", type=_natural, default=0, metavar="N", help="number of the first document")
     add("--documents", type=_natural, default=3, metavar="N", help="how many (%(default)s)")
     show.set_defaults(run=_run_show)
+    packed = commands.add_parser(
+        "packing", help="show how documents fill sequences", description=_PACKING
+    )
+    add = packed.add_argument
+    add("prefixes", nargs="+", type=Path, metavar="PREFIX")
+    add("--seq-length", type=_positive, required=True, metavar="N", help="data.seq_length")
+    add("--seed", type=_natural, default=1234, help="run.seed (%(default)s)")
+    packed.set_defaults(run=_run_packing)
 
 
 def _part(text: str) -> Part:
@@ -60,6 +76,33 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if _natural(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _run_packing(args: argparse.Namespace) -> None:
+    for prefix in args.prefixes:
+        print(_packing_line(prefix, args.seq_length, args.seed))
+
+
+def _packing_line(prefix: Path, seq_length: int, seed: int) -> str:
+    lengths = ShardReader(prefix).lengths
+    pieces = packing.cut(lengths, seq_length)
+    if not len(pieces.positions):
+        raise DataError(f"{prefix}: every document is a single token; there is nothing to predict")
+    made = packing.pack(pieces.positions, seq_length, seed=seed, count=_MEASURED)
+    filled = int(pieces.positions[made.pieces].sum())
+    padding = 1 - filled / (len(made) * seq_length)
+    epochs = filled / int(pieces.positions.sum())
+    return (
+        f"{prefix}: {len(lengths)} documents, {(lengths - 1 > seq_length).sum()} of them cut, "
+        f"{(lengths < 2).sum()} left out; {len(made)} sequences of {seq_length} in {epochs:.1f} "
+        f"epochs, {padding:.2%} padding"
+    )
 
 
 def _run_mix(args: argparse.Namespace) -> None:

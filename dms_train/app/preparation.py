@@ -13,6 +13,7 @@ from dms_train.app.start_point import StartPoint, find_start, with_student
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
+from dms_train.data.index_file import read_index
 from dms_train.data.manifest import file_sha256
 from dms_train.data.tokens import check_files
 from dms_train.hf.architecture import Architecture
@@ -99,7 +100,28 @@ def _check_data(config: RunConfig, start: StartPoint) -> None:
         tokenizer_sha256=sha256,
         validates=config.run.eval_samples > 0,
     )
+    if config.data.packing:
+        _check_packing(config)
     inputs.require_same_data(config.data.paths, start)
+
+
+def _check_packing(config: RunConfig) -> None:
+    """Refuse documents that are too short for evictions, and say how many are cut."""
+    length, window = config.data.seq_length, config.method.window
+    positions = [read_index(prefix).lengths - 1 for prefix in config.data.paths]
+    longest = max(int(own.max()) for own in positions)
+    if {"retrofit", "hold"} & set(config.stage.run) and window >= longest:
+        raise ConfigError(
+            f"method.window={window}: the longest document of data.paths has {longest} positions, "
+            "so with data.packing=true nothing could be evicted; use a smaller window or longer "
+            "documents"
+        )
+    cut = sum(int((own > length).sum()) for own in positions)
+    if cut and launcher.rank() == 0:
+        log.logger().warning(
+            "data.packing: %d of %d documents do not fit into data.seq_length=%d and are cut",
+            *(cut, sum(map(len, positions)), length),
+        )
 
 
 def _check_export(

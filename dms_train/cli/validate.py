@@ -58,6 +58,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     text.add_argument(
         "--seq-length", type=int, default=512, help="tokens of a sample (%(default)s)"
     )
+    text.add_argument(
+        "--packing", action="store_true", help="data.packing of the run: documents apart"
+    )
     text.add_argument("--samples", type=int, default=64, help="number of samples (%(default)s)")
     text.add_argument("--seed", type=int, default=1234, help="run.seed of the run (%(default)s)")
     exam = parser.add_argument_group("problems", "prompts with known answers, decoded greedily")
@@ -108,6 +111,7 @@ def _samples(args: argparse.Namespace, teacher: Path) -> TokenSamples | None:
         seq_length=args.seq_length,
         micro_batch_size=1,
         global_batch_size=args.samples,
+        packing=args.packing,
     )
     size, folder = read_architecture(teacher).vocab_size, args.output / "data_cache"
     return build_valid_samples(options, vocab_size=size, seed=args.seed, cache_dir=folder)

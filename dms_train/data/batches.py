@@ -33,6 +33,14 @@ class Sample(NamedTuple):
     loss_mask: Tensor
     document_lengths: Tensor | None = None
 
+    def documents(self) -> list[Sample]:
+        """Each packed document as a sample of its own; the sample itself when it is one text."""
+        if self.document_lengths is None:
+            return [self]
+        sizes = self.document_lengths.tolist()
+        columns = (x[: sum(sizes)].split(sizes) for x in self[:3])
+        return [Sample(*parts) for parts in zip(*columns, strict=True)]
+
 
 class Samples(Protocol):
     """Numbered samples, from 0 to the length less 1."""

@@ -22,6 +22,10 @@ class DataOptions:
         global_batch_size: Samples per optimizer step over all ranks.
         cache_dir: Where Megatron keeps its shuffle indices.
         eod_mask_loss: Leave positions whose input is the end-of-document token out of the loss.
+        packing: Samples hold whole documents, and attention, the window, the decision shift and
+            position ids start again at each (what megatron calls `reset_attention_mask` and
+            `reset_position_ids`). Off, samples are cut from concatenated documents, which attend
+            to each other.
     """
 
     paths: tuple[str, ...]
@@ -32,6 +36,7 @@ class DataOptions:
     global_batch_size: Annotated[int, AtLeast(1)]
     cache_dir: str | None = None
     eod_mask_loss: bool = False
+    packing: bool = False
 
     def check(self, path: str) -> Iterator[str]:
         """One line for paths, weights and shares that make no blend."""

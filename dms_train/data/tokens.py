@@ -2,10 +2,10 @@
 
 Megatron concatenates the documents of a split in a shuffled order, epoch after epoch, cuts the
 stream into windows of `seq_length + 1` tokens and shuffles the windows. Documents are not kept
-apart by masks: each should end in an end-of-document token. Labels that a shard's mask files leave
-out do not count in the loss. The order depends on the data, the
-seed, the split, the sequence length and the number of samples requested: a run that resumes must
-request the same number.
+apart by masks: each should end in an end-of-document token. With `packing` a sample holds whole
+documents instead, which are kept apart (`packed_dataset`). Labels that a shard's mask files leave
+out do not count in the loss. The order depends on the data, the seed, the split, the sequence
+length and the number of samples requested: a run that resumes must request the same number.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dms_train.data.index_file import read_index
 from dms_train.data.manifest import Manifest, check_run, check_shard, read_manifest
 from dms_train.data.masked_dataset import MaskedGPTDataset
 from dms_train.data.options import DataOptions
+from dms_train.data.packed_dataset import PackedGPTDataset
 
 
 class TokenSamples:
@@ -75,7 +76,8 @@ class TokenSamples:
                 f"vocabulary ends at {self._vocab_size}; verify the files with dms-data check"
             )
         # Megatron returns its cached mask itself on the first read.
-        return Sample(row["tokens"], row["labels"], row["loss_mask"].clone())
+        loss_mask = row["loss_mask"].clone()
+        return Sample(row["tokens"], row["labels"], loss_mask, row.get("document_lengths"))
 
 
 class _Shard(NamedTuple):
@@ -143,7 +145,7 @@ def check_files(
     matrix = convert_split_vector_to_split_matrix(shares)
     for split in (Split.train, Split.valid) if validates else (Split.train,):
         for prefix in options.paths:
-            _split_tokens(prefix, split, matrix[split.value], options.seq_length)
+            _split_tokens(prefix, split, matrix[split.value], options)
 
 
 def build_datasets(  # noqa: PLR0913 - all named
@@ -191,8 +193,8 @@ def build_datasets(  # noqa: PLR0913 - all named
         eod_mask_loss=options.eod_mask_loss,
         create_attention_mask=False,
     )
-    train = _build_split(config, Split.train, train_samples, options.weights)
-    valid = _build_split(config, Split.valid, valid_samples, options.weights)
+    train = _build_split(config, Split.train, train_samples, options)
+    valid = _build_split(config, Split.valid, valid_samples, options)
     return train, valid
 
 
@@ -252,7 +254,7 @@ def _checked_split(split: str) -> str:
 
 
 def _build_split(
-    config: GPTDatasetConfig, split: Split, samples: int, weights: tuple[float, ...] | None
+    config: GPTDatasetConfig, split: Split, samples: int, options: DataOptions
 ) -> TokenSamples | None:
     if samples == 0:
         return None
@@ -261,16 +263,17 @@ def _build_split(
     # A split that is None is not built; Megatron never returns from building an empty one.
     config.split_matrix = [share if other is split else None for other in Split]
     prefixes = config.blend[0]
-    tokens = [_split_tokens(prefix, split, share, config.sequence_length) for prefix in prefixes]
+    tokens = [_split_tokens(prefix, split, share, options) for prefix in prefixes]
     if len(prefixes) > 1:
         # Without weights Megatron would give one epoch at most.
-        blend = [float(weight) for weight in weights or tokens]
+        blend = [float(weight) for weight in options.weights or tokens]
         config.blend = (prefixes, blend)
         config.mid_level_dataset_surplus = _surplus(blend, samples)
     name = f"{split.name} data of {', '.join(prefixes)}"
     sizes = [samples if other is split else 0 for other in Split]
     try:
-        dataset = _Builder(MaskedGPTDataset, sizes, _on_every_rank, config).build()[split.value]
+        kind = PackedGPTDataset if options.packing else MaskedGPTDataset
+        dataset = _Builder(kind, sizes, _on_every_rank, config).build()[split.value]
     except Exception as error:  # Megatron raises bare exceptions here
         raise DataError(
             f"{name}: Megatron could not build its indices ({error}); "
@@ -281,18 +284,23 @@ def _build_split(
 
 
 def _split_tokens(
-    prefix: str, split: Split, share: tuple[float, float] | None, seq_length: int
+    prefix: str, split: Split, share: tuple[float, float] | None, options: DataOptions
 ) -> int:
     """Tokens of one split of one shard, by Megatron's rounding; at least one sample."""
     lengths = read_index(prefix).lengths
     start, stop = (round(bound * len(lengths)) for bound in share or (0.0, 0.0))
     tokens = int(lengths[start:stop].sum(dtype="int64"))
-    if tokens <= seq_length:
+    if tokens <= options.seq_length:
         raise DataError(
             f"{prefix}: its {split.name} split has {tokens} tokens in {stop - start} of "
-            f"{len(lengths)} documents, one sample needs {seq_length + 1}; use more data, "
+            f"{len(lengths)} documents, one sample needs {options.seq_length + 1}; use more data, "
             "another data.split or a shorter data.seq_length"
             + (", or run.eval_samples=0" if split is Split.valid else "")
+        )
+    if options.packing and int(lengths[start:stop].max()) < 2:
+        raise DataError(
+            f"{prefix}: every document of its {split.name} split is a single token, so with "
+            "data.packing=true nothing can be predicted; use other data or data.packing=false"
         )
     return tokens
 

@@ -77,8 +77,7 @@ class Agreement:
         top1: Share of positions with the same most likely token.
         teacher_loss: Next-token loss of the teacher, nats per token.
         student_loss: Of the export.
-        sequences: Number of texts.
-        length: Tokens of each.
+        lengths: Tokens of each text.
         dense: What the teacher's cache cost.
         dms: What the export's cost.
         window_only: The teacher with only its window; None when left out.
@@ -88,16 +87,16 @@ class Agreement:
     top1: Estimate
     teacher_loss: Estimate
     student_loss: Estimate
-    sequences: int
-    length: int
+    lengths: tuple[int, ...]
     dense: Cost
     dms: Cost
     window_only: WindowOnly | None = None
 
     def evicted_share(self, cost: Cost, window: int) -> float:
-        """Evicted tokens over tokens that have left the window, at the end of a sequence."""
-        left = self.length - window - 1
-        return (self.length - self.length / cost.cr_factor) / left if left > 0 else 0.0
+        """Evicted tokens over tokens that have left the window, at the end of a text."""
+        seen = sum(self.lengths)
+        left = sum(max(length - window - 1, 0) for length in self.lengths)
+        return (seen - seen / cost.cr_factor) / left if left > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +147,7 @@ def agreement(
 
     Args:
         target: Export and teacher.
-        samples: The text.
+        samples: The text; of packed samples each document is a text of its own.
         count: Samples to take.
         window_only: Whether the control is scored too.
     """
@@ -160,8 +159,8 @@ def agreement(
         how: dict[str, Any] = {"policy": "window", "window": target.window, "prefill_chunk": _CHUNK}
         models.append(LLM(target.teacher, **how, **slab))
     rows: list[list[list[float]]] = [[] for _ in models]
-    for number in range(count):
-        sample = samples[number]
+    texts = [text for number in range(count) for text in samples[number].documents()]
+    for sample in texts:
         ids, counts = sample.tokens.tolist(), sample.loss_mask.double()
         original = teacher.logits(ids).cpu()
         for model, scores in zip(models, rows, strict=True):
@@ -172,8 +171,7 @@ def agreement(
         top1=ratio(top1, tokens),
         teacher_loss=ratio(teacher_nll, tokens),
         student_loss=ratio(student_nll, tokens),
-        sequences=count,
-        length=len(samples[0].tokens),
+        lengths=tuple(len(text.tokens) for text in texts),
         dense=_text_cost(teacher),
         dms=_text_cost(student),
         window_only=_control(rows[1], models[1]) if window_only else None,

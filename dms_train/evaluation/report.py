@@ -138,8 +138,9 @@ def _report(findings: Findings, pictures: list[str]) -> str:
 def _measured(findings: Findings) -> str:
     target, on = findings.target, []
     if findings.agreement is not None:
-        found = findings.agreement
-        on.append(f"{found.sequences} validation sequences of {found.length} tokens")
+        lengths = findings.agreement.lengths
+        sizes = " to ".join(str(size) for size in sorted({min(lengths), max(lengths)}))
+        on.append(f"{len(lengths)} validation sequences of {sizes} tokens")
     if findings.solved:
         on.append(f"{findings.problems} problems on {findings.sheets} sheets, answered greedily")
     versions = ", ".join(f"{name} {_version(name)}" for name in ("dms-train", "torch"))

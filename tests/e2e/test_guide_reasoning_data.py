@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 import torch
+import yaml
 from pyarrow import parquet
 from safetensors.torch import save_file
 
@@ -27,10 +28,11 @@ GUIDE = launch.ROOT / "docs" / "guides" / "reasoning_data.md"
 NOT_HERE = ("hf download", "pip install")
 # The guide's settings, and those of a model of 2 layers on a CPU.
 SMALLER = {
-    "experiment=qwen_r1_1_5b": "experiment=stories260k data.seq_length=64 method.window=8"
+    "experiment=qwen_r1_1_5b": "experiment=stories260k data.seq_length=256 method.window=8"
     " data.micro_batch_size=1 data.global_batch_size=2 stage.zero_neuron.steps=2"
     " run.eval_samples=0 observe=quiet",
     "--workers 8": "--workers 1",
+    "--seq-length 8192": "--seq-length 256",
 }
 _CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -108,7 +110,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
 def test_every_command_of_the_guide_succeeds(outputs):
     _, printed = outputs
     words = {" ".join(command.split()[:2]) for command in printed}
-    assert {f"dms-data {name}" for name in ("openr1", "chat", "mix", "show", "check")} < words
+    assert {
+        f"dms-data {name}" for name in ("openr1", "chat", "mix", "show", "check", "packing")
+    } < words
     text = "\n".join(printed)
     assert not [setting for setting in SMALLER if setting not in text]
     shown = next(said for command, said in printed.items() if command.startswith("dms-data show"))
@@ -130,3 +134,10 @@ def test_the_model_of_the_guide_is_trained_on_them(outputs):
     lines = (folder / "outputs" / "r1" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]
     assert steps == [1, 2]
+
+
+def test_the_documents_of_the_guide_are_packed(outputs):
+    folder, printed = outputs
+    said = next(said for command, said in printed.items() if command.startswith("dms-data pack"))
+    assert re.search(r"99 documents, 0 of them cut, .* sequences of 256 .* \d\.\d\d% padding", said)
+    assert yaml.safe_load((folder / "outputs/r1/config.yaml").read_text())["data"]["packing"]

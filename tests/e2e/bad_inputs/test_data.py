@@ -43,6 +43,18 @@ def _short_data(workspace: Workspace) -> None:
     )
 
 
+def _lines(line: bytes) -> Callable[[Workspace], None]:
+    """Data whose documents are this line, very often."""
+
+    def write(workspace: Workspace) -> None:
+        text = _text(workspace, "lines.txt", line * 2000)
+        words = ["data", "tokenize", str(text), "--document-per-line", "--overwrite"]
+        words += ["--output", str(workspace.data), "--tokenizer", str(workspace.model)]
+        assert run_here(words).code == 0
+
+    return write
+
+
 def _problems(workspace: Workspace, *lines: str) -> None:
     (workspace.folder / "problems.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
@@ -143,6 +155,18 @@ CASES = {
         arrange=train("data.split='100,0,0'"),
         kind="error",
         facts=("data.split", "data.seq_length", "run.eval_samples=0", "use"),
+    ),
+    "packed-window": Case(
+        done="`data.packing=true` with documents that are shorter than the window",
+        arrange=damaged(_lines(b"1 + 2\n"), "data.packing=true", "method.window=16"),
+        kind="config error",
+        facts=("method.window=16", "4", "data.packing=true", "use"),
+    ),
+    "packed-tokens": Case(
+        done="`data.packing=true` with documents of a single token",
+        arrange=damaged(_lines(b"1\n"), "data.packing=true"),
+        kind="error",
+        facts=("DATA", "single token", "data.packing=false", "use"),
     ),
     "json-line": Case(
         done="a malformed line in a `.jsonl` file",

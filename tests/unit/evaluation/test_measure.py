@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from dms_train.data.batches import Sample
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.findings import require_replay, validate
 from dms_train.evaluation.measure import Exam, agreement, examine, replay
@@ -32,6 +33,26 @@ def masked(load, target, sample):
     teacher = AutoModelForCausalLM.from_pretrained(target.teacher, dtype=torch.float32)
     decisions = student.dms_decision_logits(ids)[:, 0] > 0
     return student(ids, use_cache=False).logits[0], teacher(ids).logits[0], decisions
+
+
+def test_packed_documents_are_texts_of_their_own(target, samples):
+    lengths = torch.tensor([50, 1, LENGTH - 60])
+    packed = [sample._replace(document_lengths=lengths) for sample in samples]
+    alone = [
+        Sample(*(column[first:last] for column in sample[:3]))
+        for sample in samples
+        for first, last in ((0, 50), (50, 51), (51, LENGTH - 9))
+    ]
+    found = agreement(target, packed, COUNT)
+    theirs = agreement(target, alone, 3 * COUNT)
+    assert found == replace(theirs, dms=found.dms, dense=found.dense)
+    assert found.dms.cr_factor == theirs.dms.cr_factor
+    assert found.lengths == (50, 1, LENGTH - 60) * COUNT
+    evicted = found.evicted_share(found.dms, WINDOW)
+    seen = sum(found.lengths)
+    left = sum(max(0, n - WINDOW - 1) for n in found.lengths)
+    assert evicted == pytest.approx((seen - seen / found.dms.cr_factor) / left)
+    assert 0.1 < evicted < 1
 
 
 def test_agreement_and_cost(target, samples, load):

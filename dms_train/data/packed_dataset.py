@@ -1,0 +1,77 @@
+"""Samples of whole documents, for training in which documents do not attend to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from dms_train.data import packing
+from dms_train.data.manifest import mask_prefix, read_manifest
+
+
+class PackedGPTDataset(GPTDataset):
+    """Samples that `packing.pack` makes of the documents of one split of one shard.
+
+    It is built by megatron's builder like GPTDataset, which divides shards into splits and blends
+    them. Sequences are computed from the lengths of the documents in every process, so nothing is
+    cached on disk.
+
+    Args:
+        indexed_dataset: The tokens.
+        dataset_path: Prefix of the shard.
+        *args: As of GPTDataset.
+    """
+
+    def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
+        super().__init__(indexed_dataset, dataset_path, *args)
+        self._masks: IndexedDataset | None = None
+        if read_manifest(dataset_path).loss_mask is not None:
+            self._masks = IndexedDataset(str(mask_prefix(dataset_path)))
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[None, None, None]:
+        """Called by GPTDataset instead of building the indices of its own samples."""
+        length = self.config.sequence_length
+        self._pieces = packing.cut(self.dataset.sequence_lengths[self.indices], length)
+        self._sequences = packing.pack(
+            self._pieces.positions, length, seed=self.config.random_seed, count=self.num_samples
+        )
+        return None, None, None
+
+    def __len__(self) -> int:
+        """Sequences of the epochs that were requested."""
+        return len(self._sequences)
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        """One sample: tokens, labels, loss mask, and the lengths of its documents in positions.
+
+        Padding has token 0 and does not count in the loss.
+        """
+        length = self.config.sequence_length
+        tokens, labels = (torch.zeros(length, dtype=torch.int64) for _ in range(2))
+        loss_mask = torch.zeros(length)
+        chosen = self._sequences.of(0 if idx is None else idx)
+        lengths = torch.from_numpy(self._pieces.positions[chosen])
+        ends = lengths.cumsum(0).tolist()
+        for piece, first, last in zip(chosen.tolist(), [0, *ends], ends, strict=False):
+            place = self._read(piece)
+            text = torch.from_numpy(self.dataset.get(*place).astype("int64"))
+            tokens[first:last], labels[first:last] = text[:-1], text[1:]
+            loss_mask[first:last] = 1.0
+            if self._masks is not None:
+                loss_mask[first:last] = torch.from_numpy(self._masks.get(*place)[1:]).float()
+        if self.config.eod_mask_loss:
+            loss_mask[tokens == self.config.tokenizer.eod] = 0.0
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "document_lengths": lengths,
+        }
+
+    def _read(self, piece: int) -> tuple[int, int, int]:
+        """Document, first token and number of tokens of a piece."""
+        document, offset, positions = (int(column[piece]) for column in self._pieces)
+        return int(self.indices[document]), offset, positions + 1

@@ -1,0 +1,119 @@
+"""Best-fit packing of documents into sequences (Ding et al., arXiv:2404.10830, section 3).
+
+A document of n tokens takes n - 1 positions, the inputs of its n - 1 next tokens. One that takes
+more than a sequence has is cut into pieces, each a document of its own; one of a single token has
+nothing to predict and is left out. Pieces are placed longest first, each into the fullest sequence
+that it fits into, so that no sequence is cut short by the next document.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Pieces(NamedTuple):
+    """Documents, those that are too long in parts; int64 [pieces] each.
+
+    Attributes:
+        document: Number of the document.
+        offset: Its token that the piece starts with.
+        positions: Inputs of the piece; it reads one token more, the last label.
+    """
+
+    document: Numbers
+    offset: Numbers
+    positions: Numbers
+
+
+class Sequences(NamedTuple):
+    """Packed sequences.
+
+    Attributes:
+        pieces: Numbers of pieces, one sequence behind the other, int64 [total].
+        bounds: Where each sequence starts in `pieces`, and the end, int64 [sequences + 1].
+    """
+
+    pieces: Numbers
+    bounds: Numbers
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self.bounds) - 1
+
+    def of(self, number: int) -> Numbers:
+        """Pieces of one sequence, in their order."""
+        return self.pieces[self.bounds[number] : self.bounds[number + 1]]
+
+
+def cut(tokens: npt.NDArray[np.integer], seq_length: int) -> Pieces:
+    """Pieces of documents.
+
+    Args:
+        tokens: Tokens of each document, int [documents].
+        seq_length: Positions of a sequence.
+    """
+    positions = np.maximum(tokens.astype(np.int64) - 1, 0)
+    count = -(-positions // seq_length)
+    document = np.repeat(np.arange(len(positions)), count)
+    part = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+    offset = part * seq_length
+    return Pieces(document, offset, np.minimum(positions[document] - offset, seq_length))
+
+
+def pack(positions: Numbers, seq_length: int, *, seed: int, count: int) -> Sequences:
+    """At least `count` sequences, epoch after epoch.
+
+    Every epoch takes each piece once and ends with its sequences shuffled. Its emptiest sequence
+    stays open and is filled in the next epoch. Sequence i is the same for every `count` above i.
+
+    Args:
+        positions: Of each piece, 1 to `seq_length`; at least one piece.
+        seq_length: Positions of a sequence.
+        seed: Of the order of pieces of one length, and of sequences.
+        count: Sequences that are needed.
+    """
+    random = np.random.RandomState(seed)  # its numbers are the same in every version of numpy
+    done: list[list[int]] = []
+    left: list[int] = []
+    while len(done) < count:
+        order = random.permutation(len(positions))
+        order = order[np.argsort(-positions[order], kind="stable")]
+        packed, left = _fill(order.tolist(), positions.tolist(), seq_length, left)
+        done += [packed[number] for number in random.permutation(len(packed))]
+    sizes = np.array([len(sequence) for sequence in done], dtype=np.int64)
+    flat = np.array([piece for sequence in done for piece in sequence], dtype=np.int64)
+    return Sequences(flat, np.concatenate([[0], sizes.cumsum()]))
+
+
+def _fill(
+    order: list[int], positions: list[int], seq_length: int, left: list[int]
+) -> tuple[list[list[int]], list[int]]:
+    """Best fit of pieces in this order, from one open sequence on; the emptiest sequence apart."""
+    by_room: dict[int, list[list[int]]] = {}  # sequences by the positions that are free
+    rooms: list[int] = []  # the keys, rising
+
+    def put(sequence: list[int], room: int) -> None:
+        if room not in by_room:
+            insort(rooms, room)
+        by_room.setdefault(room, []).append(sequence)
+
+    if left:
+        put(left, seq_length - sum(positions[piece] for piece in left))
+    for piece in order:
+        place = bisect_left(rooms, positions[piece])
+        room, sequence = seq_length, []
+        if place < len(rooms):
+            room = rooms[place]
+            sequence = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        sequence.append(piece)
+        put(sequence, room - positions[piece])
+    emptiest = by_room[rooms[-1]].pop()
+    return [sequence for room in rooms for sequence in by_room[room]], emptiest
