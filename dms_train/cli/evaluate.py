@@ -55,7 +55,11 @@ def _main(words: list[str]) -> None:
         return
     parser = _parser("dms-eval")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
-    _evaluate(parser.parse_args(words).overrides)
+    parser.add_argument(
+        "--allow-code", action="store_true", help="run programs that the model wrote, with limits"
+    )
+    args = parser.parse_intermixed_args(words)
+    _evaluate([*args.overrides, *(["run.allow_code=true"] if args.allow_code else [])])
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

@@ -71,6 +71,10 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
         FileNotFoundError: The model or a file is absent.
     """
     task, directory = find_task(options.task.name), resolve(options.model.path)
+    if all_scorers()[task.scorer].runs_code and not options.run.allow_code:
+        raise EvaluationError(
+            f"task {task.name}: runs programs that the model wrote; --allow-code allows it"
+        )
     options = _with_defaults(options, task)
     tokenizer, prompt_format = _tokenizer(directory), options.model.prompt_format
     if prompt_format == "auto":

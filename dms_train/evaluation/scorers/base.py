@@ -75,9 +75,15 @@ class Judge:
 
 
 class Scorer(ABC):
-    """Marks texts; a subclass in a module of this package is found by its `name`."""
+    """Marks texts; a subclass in a module of this package is found by its `name`.
+
+    Attributes:
+        name: What tasks call it.
+        runs_code: Whether it runs programs that a model wrote.
+    """
 
     name: ClassVar[str]
+    runs_code: ClassVar[bool] = False
 
     @abstractmethod
     def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:

@@ -98,6 +98,7 @@ class Task(ABC):
         source: Its file on the hub; None for a task that is generated or made by the user.
         scores_truncated: Whether a text that reached `max_tokens` is scored. Reasoning that is cut
             off is wrong; a short answer of fixed length is not.
+        published: Rows of its file where there is no `source`; None for any number.
         publishable: Whether a report may show what a model wrote about a document.
     """
 
@@ -110,6 +111,7 @@ class Task(ABC):
     source: ClassVar[DataSource | None] = None
     scores_truncated: ClassVar[bool] = False
     publishable: ClassVar[bool] = True
+    published: ClassVar[int | None] = None
 
     @abstractmethod
     def document(self, row: Row, options: TaskOptions) -> Document:
@@ -123,6 +125,10 @@ class Task(ABC):
     @abstractmethod
     def messages(self, document: Document) -> Messages:
         """The prompt of a document."""
+
+    def selects(self, row: Row) -> bool:
+        """Whether a row of the file belongs to the task."""
+        return True
 
     def stop(self, document: Document) -> tuple[str, ...]:
         """Texts that end the answer besides the model's own end."""
@@ -146,8 +152,12 @@ class Task(ABC):
         """
         rows, where = self._rows(options, tokens)
         found: dict[str, Document] = {}
-        for number, row in enumerate(rows[: options.limit], 1):
+        for number, row in enumerate(rows, 1):
+            if len(found) == options.limit:
+                break
             try:
+                if not self.selects(row):
+                    continue
                 document = self.document({"number": number, **row}, options)
             except KeyError as error:
                 raise EvaluationError(f"{where}:{number}: no column {error}") from None
@@ -172,8 +182,8 @@ class Task(ABC):
             return list(generated), f"task {self.name}"
         path = self._path(options)
         rows = list(read_rows(path, sha256=options.sha256))
-        published = self.source.rows if self.source is not None else len(rows)
-        if len(rows) != published and not options.subset:
+        published = self.source.rows if self.source is not None else self.published
+        if published not in (None, len(rows)) and not options.subset:
             raise EvaluationError(
                 f"{path}: {len(rows)} rows, {self.title} has {published}; task.subset=true takes "
                 "them as a part of it"

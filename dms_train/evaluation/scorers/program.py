@@ -1,0 +1,45 @@
+"""Programs: all tests of the problem must pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dms_train.evaluation.answers import Verdict, final_text
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.programs import ProgramTest, passes
+from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.tasks.base import Document
+from dms_train.evaluation.tasks.livecodebench import program_tests
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+class ProgramScorer(Scorer):
+    """The last block of code behind the reasoning is run on the tests of the document."""
+
+    name = "program"
+    runs_code = True
+
+    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+        """As `Scorer.marks`.
+
+        Raises:
+            EvaluationError: Running code was not allowed, or cannot be limited here.
+        """
+        if not judge.allow_code:
+            raise EvaluationError("programs of a model run only with --allow-code")
+        tests = program_tests(document)
+        return [_marks(text, tests) for text in texts]
+
+
+def _marks(text: str, tests: list[ProgramTest]) -> Marks:
+    answer = final_text(text)
+    if answer is None:
+        return Marks(answers=(None,), correct=(False,), verdict=Verdict.UNFINISHED.value)
+    blocks = _BLOCK.findall(answer)
+    if not blocks:
+        return Marks(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
+    correct = passes(blocks[-1], tests)
+    verdict = Verdict.CORRECT if correct else Verdict.WRONG
+    return Marks(answers=(blocks[-1],), correct=(correct,), verdict=verdict.value)

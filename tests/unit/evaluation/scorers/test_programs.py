@@ -1,0 +1,174 @@
+"""Programs run with limits, and only where that was allowed."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import platform
+import time
+import zlib
+
+import pytest
+
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.options import TaskOptions
+from dms_train.evaluation.programs import ProgramTest, passes, same_output
+from dms_train.evaluation.scorers.base import Judge
+from dms_train.evaluation.scorers.program import ProgramScorer
+from dms_train.evaluation.tasks.livecodebench import LiveCodeBench, program_tests
+from dms_train.evaluation.tasks.prompts import render
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or platform.machine() != "x86_64",
+    reason="programs are isolated on Linux on x86-64 only",
+)
+SOLUTIONS = {
+    "fix_a": "print(2 * int(input()))",
+    "fix_b": "print(sum(c in 'aeiou' for c in input()))",
+    "fix_c": "class Solution:\n    def gap(self, values: List[int]) -> int:\n"
+    "        return max(abs(a - b) for a, b in zip(values, values[1:]))",
+    "fix_d": "for _ in range(int(input())):\n    print(sum(map(int, input().split())))",
+    "fix_e": "class Solution:\n    def join(self, a, b):\n        return a + b",
+}
+DOCUMENTS = LiveCodeBench().documents(TaskOptions(fixture=True), lambda messages: 1)
+SAY_YES = [ProgramTest("", "yes")]
+
+
+def written(source: str) -> str:
+    reasoning = "<think>\n```python\nprint(0)\n```\n</think>\n"
+    return f"{reasoning}<answer>\n```python\n{source}\n```\n</answer>"
+
+
+def verdicts(document, *texts: str) -> list[str]:
+    with Judge(allow_code=True) as judge:
+        return [m.verdict for m in ProgramScorer().marks(document, texts, judge)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.id)
+def test_right_programs_pass_and_others_do_not(document):
+    right = SOLUTIONS[document.id]
+    wrong = right.replace("2 *", "3 *").replace("aeiou", "aei").replace("max(", "min(")
+    wrong = wrong.replace("sum(map", "max(map").replace("a + b", "b + a")
+    assert wrong != right
+    assert verdicts(
+        document,
+        written(right),
+        written(wrong),
+        written("this is no program"),
+        f"<think>```python\n{right}\n```",
+        right,
+        written(right) + f"\n```python\n{wrong}\n```",
+    ) == ["correct", "wrong", "wrong", "unfinished", "no_answer", "wrong"]
+
+
+def test_hidden_tests_count():
+    (document,) = [d for d in DOCUMENTS if d.id == "fix_b"]
+    assert len(program_tests(document)) == 3
+    assert verdicts(document, written("print(2)")) == ["wrong"]  # passes the one that is shown
+
+
+def test_nothing_runs_unless_it_is_allowed():
+    with Judge() as judge, pytest.raises(EvaluationError, match="only with --allow-code"):
+        ProgramScorer().marks(DOCUMENTS[0], [written("print(1)")], judge)
+
+
+FORBIDDEN = {
+    "network": "import socket; socket.socket()",
+    "unix socket": "import socket; socket.socketpair()",
+    "new file": "open('made', 'w')",
+    "truncated file": "import sys; open(sys.argv[1], 'r+')",
+    "removed file": "import os, sys; os.unlink(sys.argv[1])",
+    "new folder": "import os; os.mkdir('folder')",
+    "mode": "import os, sys; os.chmod(sys.argv[1], 0)",
+    "process": "import os; os.fork()",
+    "command": "import os; os.execv('/bin/true', ['true'])",
+    "shell": "import subprocess; subprocess.run(['true'])",
+    "signal": "import os; os.kill(os.getppid(), 0)",
+    "higher limit": "import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))",
+    "memory file": "import os; os.memfd_create('m')",
+}
+
+
+@pytest.mark.parametrize("code", FORBIDDEN.values(), ids=FORBIDDEN)
+def test_a_program_cannot_reach_outside(code):
+    guarded = f"try:\n    {code}\nexcept OSError as e:\n    print('yes' if e.errno else 'no')\n"
+    guarded += "except ValueError:\n    print('yes')\n"
+    assert passes(guarded, SAY_YES)
+    assert not passes(f"{code}\nprint('yes')", SAY_YES)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["while True: pass", "x = [0]\nwhile True: x += x", "while True: print('y' * 100000)"],
+    ids=["time", "memory", "output"],
+)
+def test_a_program_has_limits(code):
+    since = time.monotonic()
+    assert not passes(code, SAY_YES, seconds=1.0)
+    assert time.monotonic() - since < 30
+
+
+def test_a_program_knows_nothing_of_the_environment(monkeypatch):
+    monkeypatch.setenv("SECRET_OF_A_TEST", "x")
+    assert "SECRET_OF_A_TEST" in os.environ
+    assert passes("import os; print('no' if 'SECRET_OF_A_TEST' in os.environ else 'yes')", SAY_YES)
+
+
+def test_threads_deep_recursion_and_reading_work():
+    source = """
+import sys, threading
+threading.stack_size(64 << 20)
+def depth(n): return 0 if n == 0 else 1 + depth(n - 1)
+def main(): print('yes' if depth(20000) == 20000 and sys.stdin.read() == 'in' else 'no')
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+"""
+    assert passes(source, [ProgramTest("in", "yes")])
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        (" 1 \n2", "1\n2\n", True),
+        ("1.0 2", "1 2.00", True),
+        ("1 2", "1\n2", False),
+        ("1.0001", "1", False),
+        ("yes", "Yes", False),
+        ("", "0", False),
+    ],
+)
+def test_outputs_are_compared_line_by_line(found, expected, same):
+    assert same_output(found, expected) is same
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/never",)
+
+
+def test_hidden_tests_that_are_no_text_are_refused():
+    packed = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
+    for private in (packed, "%%", packed[:-8]):
+        details = {**DOCUMENTS[0].details, "private": private}
+        document = type(DOCUMENTS[0])(id="x", question="q", gold=("a",), details=details)
+        with pytest.raises(EvaluationError, match="the tests of x are damaged"):
+            program_tests(document)
+
+
+def test_only_contests_of_the_window_are_taken():
+    task = LiveCodeBench()
+    days = ("2024-07-31", "2024-08-01", "2025-01-31T23:00:00", "2025-02-01")
+    assert [task.selects({"contest_date": day}) for day in days] == [False, True, True, False]
+
+
+def test_the_prompt_is_that_of_the_paper():
+    text = render(LiveCodeBench().messages(DOCUMENTS[0]), "r1")
+    assert text.startswith("A conversation between User and Assistant. The user asks a question")
+    assert (
+        "<answer> answer here </answer>.<｜User｜>You will be given a question (problem "  # noqa: RUF001
+        "specification) and will generate a correct Python program" in text
+    )
+    assert text.endswith("<｜Assistant｜><think>\n")  # noqa: RUF001
