@@ -17,6 +17,8 @@ POLICY = "dms_train/inference/policies/dms.py"
 
 ONE_STEP = "tests/unit/mcore/test_one_step.py::"
 PLAIN = ONE_STEP + "test_one_step_is_the_plain_objective"
+PACKED = "tests/unit/mcore/test_packing.py::"
+DOCUMENTS = PACKED + "test_a_packed_step_is_the_plain_objective_of_documents_alone"
 OPTIONS = "tests/unit/mcore/test_optimizer_options.py::"
 ADAMW = OPTIONS + "test_weights_move_as_adamw_with_this_option_moves_them"
 LOADED = "tests/unit/mcore/test_loaded_weights.py::"
@@ -387,5 +389,55 @@ MUTATIONS = [
         "queries[:, None] - keys[None, :] > self.dms.numbers.window",
         "queries[:, None] - keys[None, :] >= self.dms.numbers.window",
         "tests/unit/hf/test_modeling.py::test_equals_independent_forward[llama-dms]",
+    ),
+    # Packing
+    Mutation(
+        "a decision governs a key of the document before",
+        "dms_train/method/visibility.py",
+        "governed = positions + shift < documents.end",
+        "governed = positions + shift < torch.full_like(documents.end, len(positions))",
+        "tests/unit/method/test_documents.py::test_decisions_and_slots_are_those_of_documents_alone",
+    ),
+    Mutation(
+        "packed documents attend to each other",
+        ATTENTION,
+        "cu_seqlens = None if self.documents is None else self.documents.cu_seqlens",
+        "cu_seqlens = None",
+        DOCUMENTS + "[cr8_step3]",
+    ),
+    Mutation(
+        "positions run on over the documents of a sample",
+        ATTENTION,
+        "at = None if documents is None else documents.positions.t().contiguous()",
+        "at = None",
+        DOCUMENTS + "[nvidia]",
+    ),
+    Mutation(
+        "the teacher does not see where documents end",
+        MODEL,
+        "teacher.run_layers(t_hidden, nothing, None, documents)",
+        "teacher.run_layers(t_hidden, nothing, None)",
+        DOCUMENTS + "[zeroing]",
+    ),
+    Mutation(
+        "padding counts in the mean decision",
+        ATTENTION,
+        "counted = counted * documents.is_token.t()[..., None]",
+        "counted = counted * 1",
+        DOCUMENTS + "[cr8_step3]",
+    ),
+    Mutation(
+        "the GPU kernel of the decisions reaches into the document before",
+        "dms_train/kernels/layers/triton_decide.py",
+        "governs = inside & (i >= first + SHIFT)\n    tl.store",
+        "governs = inside & (i >= SHIFT)\n    tl.store",
+        "tests/unit/kernels/test_triton_eviction_channel.py::test_decisions_stay_within_their_document[37-dms-delayed-plain]",
+    ),
+    Mutation(
+        "the loss mask of a packed document is that of its inputs",
+        "dms_train/data/packed_dataset.py",
+        "self._masks.get(*place)[1:]",
+        "self._masks.get(*place)[:-1]",
+        "tests/unit/data/test_packing.py::test_samples_hold_the_documents_of_their_split_with_their_mask[True]",
     ),
 ]

@@ -122,7 +122,9 @@ def decide_eviction_backward(
         d_z -= alpha * tl.load(d_keep_ptr + base + i - SHIFT, mask=governs, other=0.0)
     if HAS_STATS:
         d_alpha = tl.load(d_stats_ptr + b * stats_stride)
-        d_z += tl.where(counts, d_alpha * alpha * (1.0 - alpha), 0.0)
+        if PACKED:
+            d_alpha = tl.where(counts, d_alpha, 0.0)
+        d_z += d_alpha * alpha * (1.0 - alpha)
     at = (i.to(tl.int64) * batch + b) * groups + g
     tl.store(d_channel_ptr + at, d_z * factor, mask=inside)
 
