@@ -31,7 +31,7 @@ def view() -> Iterator[ParallelView]:
 
 
 def one_step(
-    view: ParallelView, kernels: str, parallel: ParallelOptions
+    view: ParallelView, kernels: str, parallel: ParallelOptions, *, packed: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Token loss of a soft distillation step, and its gradients by name."""
     architecture = tiny.architecture("qwen3", num_layers=2)
@@ -43,7 +43,10 @@ def one_step(
     engine = McoreEngine(architecture, spec, view, options, eviction_channels)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
     plan = StepPlan(step=3, eviction="soft", neuron_scale=0.0, target_cr=4.0)
-    totals = engine.forward_backward(plan, tiny.microbatches(0, 1))
+    batches = tiny.microbatches(0, 1)
+    if packed:
+        batches = [tiny.packed(batch, [[11, 1, 9], [8, 16]]) for batch in batches]
+    totals = engine.forward_backward(plan, batches)
     return totals.token_loss, engine.hf_gradients()
 
 
@@ -57,6 +60,19 @@ def test_loss_and_gradients_are_those_of_the_reference(
     expected_loss, expected = one_step(view, "reference", ParallelOptions())
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 2e-3 * expected[name].norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("kernels", FUSED)
+def test_packed_documents_train_as_with_the_reference(
+    view: ParallelView, kernels: str, recompute: str | None
+) -> None:
+    parallel = ParallelOptions(recompute_granularity=recompute)
+    loss, gradients = one_step(view, kernels, parallel, packed=True)
+    expected_loss, expected = one_step(view, "reference", ParallelOptions(), packed=True)
+    assert loss == pytest.approx(expected_loss, rel=1e-4)
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= 2e-3 * expected[name].norm() + 1e-7, name
 

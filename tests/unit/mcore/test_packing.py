@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from dms_train.data.batches import Batch
+from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers.attention import DMSSelfAttention
+from dms_train.method.plan import StepPlan
 from tests.support import plain_objective, tiny
 from tests.unit.mcore.test_one_step import LENGTH, SEED, Step, assert_same
 
@@ -111,6 +113,19 @@ def test_an_evaluation_counts_slots_of_documents(view: ParallelView) -> None:
     assert layers.mean().item() == pytest.approx(held / seen)
 
 
+def test_bf16_weights_run_nearly_the_same_step(build: Callable[..., McoreEngine]) -> None:
+    """The wrapper that turns inputs into bf16 leaves the documents as they are."""
+    plan = StepPlan(eviction="soft", neuron_scale=0.0, target_cr=4.0, loss="lm", noise=False)
+    found = []
+    for dtype in ("fp32", "bf16"):
+        totals = build("llama", "dms", dtype, alpha_offset=0.5).forward_backward(plan, packs())
+        found.append((totals.token_loss, totals.live, totals.positions))
+    (loss, live, positions), (rounded_loss, rounded_live, same) = found
+    assert rounded_loss == pytest.approx(loss, rel=3e-2)
+    assert rounded_live == pytest.approx(live, rel=0.1)
+    assert positions == same == sum(sum(own) for pair in LENGTHS for own in pair)
+
+
 def test_without_packing_no_layer_sees_documents(
     view: ParallelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,5 +140,5 @@ def test_without_packing_no_layer_sees_documents(
     monkeypatch.setattr(DMSSelfAttention, "forward", forward)
     step.engine.forward_backward(step.plan, [tiny.batch(0, length=LENGTH)])
     assert seen == [None] * 4  # two layers of student and teacher
-    step.engine.forward_backward(replace(step.plan), packs()[:1])
+    step.engine.forward_backward(step.plan, packs()[:1])
     assert None not in seen[4:]
