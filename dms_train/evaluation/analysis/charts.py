@@ -43,28 +43,37 @@ class _Axes:
 def scaling_chart(title: str, marks: Sequence[Mark], cost: Cost, methods: Sequence[str]) -> str:
     """Accuracy against a cost, with the frontier of each method (paper, Figures 3 and 4)."""
     axes = _Axes(marks)
-    parts = [_frame(title, axes, cost)]
+    parts, best = [_frame(title, axes, cost)], set[tuple[str, float, float]]()
     for method in methods:
-        paint = color(method, methods)
-        corners = " ".join(
-            f"{axes.x(p.budget):.1f},{axes.y(p.accuracy):.1f}" for p in line(marks, method)
-        )
-        parts.append(f"<polyline points='{corners}' fill='none' stroke='{paint}'/>")
-    parts += [_dot(mark, axes, color(mark.method, methods), cost) for mark in marks]
+        paint, corners = color(method, methods), line(marks, method)
+        best |= {(method, *point) for point in corners}
+        path = " ".join(f"{axes.x(p.budget):.1f},{axes.y(p.accuracy):.1f}" for p in corners)
+        parts.append(f"<polyline points='{path}' fill='none' stroke='{paint}'/>")
+    for mark in marks:
+        named = (mark.method, mark.cost, mark.accuracy) in best
+        label = _label(mark, axes) if named else ""
+        parts.append(_dot(mark, axes, color(mark.method, methods), cost, label))
     return _svg(title, "".join(parts))
 
 
-def _dot(mark: Mark, axes: _Axes, paint: str, cost: Cost) -> str:
+def _dot(mark: Mark, axes: _Axes, paint: str, cost: Cost, label: str) -> str:
     x, y = axes.x(mark.cost), axes.y(mark.accuracy)
     words = (
         f"{mark.method} {mark.budget}: {100 * mark.accuracy:.1f} %, {mark.cost:,.1f} {cost.title}"
     )
     dot = (
         f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4.5' fill='{paint}'>"
-        f"<title>{html.escape(words)}</title></circle>"
-        f"<text x='{x + 5:.1f}' y='{y - 5:.1f}' class='budget'>{mark.budget}</text>"
+        f"<title>{html.escape(words)}</title></circle>{label}"
     )
     return f"<a href='#run-{mark.run[:12]}'>{dot}</a>" if mark.run else dot
+
+
+def _label(mark: Mark, axes: _Axes) -> str:
+    """The budget beside a point of a frontier, on the side where there is room."""
+    x, y = axes.x(mark.cost), axes.y(mark.accuracy)
+    left = x > _WIDTH * 0.8
+    where = f"x='{x - 6:.1f}' text-anchor='end'" if left else f"x='{x + 6:.1f}'"
+    return f"<text {where} y='{y + 12:.1f}' class='budget'>{mark.budget}</text>"
 
 
 def _frame(title: str, axes: _Axes, cost: Cost) -> str:

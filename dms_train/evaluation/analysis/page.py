@@ -28,7 +28,8 @@ svg { width: 100%; font: 11px system-ui, sans-serif }
 svg .title { font-weight: 600; font-size: 13px }
 svg .budget { font-size: 9px; fill: #555 } circle:hover { stroke: #000; stroke-width: 2 }
 .wide { overflow-x: auto } table { border-collapse: collapse; margin: .3rem 0 1.5rem }
-caption { text-align: left; font-weight: 600; padding: .3rem 0 } th { cursor: pointer }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; white-space: nowrap }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem } th { cursor: pointer }
 th, td { border-bottom: 1px solid #ddd; padding: .15rem .6rem; text-align: right; font-size: 13px }
 th:first-child, td:first-child { text-align: left } pre { white-space: pre-wrap; text-align: left }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
@@ -124,7 +125,7 @@ def _figures(comparison: Comparison) -> Iterator[str]:
         for task in tasks:
             marks = comparison.marks(task, cost)
             if marks:
-                title = f"{task}: accuracy against {cost.title} (form of Figure {figure})"
+                title = f"{task}: {cost.title} (form of Figure {figure})"
                 yield scaling_chart(title, marks, cost, methods)
 
 

@@ -72,6 +72,13 @@ def test_no_other_script_changes_these_settings() -> None:
 def test_templates_contain_no_cluster_options_and_no_logic() -> None:
     for file in (ROOT / "slurm").glob("*.sbatch"):
         lines = file.read_text().splitlines()[1:]
-        allowed = ("#SBATCH ", "@SITE@", "export ", "exec bash ", "exec dms-data ")
+        allowed = (
+            "#SBATCH ",
+            "@SITE@",
+            "export ",
+            "exec bash ",
+            "exec dms-data ",
+            "exec dms-eval ",
+        )
         assert [line for line in lines if not line.startswith(allowed)] == []
         assert not re.search(r"--(account|partition|qos)", file.read_text())
