@@ -79,16 +79,19 @@ def pack(positions: Numbers, seq_length: int, *, seed: int, count: int) -> Seque
         count: Sequences that are needed.
     """
     random = np.random.RandomState(seed)  # its numbers are the same in every version of numpy
-    done: list[list[int]] = []
-    left: list[int] = []
-    while len(done) < count:
+    sizes: list[Numbers] = [np.zeros(1, dtype=np.int64)]
+    flat: list[Numbers] = []
+    made, left = 0, list[int]()
+    while made < count:
         order = random.permutation(len(positions))
         order = order[np.argsort(-positions[order], kind="stable")]
         packed, left = _fill(order.tolist(), positions.tolist(), seq_length, left)
-        done += [packed[number] for number in random.permutation(len(packed))]
-    sizes = np.array([len(sequence) for sequence in done], dtype=np.int64)
-    flat = np.array([piece for sequence in done for piece in sequence], dtype=np.int64)
-    return Sequences(flat, np.concatenate([[0], sizes.cumsum()]))
+        packed = [packed[number] for number in random.permutation(len(packed))]
+        # arrays, which take a tenth of the memory
+        sizes.append(np.array([len(sequence) for sequence in packed], dtype=np.int64))
+        flat.append(np.array([piece for sequence in packed for piece in sequence], dtype=np.int64))
+        made += len(packed)
+    return Sequences(np.concatenate(flat), np.concatenate(sizes).cumsum())
 
 
 def _fill(
