@@ -35,6 +35,7 @@ COMMANDS = {
     "verify": "dms_train.checkpoints_tools.verify",
     "inspect": "dms_train.checkpoints_tools.inspect_folder",
     "report": "dms_train.cli.report",
+    "eval": "dms_train.cli.evaluate",
     "export": "dms_train.checkpoints_tools.megatron_to_hf",
     "import": "dms_train.checkpoints_tools.hf_to_megatron",
     "serve": "dms_train.cli.serve",

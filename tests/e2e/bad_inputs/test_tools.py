@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from tests.e2e.bad_inputs.cases import Case, check, command, cut, edit_json
 from tests.support.refusals import Workspace
 
@@ -44,6 +46,19 @@ def _export_to_a_small_disk(workspace: Workspace) -> list[str]:
     workspace.finish_run()
     workspace.small_disk(workspace.folder / "disk", 48)
     return ["export", str(workspace.export / "megatron"), str(workspace.folder / "disk" / "model")]
+
+
+def _evaluate(*words: str) -> Callable[[Workspace], list[str]]:
+    """`dms-eval` of a model with a tokenizer; a file holds one row of MATH-500's form."""
+
+    def arrange(workspace: Workspace) -> list[str]:
+        write_exam_tokenizer(workspace.model)
+        row = {"problem": "1 + 1", "answer": "2"}
+        (workspace.folder / "part.jsonl").write_text(json.dumps(row) + "\n")
+        given = [word.format(workspace=workspace) for word in words]
+        return ["eval", f"model.path={workspace.model}", "sweep.lengths=[1]", *given]
+
+    return arrange
 
 
 CASES = {
@@ -208,6 +223,42 @@ CASES = {
         kind="error",
         facts=("make",),
         starts=True,
+    ),
+    "eval-task": Case(
+        done="`dms-eval task.name=` of a task that does not exist",
+        arrange=command("eval", "model.path={workspace.model}", "task.name=aime"),
+        kind="error",
+        facts=("task.name=aime", "aime24", "choose"),
+    ),
+    "eval-key": Case(
+        done="`dms-eval` with a key that does not exist",
+        arrange=command("eval", "model.path={workspace.model}", "sweep.width=[1,4]"),
+        kind="config error",
+        facts=("sweep.width", "sweep.widths"),
+    ),
+    "eval-no-data": Case(
+        done="`dms-eval` of a data set without its file",
+        arrange=_evaluate("task.name=math500"),
+        kind="error",
+        facts=("math500", "task.path", "MATH-500"),
+    ),
+    "eval-part": Case(
+        done="`dms-eval` of a part of a data set",
+        arrange=_evaluate("task.name=math500", "task.path={workspace.folder}/part.jsonl"),
+        kind="error",
+        facts=("part.jsonl", "1 rows", "500", "task.subset=true"),
+    ),
+    "eval-code": Case(
+        done="`dms-eval task.name=livecodebench` without `--allow-code`",
+        arrange=_evaluate("task.name=livecodebench", "task.fixture=true"),
+        kind="error",
+        facts=("livecodebench", "--allow-code"),
+    ),
+    "eval-report": Case(
+        done="`dms-eval report` of a folder that is no run",
+        arrange=command("eval", "report", "{workspace.folder}/absent"),
+        kind="error",
+        facts=("FOLDER/absent", "run.json", "give"),
     ),
     "import-missing": Case(
         done="`dms-import` of a folder that is not there",
