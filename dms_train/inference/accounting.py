@@ -91,13 +91,13 @@ class PassCounts:
     """Cache reads and contents of one forward pass, copied to the host at once.
 
     Attributes:
-        live: Tokens held afterwards, int64 [l, b, h] on the CPU.
+        live: Tokens held afterwards, [l, b, h] on the CPU.
         sums: Slots attended, tokens held and slots reserved of each sequence, over its l * h KV
             lists.
     """
 
     def __init__(self, reads: Tensor, live: Tensor, held: Tensor) -> None:
-        """All int64 [l, b, h]."""
+        """All integers [l, b, h] of one type."""
         both = torch.stack([reads, live, held]).cpu()
         self.live = both[1]
         self.sums: list[list[int]] = both.sum((1, 3)).T.tolist()
@@ -120,6 +120,7 @@ class Meter:
         self.prefill_reads = 0.0
         self._peak = (0.0, 0, 0)
         self._last = (0.0, 0, 0)
+        self._tokens = 0
         self._live = torch.zeros(0, 0)
 
     @property
@@ -127,15 +128,19 @@ class Meter:
         """Tokens held after the last forward pass."""
         return self._last[0]
 
-    def step(self, counts: PassCounts, index: int, slot_bytes: int, prefill: bool) -> None:
+    def step(
+        self, counts: PassCounts, index: int, *, tokens: int, slot_bytes: int, prefill: bool
+    ) -> None:
         """Count one forward pass.
 
         Args:
             counts: Of all sequences of the pass.
             index: Which of them this request is.
+            tokens: Tokens of the request that are computed now.
             slot_bytes: Bytes of one slot.
             prefill: Whether the pass computed prompt tokens.
         """
+        self._tokens = tokens
         reads, live, held = counts.sums[index]
         kv_lists = counts.live.shape[0] * counts.live.shape[2]
         if prefill:
@@ -147,10 +152,10 @@ class Meter:
         (a, b, c), (x, y, z) = self._peak, self._last
         self._peak = (max(a, x), max(b, y), max(c, z))
 
-    def report(self, tokens: int) -> RequestKV:
-        """The numbers so far; `tokens` is the count seen."""
+    def report(self) -> RequestKV:
+        """The numbers so far."""
         return RequestKV(
-            tokens=tokens,
+            tokens=self._tokens,
             cached_tokens=self.cached_tokens,
             kv_reads=self.decode_reads,
             prefill_reads=self.prefill_reads,
@@ -160,7 +165,7 @@ class Meter:
             peak_live_bytes=self._peak[1],
             allocated_bytes=self._last[2],
             peak_allocated_bytes=self._peak[2],
-            cr_factors=tokens / self._live.double().clamp(min=1),
+            cr_factors=self._tokens / self._live.double().clamp(min=1),
         )
 
 
@@ -174,9 +179,13 @@ class TotalMeter:
         self._held: Tensor | None = None  # float64 [l, h], summed over finished requests
         self._peak_tokens, self._peak_bytes = 0.0, 0
 
-    def step(self) -> None:
-        """Update the peaks after a forward pass."""
-        live = self._cache.live(self._rows)
+    def step(self, live: Tensor | None = None) -> None:
+        """Update the peaks after a forward pass.
+
+        Args:
+            live: Tokens held, integers [l, rows, h]; None to ask the cache.
+        """
+        live = self._cache.live(self._rows) if live is None else live
         total = int(live.sum())
         self._peak_tokens = max(self._peak_tokens, total / (live.shape[0] * live.shape[2]))
         self._peak_bytes = max(self._peak_bytes, total * self._cache.slot_bytes)

@@ -161,4 +161,4 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     free, total = torch.cuda.mem_get_info(device)
     logits = _LOGITS * 4 * options.max_num_seqs * a.vocab_size
     budget = int(options.gpu_memory_utilization * total) - (total - free)
-    return budget - peak - logits - tables
+    return budget - 2 * peak - logits - tables  # captured chunks have memory of their own

@@ -14,12 +14,12 @@ from torch import Tensor
 from dms_train.hf.directory import resolve
 from dms_train.inference.accounting import TotalKV
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.models.loader import load_model
+from dms_train.inference.models.loader import LoadedModel, load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput
 from dms_train.inference.row_memory import RowMemory
-from dms_train.inference.runner import ModelRunner
-from dms_train.inference.sampler import sample
+from dms_train.inference.runner import DecodeStep, ModelRunner
+from dms_train.inference.sampler import SampledToken, sample
 from dms_train.inference.scheduler import Scheduler
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
@@ -36,7 +36,7 @@ class InferenceEngine:
 
     Args:
         model: Directory or hub id (local cache only), of a family in `families`, dense or exported
-            with DMS.
+            with DMS; or a model that is loaded already, which has no tokenizer here.
         options: How to run it.
 
     Attributes:
@@ -47,18 +47,24 @@ class InferenceEngine:
         tokenizer: The model's tokenizer; None if its directory has none.
     """
 
-    def __init__(self, model: str | Path, options: EngineOptions) -> None:
-        directory = resolve(model)
-        loaded = load_model(directory, dtype=options.dtype, device=options.device)
+    def __init__(self, model: str | Path | LoadedModel, options: EngineOptions) -> None:
+        directory = None
+        if isinstance(model, LoadedModel):
+            loaded = model
+        else:
+            directory = resolve(model)
+            loaded = load_model(directory, dtype=options.dtype, device=options.device)
         self.options = options
         self.architecture, self.spec, self.dtype = loaded.architecture, loaded.spec, loaded.dtype
-        self.tokenizer = Tokenizer.load(directory)
-        self._stop_ids = read_stop_ids(directory)
+        self.tokenizer = None if directory is None else Tokenizer.load(directory)
+        self._stop_ids = frozenset() if directory is None else read_stop_ids(directory)
         self._runner = ModelRunner(loaded, options)
         self._memory = RowMemory(self._runner.cache, options)
         self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)
         self._requests: dict[str, Request] = {}
         self._arrived = 0
+        self._launched: DecodeStep | None = None  # its tokens are not known yet
+        self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
 
     @property
     def longest(self) -> int:
@@ -74,6 +80,12 @@ class InferenceEngine:
     def preemptions(self) -> int:
         """How often a sequence lost its part of the cache and had to compute it again."""
         return self._scheduler.preemptions
+
+    @property
+    def decoding(self) -> int:
+        """Sequences whose prompts are computed and that have not finished."""
+        placed = self._scheduler.placed
+        return sum(not s.prefilling and s.finish_reason is None for s in placed)
 
     @property
     def free_rows(self) -> int:
@@ -156,7 +168,8 @@ class InferenceEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
-        return self._scheduler.has_work
+        waiting = self._launched is not None or bool(self._advanced)
+        return waiting or self._scheduler.has_work
 
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Compute one token of every decoding sequence, and parts of prompts within the limits.
@@ -164,25 +177,31 @@ class InferenceEngine:
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
 
+        On a GPU a step in which every sequence decodes is only started; the tokens of the one
+        before are returned.
+
         Args:
             request_ids: Requests that may take part; None for all.
 
         Returns:
-            Outputs of the requests that took part or ended; empty if there is nothing to do.
+            Outputs of the requests that advanced or ended; empty if there are none.
         """
-        plan = self._scheduler.schedule(time.monotonic(), self._sequences(request_ids))
-        taking_part = [*(sequence for sequence, _ in plan.batch), *plan.ended]
-        ids = list(dict.fromkeys(sequence.request_id for sequence in taking_part))
+        allowed = self._sequences(request_ids)
+        plan = self._scheduler.schedule(time.monotonic(), allowed)
+        involved = [*(s for s, _ in plan.batch), *plan.ended, *self._on_their_way()]
         try:
-            self._advance(plan.batch)
+            self._advance(plan.batch, plan.ended)
+            taking_part = self._report(allowed)
             for sequence in taking_part:
                 if sequence.finish_reason is not None:
                     sequence.text.finish()
+            ids = dict.fromkeys(sequence.request_id for sequence in taking_part)
             requests = [self._requests[request_id] for request_id in ids]
             outputs = [self._output(r) for r in requests if r.finished or not r.final_only]
         except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
+            self._launched = None
+            for sequence in involved:
+                self.abort(sequence.request_id)
             raise
         for sequence in taking_part:
             if sequence.finish_reason is not None:
@@ -198,6 +217,7 @@ class InferenceEngine:
         """Forget a request and free its cache at once; an id that is not known is ignored."""
         request = self._requests.pop(request_id, None)
         for sequence in request.sequences if request is not None else ():
+            self._discard(sequence)
             self._scheduler.remove(sequence)
         self._memory.forget(request_id)
 
@@ -236,6 +256,8 @@ class InferenceEngine:
             InferenceError: The text is empty, too long or not of this vocabulary, or the cache is
                 too small for it.
         """
+        before, self._launched = self._launched, None
+        self._receive(before)
         request = self._request(SamplingParams())
         self._add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
         (sequence,) = request.sequences
@@ -247,7 +269,7 @@ class InferenceEngine:
                 if not plan.batch:
                     raise InferenceError("the cache is too small for the text; raise cache_bytes")
                 parts.append(self._runner.step(plan.batch, every=True))
-            self._runner.total.finish(sequence.meter.report(sequence.computed))
+            self._runner.total.finish(sequence.meter.report())
         finally:
             self._scheduler.remove(sequence)
         return torch.cat(parts)
@@ -296,7 +318,7 @@ class InferenceEngine:
         self._require_ids("logit_bias", params.logit_bias)
         request.prompt = text
         for sequence in request.sequences:
-            sequence.add_prompt(tokens, params, self.tokenizer)
+            sequence.add_prompt(tokens, params, self.tokenizer, longest)
 
     def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
         """Text and tokens of a prompt, checked."""
@@ -319,33 +341,82 @@ class InferenceEngine:
 
     def _finish(self, sequence: Sequence) -> None:
         """Count a sequence that has ended, and free its cache unless it is to be kept."""
-        self._runner.total.finish(sequence.meter.report(sequence.computed))
+        self._runner.total.finish(sequence.meter.report())
         self._memory.finish(sequence)
         if not self._requests[sequence.request_id].keep_cache:
             self._scheduler.remove(sequence)
 
-    def _advance(self, batch: list[tuple[Sequence, int]]) -> None:
-        """Compute a step and sample a token for each sequence that has no tokens left."""
-        if not batch:
+    def _advance(self, batch: list[tuple[Sequence, int]], ended: list[Sequence]) -> None:
+        """Compute a step and sample a token for each sequence that has no tokens left.
+
+        Args:
+            batch: Of the step.
+            ended: Sequences that ended before it; what is on its way for them is not wanted.
+        """
+        for sequence in ended:
+            self._discard(sequence)
+        self._advanced += ended
+        before = self._launched
+        if batch and self._runner.samples(batch):
+            self._launched = self._runner.launch(batch)
+            self._receive(before)
             return
+        self._launched = None
+        self._receive(before)
+        batch = [(sequence, count) for sequence, count in batch if sequence.finish_reason is None]
+        if batch:
+            self._compute(batch)
+
+    def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
+        """A step whose tokens the host samples."""
         logits = self._runner.step(batch)
         for sequence, _ in batch:
             self._memory.note(sequence)
+        self._advanced += [sequence for sequence, _ in batch]
         ready = [index for index, (s, _) in enumerate(batch) if not s.remaining]
         chosen = [batch[index][0] for index in ready]
         sampled = sample(logits[ready], [s.sampling_row() for s in chosen])
         for sequence, token in zip(chosen, sampled, strict=True):
-            self._scheduler.observe(sequence.computed, sequence.meter.live_tokens)
-            params = sequence.params
-            stops = frozenset() if params.ignore_eos else self._stop_ids
-            sequence.append(token, stops | frozenset(params.stop_token_ids), self.longest)
+            self._append(sequence, token)
+
+    def _receive(self, step: DecodeStep | None) -> None:
+        """Take the tokens of a step, if there is one."""
+        for sequence, token in [] if step is None else self._runner.receive(step):
+            self._append(sequence, SampledToken(token, None))
+            self._advanced.append(sequence)
+            if sequence.finish_reason is not None:
+                self._discard(sequence)
+
+    def _discard(self, sequence: Sequence) -> None:
+        """Forget what is on its way for a sequence that has ended."""
+        sequence.ahead = 0
+        if self._launched is not None:
+            self._launched.unwanted.add(sequence)
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> None:
+        self._scheduler.observe(sequence.computed, sequence.meter.live_tokens)
+        params = sequence.params
+        stops = frozenset() if params.ignore_eos else self._stop_ids
+        sequence.append(token, stops | frozenset(params.stop_token_ids))
+
+    def _on_their_way(self) -> list[Sequence]:
+        """Sequences of the step whose tokens are not known yet."""
+        places = [] if self._launched is None else self._launched.places
+        return [place.sequence for place in places]
+
+    def _report(self, allowed: Collection[Sequence] | None) -> list[Sequence]:
+        """Sequences that have advanced, of requests that are known, to be reported now."""
+        known = [s for s in dict.fromkeys(self._advanced) if s.request_id in self._requests]
+        now = [s for s in known if allowed is None or s in allowed]
+        self._advanced = [s for s in known if s not in now]
+        return now
 
     def _output(self, request: Request) -> RequestOutput:
         first = request.sequences[0]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=first.tokens[first.prompt_start : first.prompt_end],
+            prompt_token_ids=first.prompt,
             outputs=[self._continuation(sequence) for sequence in request.sequences],
             finished=request.finished,
         )
@@ -357,5 +428,5 @@ class InferenceEngine:
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason,
             logprobs=None if sequence.params.logprobs is None else list(sequence.logprobs),
-            kv=sequence.meter.report(sequence.computed),
+            kv=sequence.meter.report(),
         )

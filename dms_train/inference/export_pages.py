@@ -25,6 +25,7 @@ from dms_train.kernels.decode import kernels as decode
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_TOKENS = 4096  # of a prompt at once
 _PAGES = 256  # of a new pool
+_MOST_PAGES = 2**14  # that are taken at once before they are needed
 _STEPS = 128  # layers' steps for which pages are taken at once, so that the host seldom waits
 _ENDLESS = 2**24  # a window that no sequence leaves; it needs no ring
 
@@ -68,7 +69,7 @@ class GrowingPool(DevicePool):
     def reserve(self, count: int) -> None:
         """Have `count` free pages ready, which kernels may pop from now on."""
         if self._left < count:
-            self._ensure(_STEPS * count)
+            self._ensure(max(count, min(_STEPS * count, _MOST_PAGES)))
         super().reserve(count)
 
     def _require(self, count: int) -> None:

@@ -1,12 +1,18 @@
 """Decode steps replayed as CUDA graphs: one launch instead of several hundred.
 
-A graph is captured at the start for every batch size that is a power of two; unused batch entries
-hold row -1, which the kernels skip. The cache never moves, so that the graphs stay valid.
+A graph holds a whole step: the layers, the logits and the next token of every sequence, which the
+next step can read without the host. It is captured at the start for every batch size that is a
+power of two; unused places hold row -1, which the kernels skip. The cache never moves, so that the
+graphs stay valid. In Triton's interpreter, on a CPU, the same steps run without graphs.
+
+Shape letters: b sequences of a step.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,64 +20,189 @@ from torch import Tensor
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
+from dms_train.inference.models.fused import DecodeInputs, FusedDecoder, supports
+
+_AHEAD = 2  # steps whose numbers may be on their way between host and device
+
+
+class StepStatus(NamedTuple):
+    """What the host learns after a step.
+
+    Attributes:
+        tokens: int64 [b], the sampled ones.
+        live: int32 [layers, rows, KV heads], tokens held.
+        left: Free pages.
+        fault: `FreePages.fault`.
+    """
+
+    tokens: Tensor
+    live: Tensor
+    left: int
+    fault: int
+
+
+class LaunchedStep:
+    """A step on its way.
+
+    Args:
+        event: Recorded behind it; None on a CPU, where it is done.
+        status: int32 on the host, filled by then.
+        sequences: Of the step.
+        shape: Of the live tokens.
+        reserved: `DevicePool.reserved` when it was launched.
+    """
+
+    def __init__(
+        self,
+        event: torch.cuda.Event | None,
+        status: Tensor,
+        sequences: int,
+        shape: tuple[int, int, int],
+        reserved: int,
+    ) -> None:
+        self._event, self._status = event, status
+        self._sequences, self._shape = sequences, shape
+        self.reserved = reserved
+
+    def wait(self) -> StepStatus:
+        """The host waits until the step is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        layers, rows, heads = self._shape
+        live = self._status[2 : 2 + layers * rows * heads].clone()
+        tokens = self._status[2 + len(live) :].clone().view(torch.int64)[: self._sequences]
+        left, fault = self._status[:2].tolist()
+        return StepStatus(tokens, live.view(self._shape), left, fault)
 
 
 class _Captured(NamedTuple):
-    """A graph with the memory it reads and writes."""
+    """A graph with the memory it reads and writes.
 
-    graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-    position: Tensor
-    rows: Tensor
-    hidden: Tensor
-    reads: Tensor
+    Attributes:
+        replay: Runs the step.
+        inputs: int64 [5, b] on the device, the fields of `DecodeInputs`.
+        status: int32 on the device.
+        sent: Copies of `inputs` on the host, used in turn.
+        received: Copies of `status` on the host, used in turn.
+        step: What was captured; it holds the rest of the memory.
+    """
+
+    replay: Callable[[], None]
+    inputs: Tensor
+    status: Tensor
+    sent: list[Tensor]
+    received: list[Tensor]
+    step: Callable[[], None]
 
 
 class DecodeGraphs:
     """The graphs of one decoder and cache.
 
     Args:
-        decoder: On a GPU.
+        decoder: Where Triton runs.
         cache: Its cache.
         most: Largest batch.
+        longest: Most tokens of a sequence.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, most: int) -> None:
-        self._decoder, self._cache = decoder, cache
+    def __init__(self, decoder: Decoder, cache: PagedKVCache, most: int, longest: int) -> None:
+        self._cache = cache
+        self._last = torch.zeros(most, dtype=torch.int64, device=cache.pool.device)
+        self._sampler: Any = importlib.import_module("dms_train.kernels.layers.triton_sample")
+        self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
+        self._memory = self._sampler.Workspace.of(max(sizes), cache.pool.device)
+        # what a graph reads and writes must be kept as long as the graph
+        self._decoder: FusedDecoder | _Layers = _Layers(decoder, cache)
+        if supports(decoder):
+            self._decoder = FusedDecoder(decoder, cache, longest)
         with torch.no_grad(), cache.recording():
             self._graphs = {size: self._capture(size) for size in reversed(sizes)}
 
-    def step(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """As the decoder's `forward` for one token of every sequence.
+    def launch(self, inputs: list[list[int]], temperature: list[float]) -> LaunchedStep:
+        """Run one token of every sequence and sample the next; the host does not wait.
 
-        The results are overwritten by the next step.
+        At most two steps may be on their way.
+
+        Args:
+            inputs: Tokens, positions, rows and keys, as in `DecodeInputs`.
+            temperature: Of each sequence.
         """
-        b = len(batch.tokens)
+        b = len(temperature)
         self._cache.prepare(b)
         captured = self._graphs[1 << _power(b)]
-        captured.rows.fill_(-1)
-        values = (batch.tokens, batch.position, batch.groups[0].rows)
-        for buffer, value in zip(captured[1:4], values, strict=True):
-            buffer[:b].copy_(value)
-        captured.graph.replay()
-        return captured.hidden[:b], captured.reads[:, :b]
+        self._turn = (self._turn + 1) % _AHEAD
+        sent, received = captured.sent[self._turn], captured.received[self._turn]
+        sent[2].fill_(-1)
+        sent[:4, :b] = torch.tensor(inputs)
+        sent[4].view(torch.float64)[:b] = torch.tensor(temperature, dtype=torch.float64)
+        captured.inputs.copy_(sent, non_blocking=True)
+        captured.replay()
+        received.copy_(captured.status, non_blocking=True)
+        event = None
+        if received.is_pinned():
+            event = torch.cuda.Event()
+            event.record()
+        reserved = self._cache.pool.reserved
+        return LaunchedStep(event, received, b, self._cache.lists_shape, reserved)
 
     def _capture(self, size: int) -> _Captured:
-        """Record a step of `size` sequences, after a warm-up that compiles its kernels."""
+        """Record a step of `size` sequences."""
         device = self._cache.pool.device
-        tokens, position = torch.zeros(2, size, dtype=torch.int64, device=device)
-        rows = torch.full((size,), -1, device=device)
-        batch = TokenBatch.rectangular(tokens[:, None], position[:, None], rows)
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._decoder(batch, self._cache)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            hidden, reads = self._decoder(batch, self._cache)
-        return _Captured(graph, tokens, position, rows, hidden, reads)
+        inputs = torch.zeros(5, size, dtype=torch.int64, device=device)
+        inputs[2] = -1
+        tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        parts = [*self._cache.status(), tokens.view(torch.int32)]
+        status = torch.empty(sum(map(len, parts)), dtype=torch.int32, device=device)
+
+        def step() -> None:
+            tokens_in, position, rows, keys, bits = inputs.unbind()
+            fields = DecodeInputs(tokens_in, position, rows, keys, bits.view(torch.float64))
+            self._sampler.sample(
+                self._decoder.logits(fields, self._last),
+                fields.temperature,
+                fields.keys,
+                fields.rows,
+                tokens=tokens,
+                last=self._last,
+                memory=self._memory,
+            )
+            torch.cat(parts, out=status)
+
+        sent = [torch.zeros(5, size, dtype=torch.int64) for _ in range(_AHEAD)]
+        received = [torch.empty_like(status, device="cpu") for _ in range(_AHEAD)]
+        if device.type != "cuda":
+            return _Captured(step, inputs, status, sent, received, step)
+        sent, received = [[x.pin_memory() for x in side] for side in (sent, received)]
+        return _Captured(_graph(step, device), inputs, status, sent, received, step)
+
+
+class _Layers:
+    """Decode steps by the decoder's own layers, for a decoder that `fused` does not support."""
+
+    def __init__(self, decoder: Decoder, cache: PagedKVCache) -> None:
+        self._decoder, self._cache = decoder, cache
+
+    def logits(self, inputs: DecodeInputs, last: Tensor) -> Tensor:
+        """As `FusedDecoder.logits`."""
+        newest = last[inputs.rows.clamp(min=0)]
+        tokens = torch.where(inputs.tokens < 0, newest, inputs.tokens)
+        batch = TokenBatch.rectangular(tokens[:, None], inputs.position[:, None], inputs.rows)
+        hidden, _ = self._decoder(batch, self._cache)
+        return self._decoder.logits(hidden)
+
+
+def _graph(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture a step, after a warm-up that compiles its kernels; returns what replays it."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _power(size: int) -> int:

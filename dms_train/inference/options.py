@@ -157,6 +157,13 @@ class SamplingParams:
             raise InferenceError(f"stop={self.stop!r}: a tuple of texts that are not empty")
 
     @property
+    def plain(self) -> bool:
+        """Whether a token is drawn from the logits as they are, and nothing else is returned."""
+        restricted = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        changed = self.penalizes or bool(self.logit_bias)
+        return not restricted and not changed and self.logprobs is None
+
+    @property
     def penalizes(self) -> bool:
         """Whether the logits depend on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

@@ -26,10 +26,9 @@ class RowMemory:
         self._shared = options.enable_prefix_caching
         self._prefixes = PrefixCache(options.max_num_seqs)
 
-    def free_pages(self) -> float:
+    def free_pages(self, least: int) -> float:
         """Pages that neither a row nor a snapshot holds; infinite without a limit."""
-        most = self._cache.max_pages
-        return float("inf") if most is None else most - self._cache.used_pages
+        return self._cache.free_pages(least)
 
     def most_copies(self, row: int, tokens: int) -> int:
         """Most pages of a row that are copied for its next tokens."""

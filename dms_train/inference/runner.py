@@ -1,7 +1,12 @@
-"""One forward pass over several sequences: token ids in, logits and cache statistics out."""
+"""One forward pass over several sequences: token ids in, logits and cache statistics out.
+
+On a GPU, a step in which every sequence decodes is one CUDA graph that samples as well. The next
+one can be launched before the host knows the tokens of this one.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -10,13 +15,47 @@ from torch import Tensor
 from dms_train.inference.accounting import PassCounts, TotalMeter
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
-from dms_train.inference.graphs import DecodeGraphs
+from dms_train.inference.graphs import DecodeGraphs, LaunchedStep
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.registry import build_policy
+from dms_train.inference.prompt_graphs import PromptGraphs
+from dms_train.inference.sampler import stream_keys
 from dms_train.inference.scheduler import SchedulerLimits
 from dms_train.inference.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """A sequence in a step on its way.
+
+    Attributes:
+        sequence: The sequence.
+        row: Its cache row then.
+        computed: Its computed tokens after the step.
+        prefill: Whether the step computed a prompt token.
+    """
+
+    sequence: Sequence
+    row: int
+    computed: int
+    prefill: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeStep:
+    """A decode step on its way.
+
+    Attributes:
+        places: Its sequences.
+        launched: Its results.
+        unwanted: Sequences that have ended since.
+    """
+
+    places: list[_Place]
+    launched: LaunchedStep
+    unwanted: set[Sequence] = field(default_factory=set)
 
 
 class ModelRunner:
@@ -42,8 +81,15 @@ class ModelRunner:
         self.cache = build_cache(model, policy, options)
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
         self._graphs: DecodeGraphs | None = None
-        if isinstance(self.cache, PagedKVCache) and self._device.type == "cuda":
-            self._graphs = DecodeGraphs(model.decoder, self.cache, options.max_num_seqs)
+        self._prompts: PromptGraphs | None = None
+        if isinstance(self.cache, PagedKVCache):
+            self._graphs = DecodeGraphs(
+                model.decoder, self.cache, options.max_num_seqs, self.longest
+            )
+            if self._device.type == "cuda" and options.cache_dtype == "auto":
+                chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
+                with torch.no_grad():
+                    self._prompts = PromptGraphs(model.decoder, self.cache, chunk, self.longest)
         a = model.architecture
         self.limits = SchedulerLimits(
             rows=options.max_num_seqs,
@@ -78,17 +124,79 @@ class ModelRunner:
     def _forward(self, batch: list[tuple[Sequence, int]]) -> Tensor:
         """The last hidden states of all tokens, [t, hidden]; single tokens come first."""
         parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
-        tokens = TokenBatch.ragged(parts, self._device)
-        if self._graphs is not None and batch[-1][1] == 1:
-            hidden, reads = self._graphs.step(tokens)
+        if len(parts) == 1 and self._prompts and self._prompts.takes(parts[0][1], len(parts[0][2])):
+            hidden, reads = self._prompts.step(*parts[0])
         else:
+            tokens = TokenBatch.ragged(parts, self._device)
             hidden, reads = self.model.decoder(tokens, self.cache)
-        rows = torch.cat([group.rows for group in tokens.groups])
+        rows = torch.tensor([row for row, _, _ in parts], device=self._device)
         counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
         for index, (sequence, count) in enumerate(batch):
             prompt = sequence.prefilling or count > 1
-            sequence.meter.step(counts, index, self.cache.slot_bytes, prompt)
             sequence.computed += count
-            sequence.pages = counts.sums[index][2] // self.limits.page_slots
+            self._count(sequence, counts, index, tokens=sequence.computed, prefill=prompt)
         self.total.step()
         return hidden
+
+    def _count(
+        self, sequence: Sequence, counts: PassCounts, index: int, *, tokens: int, prefill: bool
+    ) -> None:
+        slot_bytes = self.cache.slot_bytes
+        sequence.meter.step(counts, index, tokens=tokens, slot_bytes=slot_bytes, prefill=prefill)
+        sequence.pages = counts.sums[index][2] // self.limits.page_slots
+
+    def samples(self, batch: list[tuple[Sequence, int]]) -> bool:
+        """Whether `launch` takes such a step: every sequence samples a token, in a plain way."""
+        return self._graphs is not None and all(
+            s.remaining == 1 and s.params.plain and s.computed + 1 >= s.prompt_end for s, _ in batch
+        )
+
+    def launch(self, batch: list[tuple[Sequence, int]]) -> DecodeStep:
+        """Start a decode step; the host does not wait. Advances `computed` and `ahead`.
+
+        Args:
+            batch: What `samples` accepts.
+        """
+        assert self._graphs is not None
+        sequences = [sequence for sequence, _ in batch]
+        # the token that the step before samples is not known yet
+        tokens = [s.tokens[s.computed] if s.computed < len(s.tokens) else -1 for s in sequences]
+        inputs = [
+            tokens,
+            [s.computed for s in sequences],
+            [s.row or 0 for s in sequences],
+            stream_keys([s.stream for s in sequences]).tolist(),
+        ]
+        launched = self._graphs.launch(inputs, [s.params.temperature for s in sequences])
+        places = []
+        for s in sequences:
+            places.append(_Place(s, s.row or 0, s.computed + 1, s.prefilling))
+            s.computed += 1
+            s.ahead += 1
+        return DecodeStep(places, launched)
+
+    def receive(self, step: DecodeStep) -> list[tuple[Sequence, int]]:
+        """Wait for a step. Counts it for the sequences that still want its tokens.
+
+        Returns:
+            These sequences and the tokens sampled for them.
+
+        Raises:
+            RuntimeError: A token found no page, so that the contents of the cache are invalid.
+        """
+        assert isinstance(self.cache, PagedKVCache)
+        status = step.launched.wait()
+        self.cache.pool.learn(status.left, status.fault, step.launched.reserved)
+        live = status.live[:, [place.row for place in step.places]]
+        slots = self.limits.page_slots
+        counts = PassCounts(live, live, (live + slots - 1) // slots * slots)
+        self.total.step(status.live)
+        wanted = []
+        sampled = status.tokens.tolist()
+        for index, (place, token) in enumerate(zip(step.places, sampled, strict=True)):
+            sequence = place.sequence
+            if sequence not in step.unwanted:
+                sequence.ahead -= 1
+                self._count(sequence, counts, index, tokens=place.computed, prefill=place.prefill)
+                wanted.append((sequence, token))
+        return wanted

@@ -36,6 +36,11 @@ class SamplingRow:
     prompt: list[int]
     output: list[int]
 
+    @property
+    def stream(self) -> tuple[int, int, int]:
+        """Which random numbers the next token is drawn with: seed, index and its number."""
+        return self.seed, self.index, len(self.output)
+
 
 class SampledToken(NamedTuple):
     """A token and, if asked for, the log-probabilities at its place."""
@@ -96,7 +101,7 @@ def _draw(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
     scores = scores.double() / temperature[:, None].to(scores.device)
     if any(row.params.top_p < 1 or row.params.min_p > 0 or row.params.top_k > 0 for row in rows):
         scores = _restricted(scores, [row.params for row in rows])
-    noise = uniform(_keys(rows).to(scores.device), vocab)
+    noise = uniform(stream_keys([row.stream for row in rows]).to(scores.device), vocab)
     return (scores - (-noise.log()).log()).argmax(-1)
 
 
@@ -115,11 +120,11 @@ def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
     return scores.scatter(1, index, ordered.masked_fill(excluded, -torch.inf))
 
 
-def _keys(rows: list[SamplingRow]) -> Tensor:
-    """Which random numbers the next token of each row draws, int64 [b]."""
-    seeds = [(row.seed + 2**63) % 2**64 - 2**63 for row in rows]  # a seed may be any integer
-    places = [len(row.output) for row in rows]
-    seed, index, place = torch.tensor([seeds, [row.index for row in rows], places]) * GOLDEN
+def stream_keys(streams: list[tuple[int, int, int]]) -> Tensor:
+    """Keys of `method.splitmix` for the seed, index and number of each token, int64 [b]."""
+    # a seed may be any integer
+    numbers = [((seed + 2**63) % 2**64 - 2**63, *rest) for seed, *rest in streams]
+    seed, index, place = torch.tensor(numbers).T * GOLDEN
     return mix(mix(mix(seed + 1) + index) + place)
 
 

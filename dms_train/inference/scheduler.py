@@ -38,6 +38,8 @@ class SequenceState:
         tokens: All prompts and generated tokens so far.
         prompt_end: Where the current prompt ends.
         computed: Tokens that are in the cache or were evicted from it.
+        ahead: Sampled tokens behind `tokens` that are on the device only.
+        limit: Tokens at which it ends; None for no limit.
         row: Cache row, or None while it has none.
         pages: Pages it holds, shared ones included.
         cuts: Numbers of tokens after which a snapshot is taken; a step ends there.
@@ -51,6 +53,8 @@ class SequenceState:
     tokens: list[int] = field(default_factory=list)
     prompt_end: int = 0
     computed: int = 0
+    ahead: int = 0
+    limit: int | None = None
     row: int | None = None
     pages: int = 0
     cuts: tuple[int, ...] = ()
@@ -58,14 +62,20 @@ class SequenceState:
     finish_reason: str | None = None
 
     @property
+    def length(self) -> int:
+        """All tokens so far, those on the device included."""
+        return len(self.tokens) + self.ahead
+
+    @property
     def remaining(self) -> int:
-        """Tokens that are known and not computed."""
-        return len(self.tokens) - self.computed
+        """Tokens that are not computed."""
+        return self.length - self.computed
 
     @property
     def runnable(self) -> bool:
         """Whether it has tokens to compute."""
-        return self.finish_reason is None and self.remaining > 0
+        ends = self.ahead > 0 and self.limit is not None and self.length >= self.limit
+        return self.finish_reason is None and self.remaining > 0 and not ends
 
     @property
     def awaits_leader(self) -> bool:
@@ -77,7 +87,7 @@ class SequenceState:
 
     def next_tokens(self, most: int) -> int:
         """How many tokens a step of at most `most` computes."""
-        cut = min((c for c in self.cuts if c > self.computed), default=len(self.tokens))
+        cut = min((c for c in self.cuts if c > self.computed), default=self.length)
         return min(cut - self.computed, self.remaining, most)
 
     @property
@@ -124,8 +134,12 @@ StateIn = TypeVar("StateIn", bound=SequenceState, contravariant=True)
 class CacheMemory(Protocol[StateIn]):
     """What the scheduler asks of the cache."""
 
-    def free_pages(self) -> float:
-        """Pages that neither a row nor a snapshot holds; infinite without a limit."""
+    def free_pages(self, least: int) -> float:
+        """Pages that neither a row nor a snapshot holds; infinite without a limit.
+
+        Args:
+            least: Of so many pages or more, a lower bound is enough.
+        """
         ...
 
     def most_copies(self, row: int, tokens: int) -> int:
@@ -311,9 +325,10 @@ class _Step(Generic[State]):
             if sequence.awaits_leader:
                 continue
             growth = scheduler.expected_growth(sequence)
-            while self._free - promised - reserve < growth and scheduler.memory.reclaim(sequence):
+            least = math.ceil(growth + promised + reserve)
+            while self._free(least) < least and scheduler.memory.reclaim(sequence):
                 pass
-            full = self._free - promised - reserve < growth or self._budget == 0
+            full = self._free(least) < least or self._budget == 0
             if (full or self.plan.preempted) and self.plan.batch:
                 return
             if not scheduler.free_rows and not self._preempt(self._idle()):
@@ -323,10 +338,9 @@ class _Step(Generic[State]):
             self._compute(sequence)
             promised += max(0, growth - (self._planned - planned))
 
-    @property
-    def _free(self) -> float:
-        """Pages that nothing holds and the batch does not take."""
-        return self._scheduler.memory.free_pages() - self._planned
+    def _free(self, least: int) -> float:
+        """Pages that nothing holds and the batch does not take; a lower bound from `least` on."""
+        return self._scheduler.memory.free_pages(self._planned + least) - self._planned
 
     def _may_run(self, sequence: State) -> bool:
         return sequence.runnable and (self._allowed is None or sequence in self._allowed)
@@ -345,13 +359,14 @@ class _Step(Generic[State]):
         count = sequence.next_tokens(min(limits.chunk, self._budget))
         if count == 0:
             return
-        while self._most_pages(sequence, 1) > self._free:
+        while (least := self._most_pages(sequence, 1)) > self._free(least):
             if not memory.reclaim() and not self._preempt(self._victim(sequence)):
                 if self._scheduler.placed == [sequence]:
                     self._end(sequence, "memory")
                 return
-        if self._most_pages(sequence, count) > self._free:
-            spare = self._free - self._most_pages(sequence, count) + limits.most_pages(count)
+        most = self._most_pages(sequence, count)
+        if most > self._free(most):
+            spare = self._free(most) - most + limits.most_pages(count)
             count = max(1, limits.tokens_within(int(spare)))
         self.plan.batch.append((sequence, count))
         self._planned += self._most_pages(sequence, count)

@@ -23,7 +23,7 @@ class Sequence(SequenceState):
         seed: Of its random numbers.
         params: How to continue.
         meter: What it has cost since the prompt started.
-        prompt_start: Where the current prompt starts in `tokens`.
+        prompt: Tokens of the current prompt.
         logprobs: Of the generated tokens, if asked for.
         text: Of the generated tokens.
     """
@@ -33,9 +33,14 @@ class Sequence(SequenceState):
     seed: int
     params: SamplingParams = field(default_factory=SamplingParams)
     meter: Meter = field(default_factory=Meter)
-    prompt_start: int = 0
+    prompt: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: GeneratedText = field(default_factory=lambda: GeneratedText(None, [], ()))
+
+    @property
+    def prompt_start(self) -> int:
+        """Where the current prompt starts in `tokens`."""
+        return self.prompt_end - len(self.prompt)
 
     @property
     def output(self) -> list[int]:
@@ -48,17 +53,28 @@ class Sequence(SequenceState):
         return self.computed < self.prompt_end
 
     def take(self, count: int) -> list[int]:
-        """The next tokens to compute."""
+        """The next tokens to compute; the one that is on the device only is left out."""
         return self.tokens[self.computed : self.computed + count]
 
     def add_prompt(
-        self, tokens: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        longest: int,
     ) -> None:
-        """Append a prompt to all tokens so far; costs are counted from here on."""
-        self.params = params
-        self.prompt_start = len(self.tokens)
+        """Append a prompt to all tokens so far; costs are counted from here on.
+
+        Args:
+            tokens: The prompt.
+            params: How to continue it.
+            tokenizer: Of the model; None gives no text.
+            longest: Most tokens of a sequence.
+        """
+        self.params, self.prompt = params, tokens
         self.tokens += tokens
         self.prompt_end = len(self.tokens)
+        self.limit = min(self.prompt_end + params.max_tokens, longest)
         self.finish_reason = None
         self.logprobs = []
         self.text = GeneratedText(tokenizer, self.tokens, params.stop)
@@ -71,15 +87,20 @@ class Sequence(SequenceState):
         before, output = self.tokens[: self.prompt_end], self.output
         return SamplingRow(self.params, self.seed, self.index, before, output)
 
-    def append(self, sampled: SampledToken, stops: frozenset[int], longest: int) -> None:
-        """Add a sampled token; returns whether it was the last; `longest` is the model's limit."""
+    @property
+    def stream(self) -> tuple[int, int, int]:
+        """Which random numbers the next token is drawn with: seed, index and its number."""
+        return self.seed, self.index, self.length - self.prompt_end
+
+    def append(self, sampled: SampledToken, stops: frozenset[int]) -> None:
+        """Add a sampled token, and end the sequence if it is the last one."""
         self.tokens.append(sampled.token)
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs._replace(text_offset=self.text.decoded))
         self.text.add(sampled.token)
         if sampled.token in stops or self.text.stopped:
             self.finish_reason = "stop"
-        elif len(self.output) >= self.params.max_tokens or len(self.tokens) >= longest:
+        elif self.limit is not None and len(self.tokens) >= self.limit:
             self.finish_reason = "length"
 
 

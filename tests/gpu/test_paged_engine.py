@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.models.decoder import Decoder
 from dms_train.inference.models.loader import LoadedModel
-from dms_train.inference.options import EngineOptions
+from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.runner import ModelRunner
 from dms_train.inference.sequence import Sequence
 from dms_train.method.spec import PRESETS
@@ -18,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 DEVICE = "cuda"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 STEPS, PROMPTS = 30, (40, 3, 21)
 
 
@@ -43,7 +45,6 @@ def sequences() -> list[Sequence]:
             seed=row,
             arrival=row,
             tokens=torch.randint(0, tiny.VOCAB, (n,), generator=draw).tolist(),
-            prompt_start=0,
             prompt_end=n,
             row=row,
         )
@@ -85,3 +86,46 @@ def test_fp8_pages_change_the_logits_a_little() -> None:
     tokens, logits_of_reference, _ = run("dms", None, kernels="reference")
     _, logits, _ = run("dms", tokens, cache_dtype="fp8")
     assert 1e-5 < (logits - logits_of_reference).norm() / logits_of_reference.norm() < 0.1
+
+
+@pytest.mark.parametrize("preset", ["dms", None])
+def test_full_chunks_of_a_prompt_give_the_same_tokens(preset: str | None) -> None:
+    """They are replayed as graphs: the first chunk, later ones, and then one that is not full."""
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, tiny.VOCAB, (n,), generator=draw).tolist() for n in (64, 16, 71)]
+    found = []
+    for kernels in ("auto", "reference"):
+        options = EngineOptions(
+            device=DEVICE, max_num_seqs=2, prefill_chunk=16, max_num_batched_tokens=16,
+            kernels=kernels,
+        )  # fmt: skip
+        engine = InferenceEngine(model(preset), options)
+        ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {o.request_id: o for o in engine.step() if o.finished}
+        outputs = [done[request_id].outputs[0] for request_id in ids]
+        found.append([(o.token_ids, o.kv.kv_reads, o.kv.prefill_reads) for o in outputs])
+        assert engine._runner.cache.used_pages == 0
+    assert found[0] == found[1]
+    assert (engine._runner._prompts is None) == (kernels == "reference")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_sampled_in_the_graph_are_those_of_the_sampler(temperature: float) -> None:
+    """Requests that end at different times; log-probabilities are computed by the host."""
+    found = []
+    for logprobs in (None, 0):
+        engine = InferenceEngine(model("dms"), EngineOptions(device=DEVICE, max_num_seqs=3))
+        for seed, length in enumerate((5, 30, 2, 17, 9)):
+            params = SamplingParams(
+                temperature=temperature, seed=seed, max_tokens=9 + 3 * seed, logprobs=logprobs
+            )
+            engine.add_request(list(range(length)), params)
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {o.request_id: o for o in engine.step() if o.finished}
+        found.append(
+            {i: (o.outputs[0].token_ids, o.outputs[0].kv.kv_reads) for i, o in done.items()}
+        )
+    assert found[0] == found[1]

@@ -82,6 +82,10 @@ class CompactCache:
         """Pages that rows and snapshots hold, shared ones once."""
         return self.pool.allocator.used
 
+    def free_pages(self, least: int) -> float:
+        """Pages that neither a row nor a snapshot holds; infinite without a limit."""
+        return float("inf") if self.max_pages is None else self.max_pages - self.used_pages
+
     def most_copies(self, row: int, tokens: int) -> int:
         """Most shared pages of a row that its next tokens change.
 

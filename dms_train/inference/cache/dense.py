@@ -56,6 +56,10 @@ class DenseCache:
         """0: there are no pages."""
         return 0
 
+    def free_pages(self, least: int) -> float:
+        """Pages that neither a row nor a snapshot holds; infinite without a limit."""
+        return float("inf")
+
     def most_copies(self, row: int, tokens: int) -> int:
         """0: there are no pages."""
         return 0

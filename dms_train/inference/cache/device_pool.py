@@ -1,7 +1,8 @@
 """Pages whose free list lies on the device, where decode kernels pop it without the host.
 
 All memory is taken once. The host keeps a lower bound of the free pages: it subtracts what every
-step may have popped, and reads their number from the device only when the bound is too low.
+step may have popped, learns their number after each step without waiting for it, and reads it from
+the device when the bound is too low.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class DevicePool:
         peak_pages: Most pages in use, as far as the host has asked.
         slot_bytes: Bytes of one slot.
         sharing: Whether any page may have several holders.
+        reserved: Pages that were reserved or taken since the beginning.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class DevicePool:
         self.peak_pages = 0
         self._left = pages  # free pages, a lower bound
         self._exact = True  # whether the bound is their number
+        self.reserved = 0
 
     @property
     def page_bytes(self) -> int:
@@ -79,7 +82,34 @@ class DevicePool:
         """
         self._require(count)
         self._left -= count
+        self.reserved += count
         self._exact = False
+
+    def free_pages(self, least: int) -> int:
+        """Pages that are free; only a lower bound if that is `least` or more."""
+        if self._left < least and not self._exact:
+            self._read()
+        return self._left
+
+    def changed(self) -> None:
+        """Note that a kernel has released pages; their number is not known."""
+        self._exact = False
+
+    def learn(self, left: int, fault: int, reserved: int) -> None:
+        """Note how many pages were free after an earlier step.
+
+        Args:
+            left: Free pages on the device then.
+            fault: `FreePages.fault` then.
+            reserved: `reserved` of the pool then.
+
+        Raises:
+            RuntimeError: A kernel found no page for a token.
+        """
+        self._check(fault)
+        if not self._exact:
+            self._left = max(self._left, left - (self.reserved - reserved))
+        self.peak_pages = max(self.peak_pages, self.max_pages - left)
 
     def take(self, count: int) -> Tensor:
         """Pop pages, each with one holder: int32 [count].
@@ -89,6 +119,7 @@ class DevicePool:
         """
         self._require(count)
         self._left -= count
+        self.reserved += count
         self.free.left.sub_(count)
         at = self.free.left + torch.arange(count, device=self.device)
         return self.free.numbers[at]
@@ -145,5 +176,9 @@ class DevicePool:
             found.append(self._holders.max().view(1))
         self._left, fault, *most = torch.cat(found).tolist()
         self.sharing, self._exact = most > [1], True
+        self._check(fault)
+
+    @staticmethod
+    def _check(fault: int) -> None:
         if fault:
             raise RuntimeError(f"a token was not stored (fault {fault})")

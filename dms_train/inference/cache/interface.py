@@ -6,6 +6,7 @@ Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d h
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,6 +39,7 @@ class AttentionStep(NamedTuple):
         spec: Of a model whose query carries an eviction channel; None for any other.
         adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
             called only where decisions are read.
+        begins: Whether the cache is known to hold nothing of these sequences yet.
     """
 
     query: Tensor
@@ -49,6 +51,7 @@ class AttentionStep(NamedTuple):
     rows: Tensor
     spec: DMSSpec | None = None
     adapter: Callable[[], Tensor] | None = None
+    begins: bool = False
 
     def decisions(self) -> Tensor | None:
         """Hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
@@ -65,6 +68,8 @@ class AttentionStep(NamedTuple):
         Returns:
             Query [b, g * r, n, d], and the arriving tokens.
         """
+        if self.query.is_cuda:
+            return self._rotated_by_kernel()
         signal = self.decisions()
         query = self._rotate(self._cleared(self.query))
         if self.spec is not None and self.spec.clear_after_rope:
@@ -73,6 +78,31 @@ class AttentionStep(NamedTuple):
         value = self.value.squeeze(3).transpose(1, 2)
         arrival = Arrival(self.position, key, value, signal)
         return query.flatten(2, 3).transpose(1, 2), arrival
+
+    def _rotated_by_kernel(self) -> tuple[Tensor, Arrival]:
+        """`rotated` in one pass over memory."""
+        rope = import_module("dms_train.kernels.layers.triton_rope")
+        b, n, g, _, d = self.query.shape
+        channel = rope.EvictionChannel(0, 1.0, clear_after_rope=False)
+        if self.spec is not None:
+            clear = self.spec.clear_after_rope
+            channel = rope.EvictionChannel(self.spec.channel % d, 0.0, clear_after_rope=clear)
+        angles = torch.cat([self.cos[..., : d // 2], self.sin[..., : d // 2]], -1)
+        query, key, activation = rope.rotate(
+            self.query.flatten(0, 1).unsqueeze(1),
+            self.key.flatten(0, 1).transpose(1, 2),
+            angles.float().view(b * n, 1, 2, d // 2),
+            channel,
+        )
+        signal = None
+        if self.spec is not None:
+            activation = activation.view(b, n, g)
+            signal = hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
+        elif self.adapter is not None:
+            signal = self.adapter()
+        value = self.value.squeeze(3).transpose(1, 2)
+        arrival = Arrival(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
+        return query.view(b, n, -1, d).transpose(1, 2), arrival
 
     def _cleared(self, query: Tensor) -> Tensor:
         """The query with 0 in its eviction channel."""
@@ -127,6 +157,14 @@ class KVCache(Protocol):
     @property
     def used_pages(self) -> int:
         """Pages that rows and snapshots hold, shared ones once; 0 without pages."""
+        ...
+
+    def free_pages(self, least: int) -> float:
+        """Pages that neither a row nor a snapshot holds; infinite without a limit.
+
+        Args:
+            least: Of so many pages or more, a lower bound is enough.
+        """
         ...
 
     def most_copies(self, row: int, tokens: int) -> int:

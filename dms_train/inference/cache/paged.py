@@ -2,8 +2,8 @@
 
 It holds the same tokens as `CompactCache`, for policies that decide about a token by the time it
 leaves the window, so that only tokens in the window need a position. Prompts are computed by the
-kernels of `kernels.prefill`; the host waits once per layer and chunk for the number of pages they
-need. With FP8 pages, prompts are computed by torch operations instead. All memory is taken once.
+kernels of `kernels.prefill`, and their pages are claimed and released on the device as well. With
+FP8 pages, prompts are computed by torch operations instead. All memory is taken once.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, w window, d head size.
 """
@@ -35,6 +35,7 @@ from dms_train.kernels.decode.paged import (
     NEVER,
     SIGNAL,
     Decisions,
+    HeadNorms,
     PagedCache,
     Step,
 )
@@ -125,6 +126,10 @@ class PagedKVCache:
         """Pages that rows and snapshots hold, shared ones once."""
         return self.pool.used_pages
 
+    def free_pages(self, least: int) -> float:
+        """Pages that neither a row nor a snapshot holds; a lower bound from `least` on."""
+        return self.pool.free_pages(least)
+
     def most_copies(self, row: int, tokens: int) -> int:
         """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
         if tokens == 1 or not self.pool.sharing:
@@ -155,9 +160,10 @@ class PagedKVCache:
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
-        for row in rows.tolist():
-            self.pool.release(self._held(row))
-        self._lengths[:, rows] = 0
+        layers, _, heads = self._lengths.shape
+        lists = torch.cat([self._lists(layer, rows) for layer in range(layers)])
+        after = torch.zeros(len(rows) * layers * heads, dtype=torch.int32, device=rows.device)
+        self._release(lists, after)
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
@@ -176,7 +182,7 @@ class PagedKVCache:
             return self._decode(layer, step)
         query, arrival = step.rotated()
         if arrival.key.dtype == self.pool.pages.dtype:
-            return self._prefill(layer, step.rows, query, arrival)
+            return self._prefill(layer, step.rows, query, arrival, begins=step.begins)
         return self._prefill_in_torch(layer, step.rows, query, arrival)
 
     def _decode(self, layer: int, step: AttentionStep) -> Attended:
@@ -200,13 +206,37 @@ class PagedKVCache:
         )
         if layer == 0 and not self._recording:
             self.prepare(b)
-        cache = self.view(layer)
+        output = self._append_and_attend(layer, token, rule, None)
+        return Attended(output.unsqueeze(2), self._lengths[layer, step.rows].long())
+
+    def decode(
+        self, layer: int, token: Step, spec: DMSSpec | None, norms: HeadNorms | None
+    ) -> Tensor:
+        """One token per sequence inside `recording`, or announced with `prepare`.
+
+        Args:
+            layer: Layer number.
+            token: The tokens, without signals.
+            spec: Of a model whose query carries an eviction channel; None for a dense model.
+            norms: RMSNorm of every head; None if there is none.
+
+        Returns:
+            [b, query heads, d].
+        """
+        rule = self._rule_of(spec, token.query.shape[-1])
+        return self._append_and_attend(layer, token, rule, norms)
+
+    def _append_and_attend(
+        self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
+    ) -> Tensor:
+        cache, b = self.view(layer), len(token.rows)
         append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule)
+        rotated = append.append(token, cache, rule, norms=norms)
         if b not in self._memory:
             self._memory[b] = attend.workspace(rotated, cache)
-        output = attend.attend(rotated, cache, step.rows, d**-0.5, self._memory[b])
-        return Attended(output.unsqueeze(2), self._lengths[layer, step.rows].long())
+        scale = token.query.shape[-1] ** -0.5
+        output: Tensor = attend.attend(rotated, cache, token.rows, scale, self._memory[b])
+        return output
 
     def _rule_of(self, spec: DMSSpec | None, head_size: int) -> Decisions:
         """How a step decides and what it clears from the query.
@@ -236,18 +266,22 @@ class PagedKVCache:
         self._settle(rows, slots, arrival.position.amax(1, keepdim=True))
         return Attended(output.to(query.dtype), mask.sum((2, 3)))
 
-    def _prefill(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """A chunk of prompts through the kernels."""
-        ring = self._rings[layer, rows]
-        window, d = ring.shape[-1] - 1, query.shape[-1]
+    def _prefill(
+        self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival, *, begins: bool = False
+    ) -> Attended:
+        """A chunk of prompts through the kernels; `begins` if it is the first one."""
+        window, d = self._rings.shape[-1] - 1, query.shape[-1]
         real = (arrival.position >= 0).int()
-        seen = arrival.position[:, 0].int()
-        before = prompt.state_before(self._lengths[layer, rows], ring, seen, self._rule.source)
+        if begins:
+            before = prefill.nothing(len(rows), self._lengths.shape[-1], query.device)
+        else:
+            ring, seen = self._rings[layer, rows], arrival.position[:, 0].int()
+            before = prompt.state_before(self._lengths[layer, rows], ring, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, real, self._rule)
         chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
-        table, spare = self._grow(layer, rows, chunk.lengths)
-        if self.pool.sharing:
-            size = self.pool.page_slots
+        size, lists = self.pool.page_slots, self._lists(layer, rows)
+        table = self._claim(layer, rows, lists, chunk.lengths, query.shape[2])
+        if self.pool.sharing and not begins:
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             table = self._own(layer, rows, table, changed)
         tokens, pages = Tokens(query, arrival.key, arrival.value), Pages(self.pool.pages, table)
@@ -258,7 +292,7 @@ class PagedKVCache:
         except BaseException:  # `free` finds the pages of a KV list by its length
             self._lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)
             raise
-        self._settled(layer, rows, chunk.lengths, spare=spare)
+        self._release(lists, chunk.lengths.flatten().contiguous())
         if self._rule.source != NEVER:
             self._rings[layer, rows] = prompt.ring_after(after, window + 1)
         return Attended(output, prompt.reads(chunk, before, window))
@@ -272,10 +306,58 @@ class PagedKVCache:
         finally:
             self._recording = False
 
-    def prepare(self, sequences: int) -> None:
-        """Reserve a slot for one more token of `sequences` sequences in every layer and KV head."""
+    def status(self) -> list[Tensor]:
+        """What the host learns after a step: int32 free pages [1], fault [1], live tokens [all]."""
+        return [self.pool.free.left, self.pool.free.fault, self._lengths.view(-1)]
+
+    @property
+    def lists_shape(self) -> tuple[int, int, int]:
+        """Layers, rows and KV heads."""
+        layers, rows, heads = self._lengths.shape
+        return layers, rows, heads
+
+    def prepare(self, sequences: int, tokens: int = 1) -> None:
+        """Reserve slots for `tokens` more tokens of `sequences` sequences, in all layers."""
         layers, _, heads, _ = self._tables.shape
-        self.pool.reserve(layers * sequences * heads)
+        self.pool.reserve(layers * sequences * heads * self._pages_of(tokens))
+
+    def _lists(self, layer: int, rows: Tensor) -> Tensor:
+        """Numbers of the KV lists of some rows of a layer, int64 [b * h]."""
+        _, count, heads = self._lengths.shape
+        head = torch.arange(heads, device=rows.device)
+        return ((layer * count + rows)[:, None] * heads + head).flatten()
+
+    def _claim(
+        self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, tokens: int
+    ) -> Tensor:
+        """Have pages for `lengths` [b, h] slots, after at most `tokens` more; nothing moves.
+
+        Returns:
+            Page tables of the rows, int32 [b, h, p].
+        """
+        if not self._recording:
+            self.pool.reserve(len(lists) * self._pages_of(tokens))
+        decode.page_kernels().claim(
+            self._tables.flatten(0, 2),
+            self._lengths.view(-1),
+            lengths.flatten().contiguous(),
+            lists,
+            self.pool.free,
+            self.pool.page_slots,
+        )
+        return self._tables[layer, rows]
+
+    def _release(self, lists: Tensor, lengths: Tensor) -> None:
+        """Set the lengths of KV lists, int32, and give back the pages behind them."""
+        decode.page_kernels().release(
+            self._tables.flatten(0, 2),
+            self._lengths.view(-1),
+            lengths,
+            lists,
+            self.pool.free,
+            self.pool.page_slots,
+        )
+        self.pool.changed()
 
     def _tables_and_exponents(self) -> list[Tensor]:
         """What has an entry for each place, [layers, rows, h, p, ...]."""
@@ -285,6 +367,9 @@ class PagedKVCache:
         """Pages of a row, int32 [pages of all layers and heads]."""
         used = self._place() < self._pages(self._lengths[:, row])[..., None]
         return self._tables[:, row][used]
+
+    def _pages_of(self, slots: int) -> int:
+        return -(-slots // self.pool.page_slots)
 
     def _pages(self, slots: Tensor) -> Tensor:
         return (slots + self.pool.page_slots - 1) // self.pool.page_slots

@@ -55,6 +55,9 @@ def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: D
     if rule.source == ALWAYS:
         return torch.ones_like(whole)
     assert signal is not None
+    if k == 0:  # the first chunk
+        decided = signal & (real[:, None] > 0)
+        return F.pad(decided[..., rule.shift :], (0, min(n, rule.shift)))
     governed = whole[..., k - rule.shift : k - rule.shift + n]
     decided = torch.where(real[:, None] > 0, signal, governed)
     return torch.cat([whole[..., : k - rule.shift], decided, whole[..., k - rule.shift + n :]], 2)
@@ -104,6 +107,8 @@ def reads(chunk: PrefillChunk, before: PrefillState, window: int) -> Tensor:
     reach = torch.where(chunk.evicted, torch.minimum(last, token + window + 1), last)
     there = (token >= chunk.start[:, None]) & (token < stop)
     near = ((reach - first).clamp(min=0) * there[:, None]).sum(-1)
+    if k == 0:
+        return near
     older = before.lengths - before.seen.clamp(max=window + 1)[:, None]
     return near + older * (stop - k)
 

@@ -20,6 +20,7 @@ class Group(NamedTuple):
         tokens: Where their tokens lie in the flat order.
         source: int64 [b, n], which of these tokens goes where; None if there is no padding.
         target: int64 [tokens], place in b * n of each of them; None likewise.
+        begins: Whether the cache is known to hold nothing of these sequences yet.
     """
 
     rows: Tensor
@@ -27,6 +28,7 @@ class Group(NamedTuple):
     tokens: slice
     source: Tensor | None = None
     target: Tensor | None = None
+    begins: bool = False
 
     def take(self, flat: Tensor) -> Tensor:
         """[t, ...] to [b, n, ...]; padding repeats a token."""
@@ -90,7 +92,8 @@ def _group(parts: list[tuple[int, int, list[int]]], start: int, device: torch.de
     ]
     rows = torch.tensor([row for row, _, _ in parts], device=device)
     at = torch.tensor(position, device=device)
-    group = Group(rows, at, slice(start, start + total))
+    empty = all(first == 0 for _, first, _ in parts)
+    group = Group(rows, at, slice(start, start + total), begins=empty)
     if min(lengths) == n:
         return group
     begins = [sum(lengths[:i]) for i in range(len(lengths))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -62,9 +63,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * wide.to(x.dtype)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    """silu(x[:, :f]) * x[:, f:] for x [t, 2 f]."""
+    if x.is_cuda:
+        swiglu: Tensor = import_module("dms_train.kernels.layers.triton_swiglu").swiglu(x)
+        return swiglu
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 class MLP(nn.Module):
@@ -77,8 +89,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, c] to [t, c]."""
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        update: Tensor = self.down_proj(F.silu(gate) * up)
+        update: Tensor = self.down_proj(_swiglu(self.gate_up_proj(x)))
         return update
 
 
@@ -150,6 +161,7 @@ class Attention(nn.Module):
                 rows=group.rows,
                 spec=None if self.adapter else self.spec,
                 adapter=adapter,
+                begins=group.begins,
             )
             done = inputs.cache.step(self.layer, step)
             outputs.append(group.flatten(done.output.transpose(1, 2).flatten(2)))

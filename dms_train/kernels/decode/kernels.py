@@ -30,3 +30,8 @@ def kernels() -> tuple[Any, Any]:
         importlib.import_module(f"{package}.triton_append"),
         importlib.import_module(f"{package}.triton_attention"),
     )
+
+
+def page_kernels() -> Any:
+    """The module `triton_pages`."""
+    return importlib.import_module("dms_train.kernels.decode.triton_pages")

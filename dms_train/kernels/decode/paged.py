@@ -144,3 +144,17 @@ class Step(NamedTuple):
     position: Tensor
     rows: Tensor
     signal: Tensor | None = None
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of the query and key heads, as in Qwen3.
+
+    Attributes:
+        query: [d], its weight.
+        key: [d], likewise.
+        epsilon: Added to the mean of the squares.
+    """
+
+    query: Tensor
+    key: Tensor
+    epsilon: float

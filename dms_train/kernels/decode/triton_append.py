@@ -21,6 +21,7 @@ from dms_train.kernels.decode.paged import (
     OUT_OF_PAGES,
     SIGNAL,
     Decisions,
+    HeadNorms,
     PagedCache,
     Step,
 )
@@ -193,6 +194,35 @@ def _query_halves(query_ptr, half, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.c
 
 
 @triton.jit
+def _normed_query(first, second, norm_ptr, epsilon, half, D: tl.constexpr):
+    """RMSNorm of query heads in two halves, [R_PAD, D_PAD / 2], rounded as the layer rounds it."""
+    kind = norm_ptr.dtype.element_ty
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    factor = tl.rsqrt(squares / D + epsilon)[:, None]
+    norm_1 = tl.load(norm_ptr + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+    norm_2 = tl.load(norm_ptr + D // 2 + half, mask=half < D // 2, other=0.0).to(tl.float32)
+    first = (first * factor).to(kind).to(tl.float32) * norm_1
+    second = (second * factor).to(kind).to(tl.float32) * norm_2[None, :]
+    return first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+
+
+@triton.jit
+def _normed_key(first, second, norm_ptr, epsilon, half, D: tl.constexpr):
+    """The same for one key, [D_PAD / 2]."""
+    first, second = _normed_query(first[None, :], second[None, :], norm_ptr, epsilon, half, D)
+    return tl.sum(first, 0), tl.sum(second, 0)
+
+
+@triton.jit
+def _borrowed(first, second, half, CHANNEL: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr):
+    """The borrowed channel of the first query head."""
+    member = tl.arange(0, R_PAD)[:, None]
+    at = tl.where(CHANNEL < D // 2, CHANNEL, CHANNEL - D // 2)
+    side = first if CHANNEL < D // 2 else second
+    return tl.sum(tl.sum(tl.where((member == 0) & (half[None, :] == at), side, 0.0), 1), 0)
+
+
+@triton.jit
 def _rotate_query(
     first,
     second,
@@ -247,6 +277,9 @@ def _append_kernel(
     count_ptr,
     fault_ptr,
     holders_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    epsilon,
     query_stride,
     key_stride,
     value_stride,
@@ -268,8 +301,9 @@ def _append_kernel(
     QUANTISED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:  # the attention's launch; it waits for our end before it reads
+    if OVERLAP:  # launched while the kernel before runs; the attention may be launched as well
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows_ptr + batch)
     if row < 0:
@@ -290,9 +324,12 @@ def _append_kernel(
     value_2 = tl.load(value_at + HALF, mask=inside, other=0.0).to(tl.float32)
     query_base = query_ptr + batch.to(tl.int64) * query_stride + head * R * D
     first, second = _query_halves(query_base, half, R, R_PAD, D)
+    if query_norm_ptr is not None:
+        first, second = _normed_query(first, second, query_norm_ptr, epsilon, half, D)
+        raw_1, raw_2 = _normed_key(raw_1, raw_2, key_norm_ptr, epsilon, half, D)
     bit = 1
     if SOURCE == _EVICTION_CHANNEL:
-        list_value = tl.load(query_base + CHANNEL).to(tl.float32)
+        list_value = _borrowed(first, second, half, CHANNEL, R_PAD, D)
         bit = (list_value * scale - offset > 0).to(tl.int32)
     if SOURCE == _SIGNAL:
         bit = (tl.load(signal_ptr + batch * heads + head) != 0).to(tl.int32)
@@ -341,7 +378,13 @@ def _append_kernel(
 
 
 def append(
-    step: Step, cache: PagedCache, rule: Decisions, *, rotated: Tensor | None = None, warps: int = 1
+    step: Step,
+    cache: PagedCache,
+    rule: Decisions,
+    *,
+    norms: HeadNorms | None = None,
+    rotated: Tensor | None = None,
+    warps: int = 1,
 ) -> Tensor:
     """Store one token per sequence, after evicting the one that leaves the window if it is marked.
 
@@ -352,6 +395,7 @@ def append(
         step: The tokens.
         cache: Updated in place.
         rule: Where decisions come from.
+        norms: RMSNorm of every head before RoPE and decisions; None if there is none.
         rotated: Where the result goes; None makes a tensor.
         warps: Warps of a program.
 
@@ -360,6 +404,7 @@ def append(
     """
     b, heads, d = step.query.shape
     h = step.key.shape[1]
+    overlap = overlaps(step.query.device)
     if rotated is None:
         rotated = torch.empty_like(step.query, memory_format=torch.contiguous_format)
     _append_kernel[(b, h)](
@@ -381,6 +426,9 @@ def append(
         cache.free.left,
         cache.free.fault,
         cache.free.holders,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        0.0 if norms is None else norms.epsilon,
         step.query.stride(0),
         step.key.stride(0),
         step.value.stride(0),
@@ -400,7 +448,8 @@ def append(
         D_PAD=triton.next_power_of_2(d),
         PAGE=cache.page_slots,
         QUANTISED=cache.pages.dtype == FP8,
-        OVERLAP=overlaps(step.query.device),
+        OVERLAP=overlap,
         num_warps=warps,
+        launch_pdl=overlap,
     )
     return rotated

@@ -21,6 +21,7 @@ from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.paged import PagedCache
 
 _LOG2E = 1.4426950408889634
+_FEWEST = tl.constexpr(3)  # tiles of a program that has any
 _LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite, so that differences are numbers
 
 
@@ -113,7 +114,8 @@ def _share(
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0).to(tl.int64)
     program = tl.program_id(0)
-    busy = tl.minimum(tl.num_programs(0), total)
+    # so many tiles at least that the parts of a KV list are few
+    busy = tl.minimum(tl.num_programs(0), tl.maximum(total // _FEWEST, 1))
     begin = (program * total // busy).to(tl.int32)
     end = tl.minimum((program + 1) * total // busy, total).to(tl.int32)  # none for idle programs
     done = ends <= begin
@@ -137,11 +139,6 @@ def _merge(
     chunk = tl.arange(0, CHUNK)[:, None]
     member = flat // D
     peak = tl.full([FLAT], _LOWEST, tl.float32)
-    for start in range(0, count, CHUNK):
-        real = (start + chunk < count) & (flat < R * D)
-        at = weight_ptr + (start + chunk) * 2 * R + member
-        peaks = tl.load(at, mask=real, other=_LOWEST, cache_modifier=".cg")
-        peak = tl.maximum(peak, tl.max(peaks, 0))
     total = tl.zeros([FLAT], tl.float32)
     weight = tl.zeros([FLAT], tl.float32)
     for start in range(0, count, CHUNK):
@@ -151,9 +148,11 @@ def _merge(
         weights = tl.load(at + R, mask=real, other=0.0, cache_modifier=".cg")
         part_at = part_ptr + (start + chunk) * R * D + flat
         parts = tl.load(part_at, mask=real, other=0.0, cache_modifier=".cg")
-        factor = tl.exp2(peaks - peak[None, :])
-        total += tl.sum(parts * factor, 0)
-        weight += tl.sum(weights * factor, 0)
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        factor, fade = tl.exp2(peaks - higher[None, :]), tl.exp2(peak - higher)
+        total = total * fade + tl.sum(parts * factor, 0)
+        weight = weight * fade + tl.sum(weights * factor, 0)
+        peak = higher
     out_at = tl.arange(0, FLAT)
     output = tl.where(weight > 0, total / weight, 0.0)
     tl.store(out_ptr + out_at, output.to(out_ptr.dtype.element_ty), mask=out_at < R * D)
@@ -366,7 +365,8 @@ def _decode_kernel(
     OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if OVERLAP:  # launched while the append kernel runs
+    if OVERLAP:  # launched while the append kernel runs; the next kernel may be launched as well
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at, end, kv_list, first, total, busy = _share(
         rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.kernels.errors import KernelError
@@ -118,6 +119,12 @@ def empty(b: int, h: int, window: int, device: torch.device) -> PrefillState:
     return PrefillState(counts, counts[:, 0], none)
 
 
+def nothing(b: int, h: int, device: torch.device) -> PrefillState:
+    """Before the first chunk, for callers who know that it is the first; its `evicted` is empty."""
+    counts = torch.zeros(b, h, dtype=torch.int32, device=device)
+    return PrefillState(counts, counts[:, 0], counts.new_empty(b, h, 0, dtype=torch.bool))
+
+
 def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
     """`PrefillState.slots` of lists that end with their last tokens."""
     places = torch.arange(-recent_tokens(window), 0, dtype=torch.int32, device=lengths.device)
@@ -132,12 +139,14 @@ def plan_chunk(
 
     Args:
         evicted: bool [b, h, recent_tokens(window) + n] by key, of the chunk and of the tokens
-            before it; what is not decided yet is False.
-        state: State after the chunk before this one, or `empty`.
+            before it, [b, h, n] after `nothing`; what is not decided yet is False.
+        state: State after the chunk before this one, or `empty`, or `nothing`.
         window: Distance up to which every key is read, in tokens.
         real: int32 [b], tokens of the chunk that exist, its first ones; None for n.
     """
     recent, kept = recent_tokens(window), window + 1
+    if state.evicted.shape[-1] == 0:
+        return count(evicted, state.lengths, kept=kept, stop=real)
     held = state.seen.clamp(max=kept)
     stop = None if real is None else recent + real
     before = state.lengths - held[:, None]
@@ -169,6 +178,9 @@ def extend_prompt(
     from dms_train.kernels.prefill import triton_pack
 
     recent = recent_tokens(window)
+    if state.evicted.shape[-1] == 0:
+        out = extend(tokens, chunk, pages, window=window, scale=scale)
+        return out, _state_after(chunk, chunk.stop, F.pad(chunk.evicted, (recent, 0)), recent)
     slots = state.slots
     if slots is None:
         slots = last_slots(state.lengths, state.seen, window)
@@ -179,9 +191,22 @@ def extend_prompt(
     whole = Tokens(tokens.query, key, value)
     out = extend(whole, chunk, pages, window=window, scale=scale)
     real = chunk.stop - recent
-    places = real[:, None, None] + torch.arange(recent, device=key.device)
-    evicted = chunk.evicted.gather(2, places.expand(*chunk.evicted.shape[:2], -1))
-    return out, PrefillState(chunk.lengths, state.seen + real, evicted)
+    after = _state_after(chunk, real, chunk.evicted, recent)
+    return out, after._replace(seen=state.seen + real)
+
+
+def _state_after(chunk: PrefillChunk, real: Tensor, evicted: Tensor, recent: int) -> PrefillState:
+    """State after a first chunk of `real` tokens [b].
+
+    Args:
+        chunk: The chunk.
+        real: int32 [b], its tokens.
+        evicted: bool [b, h, recent + n], those of the tokens before it first.
+        recent: Tokens before it.
+    """
+    places = real[:, None, None] + torch.arange(recent, device=evicted.device)
+    last = evicted.gather(2, places.expand(*evicted.shape[:2], -1))
+    return PrefillState(chunk.lengths, real, last)
 
 
 def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:

@@ -50,13 +50,17 @@ class Recorded:
 
 def computed(engine: InferenceEngine) -> list[int]:
     """Collects the number of tokens of every later forward pass of an engine."""
-    counts, forward = [], engine._runner._forward
+    counts: list[int] = []
 
-    def counted(batch):
-        counts.append(sum(count for _, count in batch))
-        return forward(batch)
+    def counting(run):
+        def counted(batch):
+            counts.append(sum(count for _, count in batch))
+            return run(batch)
 
-    engine._runner._forward = counted
+        return counted
+
+    runner = engine._runner
+    runner._forward, runner.launch = counting(runner._forward), counting(runner.launch)
     return counts
 
 
@@ -85,7 +89,10 @@ def test_continuations_compute_their_prompt_once(folder, policy, how, length):
     if "kernels" in how and length < 45:
         pytest.skip("the interpreter is slow")
     chains, most = (3, 9) if "kernels" in how else (5, 30)
-    prompt, several = random_ids(length), SamplingParams(n=chains, seed=3, max_tokens=most)
+    prompt, several = (
+        random_ids(length),
+        SamplingParams(n=chains, seed=3, max_tokens=most, ignore_eos=True),
+    )
     counts = computed(engine)
     request_id = engine.add_request(prompt, several)
     (together,) = drain(engine).values()

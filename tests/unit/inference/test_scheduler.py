@@ -43,7 +43,7 @@ class SimulatedCache:
     def pages_of(self, row: int) -> int:
         return sum(-(-slots // self.limits.page_slots) for slots in self.lists[row])
 
-    def free_pages(self) -> float:
+    def free_pages(self, least: int = 0) -> float:
         return float("inf") if self.limits.pages is None else self.limits.pages - self.used()
 
     def most_copies(self, row: int, tokens: int) -> int:

@@ -1,0 +1,1 @@
+"""Speed of the inference engine beside vLLM."""

@@ -1,0 +1,97 @@
+"""Models of public shapes with random weights, whose decisions evict a given share of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dms_train.hf.architecture import Architecture
+from dms_train.inference.models.decoder import Decoder, DecoderLayer
+from dms_train.inference.models.loader import LoadedModel
+from dms_train.method.decisions import eviction_channel
+from dms_train.method.spec import PRESETS, DMSSpec
+
+WINDOW = 256
+LONGEST = 33000  # tokens of a sequence
+_SAMPLE = 512  # tokens from which the share of evictions is set
+_SPREAD = 0.02  # standard deviation of the weights
+
+_COMMON: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "max_position_embeddings": LONGEST,
+    "rotary_base": 500000.0,
+    "layernorm_epsilon": 1e-5,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": {
+        "hidden_size": 2048,
+        "num_layers": 16,
+        "ffn_hidden_size": 8192,
+        "kv_channels": 64,
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.1-8B": {
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "ffn_hidden_size": 14336,
+        "kv_channels": 128,
+        "tie_word_embeddings": False,
+    },
+    "small": {
+        "hidden_size": 128,
+        "num_layers": 2,
+        "ffn_hidden_size": 256,
+        "kv_channels": 32,
+        "tie_word_embeddings": True,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 512,
+    },
+}
+
+
+def architecture(shape: str) -> Architecture:
+    """Sizes of one of `SHAPES`."""
+    return Architecture(**{**_COMMON, **SHAPES[shape]})
+
+
+def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """A model that keeps about this share of the tokens behind the window, with DMS.
+
+    Args:
+        shape: One of `SHAPES`.
+        kept: Share of the decisions that keep.
+        device: Where the weights go.
+        dtype: Of the weights.
+    """
+    sizes, spec = architecture(shape), PRESETS["dms"].override(window=WINDOW)
+    torch.manual_seed(0)
+    with torch.device(device):
+        decoder = Decoder(sizes, spec).to(dtype).eval()
+    decoder.requires_grad_(False)
+    for parameter in decoder.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0, _SPREAD)
+    spec = spec.override(alpha_offset=_offset(decoder, spec, kept))
+    for layer in decoder.layers:
+        assert isinstance(layer, DecoderLayer)
+        layer.self_attn.spec = spec
+    return LoadedModel(decoder=decoder, architecture=sizes, spec=spec, dtype=dtype, config={})
+
+
+@torch.no_grad()
+def _offset(decoder: Decoder, spec: DMSSpec, kept: float) -> float:
+    """The offset of the decision logit with which the first layer keeps this share."""
+    layer, a = decoder.layers[0], decoder.architecture
+    assert isinstance(layer, DecoderLayer)
+    device = decoder.embed_tokens.weight.device
+    tokens = torch.randint(0, a.vocab_size, (_SAMPLE,), device=device)
+    product = layer.self_attn.qkv_proj(layer.input_layernorm(decoder.embed_tokens(tokens)))
+    query = product[:, : a.num_attention_heads * a.kv_channels]
+    heads = query.view(1, _SAMPLE, a.num_query_groups, -1, a.kv_channels)
+    activation = eviction_channel(heads, spec.channel).float() * spec.alpha_scale
+    return float(torch.quantile(activation.flatten(), kept))

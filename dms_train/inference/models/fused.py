@@ -1,0 +1,180 @@
+"""A decode step of a decoder in six kernels a layer, over the decoder's own weights.
+
+A layer is a product for queries, keys and values; storage in the cache, with RoPE and the eviction
+decision; attention; and three more products. RMSNorm, SwiGLU and the residual additions are parts
+of the products. Triton is imported on first use.
+
+Shape letters: m tokens, one of each sequence; h query heads; g KV heads; d head size; c hidden
+size; f width of the MLP.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.models.blocks import RMSNorm, rotary_tables
+from dms_train.inference.models.decoder import Decoder, DecoderLayer
+from dms_train.kernels.decode.paged import HeadNorms, Step
+
+
+class DecodeInputs(NamedTuple):
+    """What a decode step reads; each [m] on the device.
+
+    Attributes:
+        tokens: int64; -1 for the newest token of the cache row, which the step before sampled.
+        position: int64.
+        rows: int64, cache rows; -1 for a place that is not used.
+        keys: int64, streams of random numbers.
+        temperature: float64.
+    """
+
+    tokens: Tensor
+    position: Tensor
+    rows: Tensor
+    keys: Tensor
+    temperature: Tensor
+
+
+def supports(decoder: Decoder) -> bool:
+    """Whether the kernels compute this decoder: not where decisions come from an adapter."""
+    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    return not any(layer.self_attn.adapter for layer in layers)
+
+
+class _Buffers(NamedTuple):
+    """Memory of a step of m sequences.
+
+    Attributes:
+        residual: [m, c], the residual stream.
+        normed: The same before the division of the next RMSNorm.
+        qkv: [m, (h + 2 g) * d].
+        inner: [m, f].
+        logits: [m, vocab].
+        cos: [m, d].
+        sin: [m, d].
+        work: Of the products.
+    """
+
+    residual: Tensor
+    normed: Any
+    qkv: Tensor
+    inner: Tensor
+    logits: Tensor
+    cos: Tensor
+    sin: Tensor
+    work: Any
+
+
+class FusedDecoder:
+    """Decode steps of a decoder.
+
+    Args:
+        decoder: One that `supports` accepts, on a device where Triton runs.
+        cache: Its cache.
+        longest: Most tokens of a sequence.
+    """
+
+    def __init__(self, decoder: Decoder, cache: PagedKVCache, longest: int) -> None:
+        embedding = decoder.embed_tokens.weight
+        self._decoder, self._cache = decoder, cache
+        self._kernels: Any = importlib.import_module("dms_train.kernels.layers.triton_linear")
+        position = torch.arange(longest, device=embedding.device)
+        angles = rotary_tables(decoder.architecture, position, embedding.dtype)
+        self._angles = [table.view(longest, -1) for table in angles]
+        self._layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        self._buffers: dict[int, _Buffers] = {}
+
+    def logits(self, inputs: DecodeInputs, last: Tensor) -> Tensor:
+        """Run one token of every sequence.
+
+        Args:
+            inputs: The tokens.
+            last: int64 [cache rows], the newest token of each.
+
+        Returns:
+            [m, vocab], overwritten by the next step of as many sequences.
+        """
+        decoder, kernels = self._decoder, self._kernels
+        m = len(inputs.tokens)
+        if m not in self._buffers:
+            self._buffers[m] = self._allocate(m)
+        memory = self._buffers[m]
+        layers = self._layers
+        following = [layer.input_layernorm.weight for layer in layers[1:]] + [decoder.norm.weight]
+        kernels.embed(
+            inputs.tokens,
+            inputs.position,
+            inputs.rows,
+            kernels.Tables(decoder.embed_tokens.weight, *self._angles, last),
+            norm=layers[0].input_layernorm.weight,
+            residual=memory.residual,
+            after=memory.normed,
+            cos=memory.cos,
+            sin=memory.sin,
+        )
+        for layer, norm in zip(layers, following, strict=True):
+            self._attention(layer, inputs, memory)
+            self._mlp(layer, norm, memory)
+        weight = decoder.lm_head.weight
+        out: Tensor = kernels.linear(memory.normed, weight, memory.work, out=memory.logits)
+        return out
+
+    def _attention(self, layer: DecoderLayer, inputs: DecodeInputs, memory: _Buffers) -> None:
+        """Add the attention's update to the residual stream."""
+        block, m = layer.self_attn, len(inputs.tokens)
+        product, work = block.qkv_proj, memory.work
+        self._kernels.linear(memory.normed, product.weight, work, bias=product.bias, out=memory.qkv)
+        heads = memory.qkv.view(m, -1, block.size)
+        query, key, value = heads.split(
+            (heads.shape[1] - 2 * block.groups, block.groups, block.groups), 1
+        )
+        token = Step(
+            query, key, value, memory.cos, memory.sin, inputs.position, inputs.rows, signal=None
+        )
+        norms = None
+        if isinstance(block.q_norm, RMSNorm) and isinstance(block.k_norm, RMSNorm):
+            norms = HeadNorms(block.q_norm.weight, block.k_norm.weight, block.q_norm.epsilon)
+        attended = self._cache.decode(block.layer, token, block.spec, norms)
+        self._kernels.add_linear(
+            attended.view(m, -1),
+            block.o_proj.weight,
+            work,
+            residual=memory.residual,
+            norm=layer.post_attention_layernorm.weight,
+            after=memory.normed,
+            behind_attention=True,
+        )
+
+    def _mlp(self, layer: DecoderLayer, norm: Tensor, memory: _Buffers) -> None:
+        """Add the MLP's update to the residual stream; `norm` is the next weight of a norm."""
+        kernels, work = self._kernels, memory.work
+        kernels.swiglu_linear(memory.normed, layer.mlp.gate_up_proj.weight, work, out=memory.inner)
+        kernels.add_linear(
+            memory.inner,
+            layer.mlp.down_proj.weight,
+            work,
+            residual=memory.residual,
+            norm=norm,
+            after=memory.normed,
+        )
+
+    def _allocate(self, m: int) -> _Buffers:
+        a, weight = self._decoder.architecture, self._decoder.embed_tokens.weight
+        residual = weight.new_empty(m, a.hidden_size)
+        qkv = weight.new_empty(m, len(self._layers[0].self_attn.qkv_proj.weight))
+        cos, sin = weight.new_empty(2, m, a.kv_channels)
+        return _Buffers(
+            residual=residual,
+            normed=self._kernels.Normed.like(residual, a.layernorm_epsilon),
+            qkv=qkv,
+            inner=weight.new_empty(m, a.ffn_hidden_size),
+            logits=weight.new_empty(m, a.vocab_size),
+            cos=cos,
+            sin=sin,
+            work=self._kernels.Workspace.of(m, weight.device),
+        )

@@ -1,0 +1,532 @@
+"""Products of few tokens with a weight matrix, as a decode step has them.
+
+Such a product reads every weight once and computes little. A program reads BLOCK_N rows of the
+weights (or a part of their columns) and keeps several blocks of them on their way; the rest of a
+layer's work is done where its numbers are: RMSNorm before the product, SwiGLU or the residual
+addition behind it.
+
+RMSNorm is divided between two products. The one that writes the residual stream also writes it
+times the norm's weight, and the sum of squares of each block of channels. The next one divides its
+results by the root of their mean.
+
+On Hopper, a kernel is launched while the one before it still runs, and fetches its first weights
+into the L2 cache before it waits for that one's end.
+
+Shape letters: m tokens, k channels of the input, n of the output, p blocks of the input's channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dms_train.kernels.decode.kernels import overlaps
+
+ROWS = 64  # outputs of a program
+_TOKENS = 64  # most tokens of a program
+_PROGRAMS = 96  # products with fewer are split
+_SMALL = 132  # with fewer, which leave multiprocessors idle, blocks are smaller for few tokens
+_FETCHED = 128  # columns brought into the L2 cache before the kernel before has ended
+_FETCHED_MOST = 1024  # the same behind attention, which leaves the memory idle
+
+
+class Normed(NamedTuple):
+    """Input of a product before the division that completes its RMSNorm.
+
+    Attributes:
+        scaled: [m, k], the residual stream times the norm's weight.
+        squares: float32 [p, m], sums of squares of the residual stream by block of `ROWS` channels.
+        epsilon: Added to the mean of the squares.
+    """
+
+    scaled: Tensor
+    squares: Tensor
+    epsilon: float
+
+    @classmethod
+    def like(cls, residual: Tensor, epsilon: float) -> Normed:
+        """Memory for that of a residual stream [m, k]."""
+        m, k = residual.shape
+        squares = residual.new_empty(triton.cdiv(k, ROWS), m, dtype=torch.float32)
+        return cls(torch.empty_like(residual), squares, epsilon)
+
+
+class _Tiling(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+        rows: Outputs of a program.
+        columns: Input channels that are read at a time.
+        split: Programs that share the input channels of an output.
+        stages: Blocks of weights on their way at the same time.
+        warps: Warps of a program.
+    """
+
+    rows: int
+    columns: int
+    split: int
+    stages: int
+    warps: int = 4
+
+
+class Workspace(NamedTuple):
+    """Memory for products whose input channels are split; shared by all that follow each other.
+
+    Attributes:
+        parts: float32 [most outputs of a split product * 8 * tokens], sums not yet added.
+        arrived: int32 [blocks of outputs], parts that are written; 0 between launches.
+    """
+
+    parts: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def of(cls, tokens: int, device: torch.device) -> Workspace:
+        """For products with this many tokens.
+
+        Only products with fewer blocks than `_PROGRAMS` are split, until there are as many.
+        """
+        blocks = triton.cdiv(tokens, _TOKENS)
+        parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
+        arrived = torch.zeros(_PROGRAMS * blocks, dtype=torch.int32, device=device)
+        return cls(parts, arrived)
+
+
+@triton.jit
+def _fetch(weight_ptr, row, width, begin, COUNT: tl.constexpr):
+    """Bring COUNT columns of rows of the weights into the L2 cache."""
+    column = begin + tl.arange(0, COUNT // 64) * 64  # a cache line holds 64 of 16 bits
+    column = tl.minimum(column, width - 1)
+    at = weight_ptr + row[:, None] * width + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _product(
+    x_ptr,
+    weight_ptr,
+    row,
+    n,
+    m,
+    k,
+    begin,
+    end,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIR: tl.constexpr,
+    pair_rows,
+    token,
+):
+    """Rows of the weights times tokens of the input over columns begin .. end - 1.
+
+    Returns:
+        float32 [BLOCK_N, M], and with PAIR the same for the rows `pair_rows` further on.
+    """
+    channel = tl.arange(0, BLOCK_K)
+    first = tl.zeros([BLOCK_N, M], tl.float32)
+    second = tl.zeros([BLOCK_N, M], tl.float32)
+    weight_at = weight_ptr + row.to(tl.int64)[:, None] * k + channel[None, :]
+    x_at = x_ptr + token[:, None] * k + channel[None, :]
+    real, inside = (token < m)[:, None], (row < n)[:, None]
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            x_mask, weight_mask = real, inside
+        else:
+            there = (start + channel < end)[None, :]
+            x_mask, weight_mask = real & there, inside & there
+        weight = tl.load(weight_at + start, mask=weight_mask, other=0.0)
+        x = tl.trans(tl.load(x_at + start, mask=x_mask, other=0.0))
+        first = tl.dot(weight, x, first, input_precision="ieee")
+        if PAIR:
+            other = tl.load(
+                weight_at + pair_rows.to(tl.int64) * k + start, mask=weight_mask, other=0.0
+            )
+            second = tl.dot(other, x, second, input_precision="ieee")
+    return first, second
+
+
+@triton.jit
+def _finish(
+    total,
+    pair,
+    row,
+    tile,
+    token,
+    m,
+    n,
+    k,
+    bias_ptr,
+    squares_ptr,
+    blocks,
+    epsilon,
+    residual_ptr,
+    norm_ptr,
+    scaled_ptr,
+    next_squares_ptr,
+    out_ptr,
+    P: tl.constexpr,
+    PAIR: tl.constexpr,
+):
+    """What follows a product: division by the norm, bias, SwiGLU, residual addition, storage."""
+    at = token[None, :] * n + row[:, None]
+    inside = (row < n)[:, None] & (token < m)[None, :]
+    if squares_ptr is not None:
+        block = tl.arange(0, P)
+        known = (block < blocks)[:, None] & (token < m)[None, :]
+        squares = tl.load(squares_ptr + block[:, None] * m + token[None, :], mask=known, other=0.0)
+        factor = tl.rsqrt(tl.sum(squares, 0) / k + epsilon)[None, :]
+        total = total * factor
+        pair = pair * factor
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    if PAIR:
+        total = total * tl.sigmoid(total) * pair
+    if residual_ptr is not None:
+        kind = residual_ptr.dtype.element_ty
+        before = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        total = (before + total.to(kind).to(tl.float32)).to(kind)
+        tl.store(residual_ptr + at, total, mask=inside)
+        wide = total.to(tl.float32)
+        norm = tl.load(norm_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+        tl.store(scaled_ptr + at, (wide * norm[:, None]).to(kind), mask=inside)
+        squares = tl.sum(tl.where(inside, wide * wide, 0.0), 0)
+        tl.store(next_squares_ptr + tile * m + token, squares, mask=token < m)
+    else:
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    squares_ptr,
+    residual_ptr,
+    norm_ptr,
+    scaled_ptr,
+    next_squares_ptr,
+    out_ptr,
+    part_ptr,
+    arrived_ptr,
+    m,
+    n,
+    k,
+    blocks,
+    epsilon,
+    M: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIR: tl.constexpr,
+    FETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tile, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = block * M + tl.arange(0, M)
+    columns = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT) * BLOCK_K
+    begin = share * columns
+    end = tl.minimum(begin + columns, k)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        first = tl.minimum(row, n - 1).to(tl.int64)
+        _fetch(weight_ptr, first, k, begin, FETCH)
+        if PAIR:
+            _fetch(weight_ptr, first + n, k, begin, FETCH)
+        tl.extra.cuda.gdc_wait()
+    total, pair = _product(
+        x_ptr, weight_ptr, row, n, m, k, begin, end, M, BLOCK_N, BLOCK_K, EVEN, STAGES, PAIR, n,
+        token,
+    )  # fmt: skip
+    last = True
+    if SPLIT > 1:
+        place = block * tl.num_programs(0) + tile
+        within = tl.arange(0, BLOCK_N)[:, None] * M + tl.arange(0, M)[None, :]
+        part_at = part_ptr + place.to(tl.int64) * (SPLIT * BLOCK_N * M) + within
+        real = (token < m)[None, :] & (row < n)[:, None]
+        tl.store(part_at + share * (BLOCK_N * M), total, mask=real)
+        tl.debug_barrier()  # the whole part is written before it is announced
+        seen = tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel", scope="gpu")
+        last = seen == SPLIT - 1
+        if last:
+            total = tl.zeros([BLOCK_N, M], tl.float32)
+            for other in tl.static_range(SPLIT):  # always in this order
+                total += tl.load(
+                    part_at + other * (BLOCK_N * M), mask=real, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(arrived_ptr + place, 0)
+    if last:
+        _finish(
+            total, pair, row, tile, token, m, n, k, bias_ptr, squares_ptr, blocks, epsilon,
+            residual_ptr, norm_ptr, scaled_ptr, next_squares_ptr, out_ptr, P, PAIR,
+        )  # fmt: skip
+
+
+def _padded(tokens: int) -> int:
+    """Tokens of a program; tensor cores take 16."""
+    return min(_TOKENS, max(16, triton.next_power_of_2(tokens)))
+
+
+def _tiling(m: int, n: int, k: int, itemsize: int, *, pair: bool, adds: bool) -> _Tiling:
+    """How a product [m, k] with n outputs is cut; measured on an H200.
+
+    Args:
+        m: Tokens.
+        n: Outputs.
+        k: Input channels.
+        itemsize: Bytes of a weight.
+        pair: Whether it is a pair of products for SwiGLU.
+        adds: Whether it is added to the residual stream, in blocks of `ROWS`.
+    """
+    tiles, split = triton.cdiv(n, ROWS), 1
+    if _PROGRAMS <= tiles < _SMALL and m <= 16 and not pair and not adds:
+        return _Tiling(16, 1024 // itemsize, 1, 3, warps=2)
+    columns = 256 // itemsize  # two cache lines of a row
+    while not pair and tiles * split < _PROGRAMS and k >= 4 * split * columns and split < 8:
+        split *= 2
+    return _Tiling(ROWS, columns, split, 4 if pair or m > 32 else 6)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    memory: Workspace,
+    *,
+    n: int,
+    bias: Tensor | None = None,
+    normed: Normed | None = None,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    after: Normed | None = None,
+    out: Tensor | None = None,
+    fetched: int = _FETCHED,
+) -> None:
+    m, k = x.shape
+    pair = weight.shape[0] > n
+    tiling = _tiling(m, n, k, x.element_size(), pair=pair, adds=residual is not None)
+    width = _padded(m)
+    blocks = 1 if normed is None else len(normed.squares)
+    overlap = overlaps(x.device)
+    _linear_kernel[(triton.cdiv(n, tiling.rows), tiling.split, triton.cdiv(m, width))](
+        x,
+        weight,
+        bias,
+        None if normed is None else normed.squares,
+        residual,
+        norm,
+        None if after is None else after.scaled,
+        None if after is None else after.squares,
+        out,
+        memory.parts,
+        memory.arrived,
+        m,
+        n,
+        k,
+        blocks,
+        0.0 if normed is None else normed.epsilon,
+        M=width,
+        P=triton.next_power_of_2(blocks),
+        BLOCK_N=tiling.rows,
+        BLOCK_K=tiling.columns,
+        SPLIT=tiling.split,
+        EVEN=k % (tiling.columns * tiling.split) == 0,
+        STAGES=tiling.stages,
+        PAIR=pair,
+        FETCH=fetched,
+        OVERLAP=overlap,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        launch_pdl=overlap,
+    )
+
+
+def linear(
+    x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Product of a normalised input, [m, n].
+
+    Args:
+        x: The input.
+        weight: [n, k], contiguous.
+        memory: Shared with the products before and after.
+        out: [m, n], where the result goes.
+        bias: [n].
+    """
+    _launch(x.scaled, weight, memory, n=len(weight), bias=bias, normed=x, out=out)
+    return out
+
+
+def swiglu_linear(x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor) -> Tensor:
+    """silu(x w_gate^T) * (x w_up^T) of a normalised input, [m, f].
+
+    Args:
+        x: The input.
+        weight: [2 f, k], gates first; contiguous.
+        memory: Shared with the products before and after.
+        out: [m, f], where the result goes.
+    """
+    _launch(x.scaled, weight, memory, n=len(weight) // 2, normed=x, out=out)
+    return out
+
+
+def add_linear(
+    x: Tensor,
+    weight: Tensor,
+    memory: Workspace,
+    *,
+    residual: Tensor,
+    norm: Tensor,
+    after: Normed,
+    behind_attention: bool = False,
+) -> None:
+    """Add a product to the residual stream, and prepare the next RMSNorm.
+
+    Args:
+        x: Input [m, k], contiguous.
+        weight: [n, k], contiguous.
+        memory: Shared with the products before and after.
+        residual: [m, n], updated in place.
+        norm: [n], the next norm's weight.
+        after: Of the residual stream; written.
+        behind_attention: Whether the kernel before leaves the memory idle, so that more of the
+            weights can be fetched meanwhile.
+    """
+    fetched = _FETCHED
+    while behind_attention and 2 * fetched <= min(_FETCHED_MOST, x.shape[1] // 4):
+        fetched *= 2
+    _launch(
+        x,
+        weight,
+        memory,
+        n=len(weight),
+        residual=residual,
+        norm=norm,
+        after=after,
+        fetched=fetched,
+    )
+
+
+@triton.jit
+def _embed_kernel(
+    tokens_ptr,
+    last_ptr,
+    position_ptr,
+    rows_ptr,
+    table_ptr,
+    cos_table_ptr,
+    sin_table_ptr,
+    norm_ptr,
+    residual_ptr,
+    scaled_ptr,
+    squares_ptr,
+    cos_ptr,
+    sin_ptr,
+    m,
+    width,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    entry, block = tl.program_id(0), tl.program_id(1)
+    token = tl.load(tokens_ptr + entry)
+    if token < 0:
+        token = tl.load(last_ptr + tl.maximum(tl.load(rows_ptr + entry), 0))
+    channel = block * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    at = entry * width + channel
+    x = tl.load(table_ptr + token.to(tl.int64) * width + channel, mask=inside, other=0.0)
+    tl.store(residual_ptr + at, x, mask=inside)
+    wide = x.to(tl.float32)
+    norm = tl.load(norm_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + at, (wide * norm).to(x.dtype), mask=inside)
+    tl.store(squares_ptr + block * m + entry, tl.sum(wide * wide, 0))
+    if block == 0:
+        angle = tl.arange(0, D_PAD)
+        position = tl.load(position_ptr + entry) * D + angle
+        cos = tl.load(cos_table_ptr + position, mask=angle < D)
+        sin = tl.load(sin_table_ptr + position, mask=angle < D)
+        tl.store(cos_ptr + entry * D + angle, cos, mask=angle < D)
+        tl.store(sin_ptr + entry * D + angle, sin, mask=angle < D)
+
+
+class Tables(NamedTuple):
+    """What the first kernel of a step looks up.
+
+    Attributes:
+        embedding: [vocab, k].
+        cos: [positions, d].
+        sin: [positions, d].
+        last: int64 [rows], the newest token of every cache row.
+    """
+
+    embedding: Tensor
+    cos: Tensor
+    sin: Tensor
+    last: Tensor
+
+
+def embed(
+    tokens: Tensor,
+    position: Tensor,
+    rows: Tensor,
+    tables: Tables,
+    *,
+    norm: Tensor,
+    residual: Tensor,
+    after: Normed,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """Start a step: embeddings, prepared for the first RMSNorm, and the angles of RoPE.
+
+    Args:
+        tokens: int64 [m]; -1 for the newest token of the cache row.
+        position: int64 [m].
+        rows: int64 [m], cache rows; -1 for a place that is not used.
+        tables: What is looked up.
+        norm: [k], the first norm's weight.
+        residual: [m, k]; written.
+        after: Of the residual stream; written.
+        cos: [m, d]; written.
+        sin: [m, d]; written.
+    """
+    m, width = residual.shape
+    d = cos.shape[-1]
+    _embed_kernel[(m, triton.cdiv(width, ROWS))](
+        tokens,
+        tables.last,
+        position,
+        rows,
+        tables.embedding,
+        tables.cos,
+        tables.sin,
+        norm,
+        residual,
+        after.scaled,
+        after.squares,
+        cos,
+        sin,
+        m,
+        width,
+        BLOCK=ROWS,
+        D=d,
+        D_PAD=triton.next_power_of_2(d),
+        num_warps=2,
+    )
