@@ -239,3 +239,49 @@ def test_an_interrupted_turn_closes_the_conversation(directory, monkeypatch):
     with pytest.raises(InferenceError, match="closed"):
         conversation.say([1])
     assert llm.generate([1], GREEDY)[0].finished
+
+
+@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+def test_a_step_too_many_is_not_counted(start):
+    """Requests stop in the middle, at tokens and times that the next step could not know."""
+    prompts = [random_ids(n, seed=n) for n in (12, 5, 9, 3)]
+    free = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
+    reference = start(kernels="reference")
+    ids = [reference.add_request(prompt, free) for prompt in prompts]
+    texts = run(reference)
+    found = []
+    for kernels in ("reference", "triton"):
+        engine = start(kernels=kernels)
+        for number, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+            stops = (texts[request_id][2 + 2 * number],)
+            params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop_token_ids=stops)
+            engine.add_request(prompt, params)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+        found.append(
+            {
+                i: (o.token_ids, o.finish_reason, o.kv.tokens, o.kv.kv_reads, o.kv.live_tokens)
+                for i, o in outputs.items()
+            }
+        )
+        assert (engine.kv.tokens, engine.free_rows) == (sum(f[2] for f in found[0].values()), ROWS)
+    assert found[0] == found[1]
+    assert {reason for _, reason, *_ in found[0].values()} == {"stop"}
+    assert [len(found[0][i][0]) for i in ids] != [12] * len(ids)
+
+
+@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+def test_a_conversation_goes_on_behind_a_step_too_many(directory):
+    """A turn of one token, whose place in the batch is that of the dropped step."""
+    found = []
+    for kernels in ("reference", "triton"):
+        options = EngineOptions(kernels=kernels, page_slots=4, max_num_seqs=2, device=DEVICE.type)
+        with LLM(directory, options).conversation() as talk:
+            first = talk.say(random_ids(7), SamplingParams(max_tokens=8, temperature=0.0))
+            stop = (first.outputs[0].token_ids[3],)
+        with LLM(directory, options).conversation() as talk:
+            params = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=stop)
+            turns = [talk.say(prompt, params) for prompt in (random_ids(7), [5], [6], [7, 8])]
+        found.append([(turn.outputs[0].token_ids, turn.outputs[0].kv.kv_reads) for turn in turns])
+    assert found[0] == found[1]
