@@ -20,7 +20,7 @@ from torch import Tensor
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
-from dms_train.inference.models.fused import DecodeInputs, FusedDecoder, supports
+from dms_train.inference.models.fused import DecodeInputs, FusedDecoder, suits
 
 _AHEAD = 2  # steps whose numbers may be on their way between host and device
 
@@ -113,9 +113,8 @@ class DecodeGraphs:
         sizes = [1 << power for power in range(_power(most) + 1)]
         self._memory = self._sampler.Workspace.of(max(sizes), cache.pool.device)
         # what a graph reads and writes must be kept as long as the graph
-        self._decoder: FusedDecoder | _Layers = _Layers(decoder, cache)
-        if supports(decoder):
-            self._decoder = FusedDecoder(decoder, cache, longest)
+        self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
+        self._decoder = decoder
         with torch.no_grad(), cache.recording():
             self._graphs = {size: self._capture(size) for size in reversed(sizes)}
 
@@ -152,6 +151,7 @@ class DecodeGraphs:
         inputs = torch.zeros(5, size, dtype=torch.int64, device=device)
         inputs[2] = -1
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        layers = self._fused if suits(self._decoder, size) else self._layers
         parts = [*self._cache.status(), tokens.view(torch.int32)]
         status = torch.empty(sum(map(len, parts)), dtype=torch.int32, device=device)
 
@@ -159,7 +159,7 @@ class DecodeGraphs:
             tokens_in, position, rows, keys, bits = inputs.unbind()
             fields = DecodeInputs(tokens_in, position, rows, keys, bits.view(torch.float64))
             self._sampler.sample(
-                self._decoder.logits(fields, self._last),
+                layers.logits(fields, self._last),
                 fields.temperature,
                 fields.keys,
                 fields.rows,
@@ -178,7 +178,7 @@ class DecodeGraphs:
 
 
 class _Layers:
-    """Decode steps by the decoder's own layers, for a decoder that `fused` does not support."""
+    """Decode steps by the decoder's own layers, where those of `fused` do not suit."""
 
     def __init__(self, decoder: Decoder, cache: PagedKVCache) -> None:
         self._decoder, self._cache = decoder, cache

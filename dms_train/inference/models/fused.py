@@ -21,6 +21,9 @@ from dms_train.inference.models.blocks import RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
 from dms_train.kernels.decode.paged import HeadNorms, Step
 
+_SEQUENCES = 64  # that a program of a product takes
+_CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or H200
+
 
 class DecodeInputs(NamedTuple):
     """What a decode step reads; each [m] on the device.
@@ -40,10 +43,17 @@ class DecodeInputs(NamedTuple):
     temperature: Tensor
 
 
-def supports(decoder: Decoder) -> bool:
-    """Whether the kernels compute this decoder: not where decisions come from an adapter."""
+def suits(decoder: Decoder, sequences: int) -> bool:
+    """Whether the kernels compute a step of so many sequences, and no slower than torch does.
+
+    They do not where decisions come from an adapter. With more sequences than a program takes,
+    products read their weights several times, which must lie in the L2 cache then.
+    """
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-    return not any(layer.self_attn.adapter for layer in layers)
+    if any(layer.self_attn.adapter for layer in layers):
+        return False
+    weights = [decoder.lm_head.weight, layers[0].mlp.gate_up_proj.weight]
+    return sequences <= _SEQUENCES or max(weight.nbytes for weight in weights) <= _CACHED_BYTES
 
 
 class _Buffers(NamedTuple):
@@ -74,7 +84,7 @@ class FusedDecoder:
     """Decode steps of a decoder.
 
     Args:
-        decoder: One that `supports` accepts, on a device where Triton runs.
+        decoder: One that `suits`, on a device where Triton runs.
         cache: Its cache.
         longest: Most tokens of a sequence.
     """

@@ -8,6 +8,7 @@ import torch
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
+from dms_train.inference.models import fused
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.kernels.decode import kernels as decode
 from dms_train.kernels.prefill import sparse
@@ -285,3 +286,19 @@ def test_a_conversation_goes_on_behind_a_step_too_many(directory):
             turns = [talk.say(prompt, params) for prompt in (random_ids(7), [5], [6], [7, 8])]
         found.append([(turn.outputs[0].token_ids, turn.outputs[0].kv.kv_reads) for turn in turns])
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+def test_steps_of_many_sequences_run_the_layers_of_the_decoder(start, monkeypatch):
+    """A product of more sequences than a program takes would read its weights several times."""
+    decoder = start(kernels="reference")._runner.model.decoder
+    assert fused.suits(decoder, 64)
+    assert fused.suits(decoder, 65)  # its weights are small
+    monkeypatch.setattr(fused, "_CACHED_BYTES", 0)
+    assert fused.suits(decoder, 64)
+    assert not fused.suits(decoder, 65)
+    monkeypatch.setattr(fused, "_SEQUENCES", 0)
+    monkeypatch.delattr(fused.FusedDecoder, "logits")
+    prompt = random_ids(5)
+    engine, reference = start(kernels="triton"), start(kernels="reference")
+    assert run_one(engine, prompt) == run_one(reference, prompt)
