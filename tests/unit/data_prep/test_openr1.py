@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +235,24 @@ def long_job(tmp_path_factory: pytest.TempPathFactory, r1: str) -> tuple[Path, l
     return folder, words
 
 
+# `dms-data` that stops itself where it is about to commit for the second time.
+STOPS = """
+import os, signal, sys
+from dms_train.data_prep.prepare import main
+
+commits = []
+
+def stop(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("state.json"):
+        commits.append(arguments)
+        if len(commits) == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+sys.addaudithook(stop)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_call_goes_on_and_gives_the_same_files(
     tmp_path: Path, long_job: tuple[Path, list[str]], sent: signal.Signals
@@ -243,18 +260,18 @@ def test_an_interrupted_call_goes_on_and_gives_the_same_files(
     whole, words = long_job
     output = str(tmp_path / "out")
     process = subprocess.Popen(
-        [sys.executable, "-m", "dms_train.data_prep.prepare", *words, output],
+        [sys.executable, "-c", STOPS, *words, output],
         env=launch.environment(),
         cwd=launch.ROOT,
         stderr=subprocess.PIPE,
         text=True,
     )
     state = tmp_path / "out.work" / "state.json"
-    while not state.exists() and process.poll() is None:
-        time.sleep(0.01)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), "give it more rows"
     process.send_signal(sent)
+    process.send_signal(signal.SIGCONT)
     _, said = process.communicate()
-    assert process.returncode != 0, "ended before it was interrupted; give it more rows"
+    assert process.returncode != 0
     if sent is signal.SIGINT:
         assert said == "dms-data: interrupted; run the same command to continue\n"
     assert 0 < json.loads(state.read_text())["next_row"] < 1500
