@@ -28,7 +28,8 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions
 
 CASES = (Case(1, 8192), Case(8, 8192), Case(32, 8192), Case(1, 32768))
-SMALL = (Case(1, 64), Case(3, 64))
+SMALL = (Case(1, 600), Case(3, 600))
+_FEWEST = 8  # steps of which a median and a spread are meaningful
 KEPT = 0.125  # of the tokens behind the window
 WAYS: dict[str, dict[str, Any]] = {
     "DMS": {"policy": "dms"},
@@ -42,12 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--peer", default=f"{sys.executable} -m benchmarks.serve.peer")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
     args = parser.parse_args(arguments)
+    if unknown := set(args.shapes) - set(SHAPES):
+        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
+    if args.new_tokens < _FEWEST:
+        parser.error(f"--new-tokens {args.new_tokens}: at least {_FEWEST}")
     return run_main(lambda: _run(args))
 
 
@@ -57,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {
         "device": device_name(device),
         "versions": versions(device),
-        "command": "python -m benchmarks.serve",
+        "command": "VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.serve",
         "window": WINDOW,
         "kept": KEPT,
         "cases": [],
@@ -68,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
         record["cases"] += _ours(shape, device, args.new_tokens)
         if on_gpu:
             torch.cuda.empty_cache()
-            record["cases"] += _peers(shape, args.peer)
+            record["cases"] += _peers(shape, args.peer, args.new_tokens)
         (folder / "serve.json").write_text(json.dumps(record, indent=1) + "\n")
     print("\n" + table(record["cases"]))
     print(f"\nwritten: {folder / 'serve.json'}")
@@ -103,20 +108,21 @@ def _ours(shape: str, device: torch.device, new_tokens: int) -> list[dict[str, A
     return found
 
 
-def _peers(shape: str, command: str) -> list[dict[str, Any]]:
+def _peers(shape: str, command: str, new_tokens: int) -> list[dict[str, Any]]:
     """vLLM in its default mode and with graphs for decoding only; nothing where it is missing."""
     if command.endswith("benchmarks.serve.peer") and importlib.util.find_spec("vllm") is None:
         print("vllm is not installed: no peer; `--peer` names another Python")
         return []
     found = []
-    cases = [f"{case.sequences}x{case.context}" for case in CASES]
+    words = [*command.split(), shape, *(f"{case.sequences}x{case.context}" for case in CASES)]
+    words += ["--new-tokens", str(new_tokens)]
     for mode in ([], ["--eager-prefill"]):
-        done = subprocess.run(
-            [*command.split(), shape, *cases, *mode], stdout=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run([*words, *mode], stdout=subprocess.PIPE, text=True, check=False)
         lines = [line for line in done.stdout.splitlines() if line.startswith('{"engine"')]
         found += [json.loads(line) for line in lines]
         print("\n".join(lines), flush=True)
+        if done.returncode:
+            print(f"the peer ended with {done.returncode}; its cases are incomplete", flush=True)
     return found
 
 

@@ -98,25 +98,25 @@ def _fill(
     order: list[int], positions: list[int], seq_length: int, left: list[int]
 ) -> tuple[list[list[int]], list[int]]:
     """Best fit of pieces in this order, from one open sequence on; the emptiest sequence apart."""
-    by_room: dict[int, list[list[int]]] = {}  # sequences by the positions that are free
-    rooms: list[int] = []  # the keys, rising
+    by_free: dict[int, list[list[int]]] = {}  # sequences by their free positions
+    ascending: list[int] = []  # the keys of `by_free`
 
-    def put(sequence: list[int], room: int) -> None:
-        if room not in by_room:
-            insort(rooms, room)
-        by_room.setdefault(room, []).append(sequence)
+    def add(sequence: list[int], free: int) -> None:
+        if free not in by_free:
+            insort(ascending, free)
+        by_free.setdefault(free, []).append(sequence)
 
     if left:
-        put(left, seq_length - sum(positions[piece] for piece in left))
+        add(left, seq_length - sum(positions[piece] for piece in left))
     for piece in order:
-        place = bisect_left(rooms, positions[piece])
-        room, sequence = seq_length, []
-        if place < len(rooms):
-            room = rooms[place]
-            sequence = by_room[room].pop()
-            if not by_room[room]:
-                del by_room[room], rooms[place]
+        index = bisect_left(ascending, positions[piece])
+        free, sequence = seq_length, []
+        if index < len(ascending):
+            free = ascending[index]
+            sequence = by_free[free].pop()
+            if not by_free[free]:
+                del by_free[free], ascending[index]
         sequence.append(piece)
-        put(sequence, room - positions[piece])
-    emptiest = by_room[rooms[-1]].pop()
-    return [sequence for room in rooms for sequence in by_room[room]], emptiest
+        add(sequence, free - positions[piece])
+    emptiest = by_free[ascending[-1]].pop()
+    return [sequence for free in ascending for sequence in by_free[free]], emptiest

@@ -154,7 +154,7 @@ def _tokenizer(directory: Path) -> Tokenizer:
 def _length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
     try:
         return len(tokenizer.encode(prompt))
-    except Exception as error:  # of a vocabulary without a token for unknown text
+    except Exception as error:  # tokenizers raises no other class for unknown text
         raise EvaluationError(
             f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
         ) from None

@@ -45,7 +45,7 @@ class DataSource:
             found = hf_hub_download(
                 self.repo, self.file, repo_type="dataset", local_files_only=not download
             )
-        except Exception as error:  # the hub has many; each is one line here
+        except Exception as error:  # of the hub, the network and the disk
             reason = " ".join(str(error).split())[:200]
             how = "" if download else "; task.download=true fetches it"
             raise EvaluationError(f"{self.repo}/{self.file}: {reason}{how}") from None

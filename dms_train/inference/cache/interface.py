@@ -68,8 +68,6 @@ class AttentionStep(NamedTuple):
         Returns:
             Query [b, g * r, n, d], and the arriving tokens.
         """
-        if self.query.is_cuda:
-            return self._rotated_by_kernel()
         signal = self.decisions()
         query = self._rotate(self._cleared(self.query))
         if self.spec is not None and self.spec.clear_after_rope:
@@ -79,8 +77,8 @@ class AttentionStep(NamedTuple):
         arrival = Arrival(self.position, key, value, signal)
         return query.flatten(2, 3).transpose(1, 2), arrival
 
-    def _rotated_by_kernel(self) -> tuple[Tensor, Arrival]:
-        """`rotated` in one pass over memory."""
+    def rotated_by_kernel(self) -> tuple[Tensor, Arrival]:
+        """`rotated` in one pass over memory, in float32 inside; where Triton runs."""
         rope = import_module("dms_train.kernels.layers.triton_rope")
         b, n, g, _, d = self.query.shape
         channel = rope.EvictionChannel(0, 1.0, clear_after_rope=False)

@@ -180,7 +180,7 @@ class PagedKVCache:
         """
         if step.position.shape[1] == 1:
             return self._decode(layer, step)
-        query, arrival = step.rotated()
+        query, arrival = step.rotated_by_kernel()
         if arrival.key.dtype == self.pool.pages.dtype:
             return self._prefill(layer, step.rows, query, arrival, begins=step.begins)
         return self._prefill_in_torch(layer, step.rows, query, arrival)

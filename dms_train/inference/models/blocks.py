@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.cache.interface import AttentionStep, KVCache
 from dms_train.inference.models.batch import Group
+from dms_train.kernels.decode import kernels as decode
 from dms_train.method.decisions import eviction_logits, hard_decisions
 from dms_train.method.spec import DMSSpec
 
@@ -72,7 +73,7 @@ class RMSNorm(nn.Module):
 
 def _swiglu(x: Tensor) -> Tensor:
     """silu(x[:, :f]) * x[:, f:] for x [t, 2 f]."""
-    if x.is_cuda:
+    if x.is_cuda and decode.runs_on(x.device):
         swiglu: Tensor = import_module("dms_train.kernels.layers.triton_swiglu").swiglu(x)
         return swiglu
     gate, up = x.chunk(2, -1)

@@ -22,6 +22,7 @@ from dms_train.inference.models.decoder import Decoder, DecoderLayer
 from dms_train.kernels.decode.paged import HeadNorms, Step
 
 _SEQUENCES = 64  # that a program of a product takes
+_SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
 _CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or H200
 
 
@@ -46,9 +47,17 @@ class DecodeInputs(NamedTuple):
 def suits(decoder: Decoder, sequences: int) -> bool:
     """Whether the kernels compute a step of so many sequences, and no slower than torch does.
 
-    They do not where decisions come from an adapter. With more sequences than a program takes,
-    products read their weights several times, which must lie in the L2 cache then.
+    They do not where decisions come from an adapter, nor on a GPU with too little shared memory.
+    With more sequences than a program takes, products read their weights several times, which must
+    lie in the L2 cache then.
     """
+    device = decoder.embed_tokens.weight.device
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        # torch has no such property on ROCm, and its type stubs omit it
+        shared = getattr(properties, "shared_memory_per_block_optin", 0)
+        if shared < _SHARED_BYTES:
+            return False
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     if any(layer.self_attn.adapter for layer in layers):
         return False
@@ -93,6 +102,7 @@ class FusedDecoder:
         embedding = decoder.embed_tokens.weight
         self._decoder, self._cache = decoder, cache
         self._kernels: Any = importlib.import_module("dms_train.kernels.layers.triton_linear")
+        self._embed: Any = importlib.import_module("dms_train.kernels.layers.triton_embed")
         position = torch.arange(longest, device=embedding.device)
         angles = rotary_tables(decoder.architecture, position, embedding.dtype)
         self._angles = [table.view(longest, -1) for table in angles]
@@ -116,11 +126,11 @@ class FusedDecoder:
         memory = self._buffers[m]
         layers = self._layers
         following = [layer.input_layernorm.weight for layer in layers[1:]] + [decoder.norm.weight]
-        kernels.embed(
+        self._embed.embed(
             inputs.tokens,
             inputs.position,
             inputs.rows,
-            kernels.Tables(decoder.embed_tokens.weight, *self._angles, last),
+            self._embed.Tables(decoder.embed_tokens.weight, *self._angles, last),
             norm=layers[0].input_layernorm.weight,
             residual=memory.residual,
             after=memory.normed,

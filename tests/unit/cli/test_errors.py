@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 
 import pytest
 
-from dms_train.app import launcher, session
+from dms_train.app import failures, launcher, session
 from dms_train.app.failures import PeerLost, lost_peer
 from dms_train.cli import errors
 from dms_train.cli.errors import run_main
@@ -50,6 +51,28 @@ def test_a_report_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
     assert launcher.attempt() == "12.0"
     (tmp_path / "errors").touch()  # in place of the folder
     session._say_why(ConfigError("a: b"), StateFiles(tmp_path), begun=False)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "begun", "refused"),
+    [
+        ("0", ConfigError("a: b"), False, "config error: a: b\n"),
+        ("3", ConfigError("a: b"), False, None),
+        ("0", ConfigError("a: b"), True, None),
+        ("0", OSError(errno.ENOSPC, "full"), False, None),
+    ],
+)
+def test_every_rank_records_why_it_ends_and_rank_0_a_refusal(
+    rank, error, begun, refused, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("DMS_ATTEMPT", "12.0")
+    monkeypatch.setenv("RANK", rank)
+    session._say_why(error, StateFiles(tmp_path), begun=begun)
+    described = json.loads((tmp_path / "errors" / f"12.0-rank{rank}.json").read_text())
+    assert described["error"] == type(error).__name__
+    assert described["message"] == " ".join(failures.describe(error))
+    state = tmp_path / "state" / "REFUSED"
+    assert (state.read_text() if state.exists() else None) == refused
 
 
 def test_interrupt_is_130(capsys):

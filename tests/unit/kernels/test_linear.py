@@ -17,6 +17,7 @@ if not decode.runs_on(DEVICE):
     pytest.skip("needs triton", allow_module_level=True)
 
 triton_linear = pytest.importorskip("dms_train.kernels.layers.triton_linear")
+triton_embed = pytest.importorskip("dms_train.kernels.layers.triton_embed")
 triton_sample = pytest.importorskip("dms_train.kernels.layers.triton_sample")
 
 EPSILON = 1e-5
@@ -92,7 +93,7 @@ def test_a_product_added_to_the_residual_stream(
 def test_a_step_starts_with_known_and_with_sampled_tokens() -> None:
     torch.manual_seed(0)
     width, d = 150, 6
-    tables = triton_linear.Tables(
+    tables = triton_embed.Tables(
         normal(20, width), normal(9, d), normal(9, d), torch.tensor([4, 5, 6], device=DEVICE)
     )
     tokens, position, rows = torch.tensor(
@@ -100,7 +101,7 @@ def test_a_step_starts_with_known_and_with_sampled_tokens() -> None:
     )
     norm, residual, (cos, sin) = normal(width), normal(4, width), normal(2, 4, d)
     after = triton_linear.Normed.like(residual, EPSILON)
-    triton_linear.embed(
+    triton_embed.embed(
         tokens, position, rows, tables, norm=norm, residual=residual, after=after, cos=cos, sin=sin
     )
     expected = tables.embedding[torch.tensor([7, 6, 4, 3], device=DEVICE)]

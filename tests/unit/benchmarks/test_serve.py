@@ -1,0 +1,39 @@
+"""The benchmark of the engine on a CPU: its numbers of the cache, and refused options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serve import __main__ as serve
+from benchmarks.serve.models import WINDOW
+
+NEW = 9
+
+
+def test_every_way_is_measured_and_decisions_evict(tmp_path: Path) -> None:
+    words = ["small", "--device", "cpu", "--new-tokens", str(NEW), "--output", str(tmp_path)]
+    assert serve.main(words) == 0
+    (file,) = tmp_path.glob("*/serve.json")
+    cases = json.loads(file.read_text())["cases"]
+    found = {(case["engine"], case["sequences"]): case for case in cases}
+    assert set(found) == {(name, n) for name in ("DMS", "dense") for n in (1, 3)}
+    for (name, _), case in found.items():
+        computed = case["context"] + NEW
+        behind = computed - WINDOW - 1
+        if name == "dense":
+            assert case["live"] == computed
+        else:
+            assert 0 < case["live"] - WINDOW - 1 < 2 * serve.KEPT * behind
+        low, high = case["step_ms_spread"]
+        assert 0 < low <= case["step_ms"] <= high
+
+
+@pytest.mark.parametrize("words", [["Llama-9"], ["small", "--new-tokens", "1"]])
+def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.main(words)
+    assert ended.value.code == 2
+    assert words[-1] in capsys.readouterr().err
