@@ -126,9 +126,42 @@ class InferenceEngine:
         params = params or SamplingParams()
         request = self._request(params, priority=priority, timeout_s=timeout_s)
         request.final_only, request.keep_cache = final_only, keep_cache
-        self._add_prompt(request, prompt, params)
+        self._add_prompt(request, prompt, params, new_tokens=1 if params.max_tokens else -1)
         self._requests[request.request_id] = request
         for sequence in request.sequences:
+            self._scheduler.add(sequence)
+        return request.request_id
+
+    def add_scoring(self, prompt: Prompt, continuations: list[list[int]]) -> str:
+        """Queue continuations of a prompt whose log-probabilities are wanted.
+
+        Nothing is generated. The prompt is computed once, with the cache as the model has it when
+        it generates; the continuations start from there. `step` returns the request when it has
+        finished: `outputs` has an entry for each continuation, with its tokens and their
+        `logprobs`, each with the most likely token in `top`.
+
+        Args:
+            prompt: As in `add_request`.
+            continuations: Token ids, each at least one token.
+
+        Returns:
+            Its id, as in `add_request`.
+
+        Raises:
+            InferenceError: As in `add_request`; there is no continuation, or an empty one.
+        """
+        longest = max(map(len, continuations), default=0)
+        if not all(continuations) or not longest:
+            raise InferenceError("a continuation is empty; give at least one token")
+        for continuation in continuations:
+            self._require_ids("a continuation", continuation)
+        params = SamplingParams(n=len(continuations), max_tokens=longest, logprobs=1)
+        request = self._request(params)
+        request.final_only = True
+        self._add_prompt(request, prompt, params, new_tokens=longest - 1)
+        self._requests[request.request_id] = request
+        for sequence, continuation in zip(request.sequences, continuations, strict=True):
+            sequence.give(continuation)
             self._scheduler.add(sequence)
         return request.request_id
 
@@ -159,6 +192,8 @@ class InferenceEngine:
         params = params or SamplingParams()
         if params.n != 1:
             raise InferenceError(f"n={params.n}: a conversation has one continuation")
+        if params.prompt_logprobs is not None:
+            raise InferenceError("prompt_logprobs: not in a conversation; use add_request")
         request = self._requests[request_id]
         self._add_prompt(request, prompt, params)
         for sequence in request.sequences:
@@ -373,7 +408,11 @@ class InferenceEngine:
         for sequence, _ in batch:
             self._memory.note(sequence)
         self._advanced += [sequence for sequence, _ in batch]
-        ready = [index for index, (s, _) in enumerate(batch) if not s.remaining]
+        for sequence, _ in batch:
+            if sequence.given_only and not sequence.remaining:
+                self._observe(sequence)
+                sequence.finish_reason = "length"
+        ready = [i for i, (s, _) in enumerate(batch) if not s.remaining and not s.given_only]
         chosen = [batch[index][0] for index in ready]
         sampled = sample(logits[ready], [s.sampling_row() for s in chosen])
         for sequence, token in zip(chosen, sampled, strict=True):
@@ -393,8 +432,11 @@ class InferenceEngine:
         if self._launched is not None:
             self._launched.unwanted.add(sequence)
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> None:
+    def _observe(self, sequence: Sequence) -> None:
         self._scheduler.observe(sequence.computed, sequence.meter.live_tokens)
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> None:
+        self._observe(sequence)
         params = sequence.params
         stops = frozenset() if params.ignore_eos else self._stop_ids
         sequence.append(token, stops | frozenset(params.stop_token_ids))
@@ -419,6 +461,7 @@ class InferenceEngine:
             prompt_token_ids=first.prompt,
             outputs=[self._continuation(sequence) for sequence in request.sequences],
             finished=request.finished,
+            prompt_logprobs=first.prompt_logprobs,
         )
 
     def _continuation(self, sequence: Sequence) -> CompletionOutput:

@@ -16,11 +16,13 @@ _COUNTS = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "page_slot
 _LARGEST = 1e6  # of a temperature or penalty; no sensible value is near it
 _RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, math.inf, "at least 1"),
-    "max_tokens": (1, math.inf, "at least 1"),
+    "max_tokens": (0, math.inf, "0 or more"),
     "temperature": (0, _LARGEST, "0 or more"),
     "min_p": (0, 1, "from 0 to 1"),
     "presence_penalty": (-_LARGEST, _LARGEST, "a finite number"),
     "frequency_penalty": (-_LARGEST, _LARGEST, "a finite number"),
+    "logprobs": (0, math.inf, "0 or more"),
+    "prompt_logprobs": (0, math.inf, "0 or more"),
 }
 
 
@@ -103,7 +105,7 @@ class SamplingParams:
 
     Attributes:
         n: Continuations of the prompt.
-        max_tokens: Most tokens to generate.
+        max_tokens: Most tokens to generate; 0 computes the prompt only.
         temperature: 0 takes the most likely token.
         top_p: Share of the probability that is sampled from.
         top_k: Tokens that are sampled from; -1 takes all.
@@ -115,6 +117,8 @@ class SamplingParams:
         logit_bias: Added to the logits of these tokens.
         logprobs: How many of the most likely tokens to return at each position, with their
             log-probabilities; 0 returns that of the chosen token only, None nothing.
+        prompt_logprobs: The same for the tokens of the prompt, of which the first one has none.
+            They are computed in any case, not taken from a snapshot.
         seed: Of this request's random numbers; None draws one. The same seed gives the same tokens
             alone and in any batch.
         stop: Texts that end the request; the output's text ends before them.
@@ -133,6 +137,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -141,7 +146,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (least, most, words) in _RANGES.items():
             value = getattr(self, name)
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 raise InferenceError(f"{name}={value}: {words}")
         if not 0 < self.top_p <= 1:
             raise InferenceError(f"top_p={self.top_p}: above 0 and up to 1")
@@ -151,8 +156,8 @@ class SamplingParams:
             raise InferenceError(f"top_k={self.top_k}: at least 1, or -1 for all")
         if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
             raise InferenceError("logit_bias: finite numbers by token id")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise InferenceError(f"logprobs={self.logprobs}: 0 or more")
+        if self.max_tokens == 0 and self.n > 1:
+            raise InferenceError(f"n={self.n}: max_tokens=0 generates no continuations; use n=1")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InferenceError(f"stop={self.stop!r}: a tuple of texts that are not empty")
 
@@ -161,7 +166,7 @@ class SamplingParams:
         """Whether a token is drawn from the logits as they are, and nothing else is returned."""
         restricted = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         changed = self.penalizes or bool(self.logit_bias)
-        return not restricted and not changed and self.logprobs is None
+        return not restricted and not changed and self.logprobs is None and self.max_tokens > 0
 
     @property
     def penalizes(self) -> bool:

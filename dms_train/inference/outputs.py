@@ -9,11 +9,11 @@ from dms_train.inference.accounting import RequestKV
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one generated token, before temperature, penalties and bias.
+    """Log-probabilities at one token, before temperature, penalties and bias.
 
     Attributes:
         logprob: Of the token itself.
-        top: Of the most likely tokens, by token id, the most likely first.
+        top: Of the most likely tokens, by token id; the first one is what temperature 0 takes.
         text_offset: Where the text of the token starts in the text of the continuation.
     """
 
@@ -30,10 +30,11 @@ class CompletionOutput:
         index: Its number among the `n` of the request.
         text: Decoded tokens up to a stop text; empty for a model without a tokenizer. While it
             runs, it only grows: what may still change is left out.
-        token_ids: Generated tokens, the one that stopped them included.
+        token_ids: Generated tokens, the one that stopped them included; those that were given to
+            `InferenceEngine.add_scoring`.
         finish_reason: `stop`, `length`, `timeout` (the request's time was over), `memory` (the
             cache cannot hold it), or None while it runs.
-        logprobs: One entry for each generated token; None unless asked for.
+        logprobs: One entry for each of `token_ids`; None unless asked for.
         kv: What the cache has cost so far.
     """
 
@@ -56,6 +57,8 @@ class RequestOutput:
         outputs: The `n` continuations.
         finished: Whether all have finished; False for the intermediate outputs of `LLM.stream` and
             `InferenceEngine.step`.
+        prompt_logprobs: One entry for each token of the prompt, as far as it is computed, None for
+            the first one; None unless asked for.
     """
 
     request_id: str
@@ -63,6 +66,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def kv(self) -> RequestKV:

@@ -35,7 +35,7 @@ class PrefixCache:
     """Snapshots, the least recently used first.
 
     Args:
-        most: Number of snapshots that are kept.
+        most: Number of snapshots that are kept for all requests; those of a request are besides.
     """
 
     def __init__(self, most: int) -> None:
@@ -47,13 +47,14 @@ class PrefixCache:
         return len(self._entries)
 
     def add(self, tokens: list[int], snapshot: Snapshot, owner: str | None) -> None:
-        """Keep a snapshot, unless there is one of these tokens; others may be released for it."""
+        """Keep a snapshot, unless there is one of these tokens; another may be released for it."""
         if any(entry.owner == owner and entry.tokens == tokens for entry in self._entries):
             snapshot.release()
             return
         self._entries.append(_Entry(tokens, snapshot, owner))
-        if len(self._entries) > self._most:
-            self._release(self._entries[0])
+        shared = [entry for entry in self._entries if entry.owner is None]
+        if len(shared) > self._most:
+            self._release(shared[0])
 
     def length(self, tokens: list[int], request: str) -> int:
         """Tokens of the longest snapshot that a sequence of these tokens can start from."""

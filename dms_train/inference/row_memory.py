@@ -14,7 +14,8 @@ class RowMemory:
     """A `CacheMemory`.
 
     Snapshots are taken at the end of a prompt with several continuations. With prefix caching they
-    are also taken where a prompt departs from an earlier one, and when a sequence has finished.
+    are also taken where a prompt departs from an earlier one, and when a sequence has finished
+    that was generated.
 
     Args:
         cache: Whose rows they are.
@@ -40,14 +41,14 @@ class RowMemory:
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the longest snapshot that a sequence can start from."""
-        return self._prefixes.length(sequence.tokens, sequence.request_id)
+        return self._prefixes.length(sequence.shareable, sequence.request_id)
 
     def restore(self, sequence: Sequence) -> None:
         """Put that snapshot into the row of a sequence, and plan the snapshots of its prompt."""
         assert sequence.row is not None
-        found = self._prefixes.restore(sequence.tokens, sequence.request_id, sequence.row)
+        found = self._prefixes.restore(sequence.shareable, sequence.request_id, sequence.row)
         sequence.computed = found
-        if not sequence.output:
+        if not sequence.output or sequence.given_only:
             sequence.meter.cached_tokens = max(0, found - sequence.prompt_start)
             sequence.cuts = self._cuts(sequence)
 
@@ -55,7 +56,7 @@ class RowMemory:
         """Release the least recently used snapshot but that for a sequence."""
         if keep_for is None:
             return self._prefixes.reclaim(None, None)
-        return self._prefixes.reclaim(keep_for.tokens, keep_for.request_id)
+        return self._prefixes.reclaim(keep_for.shareable, keep_for.request_id)
 
     def note(self, sequence: Sequence) -> None:
         """Take a snapshot if the next tokens of a sequence are cut here."""
@@ -64,7 +65,8 @@ class RowMemory:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a snapshot of a sequence that has ended, for prompts that continue it."""
-        if self._shared and sequence.row is not None and sequence.computed:
+        generated = sequence.computed and not sequence.given_only
+        if self._shared and sequence.row is not None and generated:
             self._take(sequence)
 
     def forget(self, request_id: str) -> None:
@@ -81,8 +83,12 @@ class RowMemory:
         return tuple(cut for cut in sorted(set(cuts)) if cut > sequence.computed)
 
     def _take(self, sequence: Sequence) -> None:
-        """Snapshot a row; other requests may use it with prefix caching only."""
+        """Snapshot a row; other requests may use it with prefix caching only.
+
+        That at the end of a scored prompt is for its own continuations in any case.
+        """
         assert sequence.row is not None
         snapshot = self._cache.snapshot(sequence.row)
-        owner = None if self._shared else sequence.request_id
+        own = sequence.given_only and sequence.computed == sequence.prompt_end - 1
+        owner = None if self._shared and not own else sequence.request_id
         self._prefixes.add(sequence.tokens[: sequence.computed], snapshot, owner)

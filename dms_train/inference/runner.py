@@ -23,6 +23,7 @@ from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.prompt_graphs import PromptGraphs
 from dms_train.inference.sampler import stream_keys
 from dms_train.inference.scheduler import SchedulerLimits
+from dms_train.inference.scoring import score, wanted_logits
 from dms_train.inference.sequence import Sequence
 
 
@@ -105,6 +106,8 @@ class ModelRunner:
     def step(self, batch: list[tuple[Sequence, int]], *, every: bool = False) -> Tensor:
         """Compute the next tokens of sequences; advances `computed` and updates `pages`.
 
+        Log-probabilities of given tokens are noted in the sequences.
+
         Args:
             batch: Sequences with rows and how many tokens each computes.
             every: Return the logits of every token instead of each sequence's last.
@@ -114,7 +117,10 @@ class ModelRunner:
         """
         # one token each, then parts of prompts
         order = sorted(range(len(batch)), key=lambda i: (batch[i][1] > 1, batch[i][0].row))
-        hidden = self._forward([batch[i] for i in order])
+        ordered = [batch[i] for i in order]
+        wanted = wanted_logits(ordered)
+        hidden = self._forward(ordered)
+        score(self.model.decoder, hidden, wanted)
         if not every:
             ends = list(accumulate(batch[i][1] for i in order))
             last = [end - 1 for _, end in sorted(zip(order, ends, strict=True))]
@@ -132,7 +138,7 @@ class ModelRunner:
         rows = torch.tensor([row for row, _, _ in parts], device=self._device)
         counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
         for index, (sequence, count) in enumerate(batch):
-            prompt = sequence.prefilling or count > 1
+            prompt = sequence.prefilling or sequence.given_only or count > 1
             sequence.computed += count
             self._count(sequence, counts, index, tokens=sequence.computed, prefill=prompt)
         self.total.step()

@@ -130,12 +130,31 @@ def stream_keys(streams: list[tuple[int, int, int]]) -> Tensor:
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: list[SamplingRow]) -> dict[int, TokenLogprobs]:
     """Log-probabilities of the rows that request them, by row."""
-    found = {}
-    for i, row in enumerate(rows):
-        wanted = row.params.logprobs
-        if wanted is not None:
-            shares = logits[i].float().log_softmax(-1)
-            values, ids = shares.topk(min(wanted, len(shares)))
-            top = dict(zip(ids.tolist(), values.tolist(), strict=True))
-            found[i] = TokenLogprobs(float(shares[tokens[i]]), top)
+    wanted = {i: row.params.logprobs for i, row in enumerate(rows)}
+    tops = {i: top for i, top in wanted.items() if top is not None}
+    if not tops:
+        return {}
+    places = list(tops)
+    found = token_logprobs(logits[places], tokens[places], list(tops.values()))
+    return dict(zip(places, found, strict=True))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of given tokens and of the most likely ones.
+
+    Args:
+        logits: [b, vocab].
+        tokens: int64 [b].
+        tops: How many of the most likely tokens to return for each row. The first one is that of
+            the argmax, which temperature 0 takes, also where several have the same logit.
+    """
+    shares = logits.float().log_softmax(-1)
+    own = shares.gather(1, tokens[:, None])[:, 0].tolist()
+    values, ids = (x.tolist() for x in shares.topk(min(max(tops), shares.shape[1])))
+    best = logits.argmax(-1).tolist()
+    found = []
+    for row, top in enumerate(tops):
+        first = [(best[row], values[row][0])] if top else []
+        ranked = dict([*first, *zip(ids[row], values[row], strict=True)])
+        found.append(TokenLogprobs(own[row], dict(list(ranked.items())[:top])))
     return found

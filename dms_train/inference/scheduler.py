@@ -40,6 +40,8 @@ class SequenceState:
         computed: Tokens that are in the cache or were evicted from it.
         ahead: Sampled tokens behind `tokens` that are on the device only.
         limit: Tokens at which it ends; None for no limit.
+        given_only: Whether all of its tokens are given. It ends when they are computed, but for the
+            last one, behind which nothing follows.
         row: Cache row, or None while it has none.
         pages: Pages it holds, shared ones included.
         cuts: Numbers of tokens after which a snapshot is taken; a step ends there.
@@ -55,6 +57,7 @@ class SequenceState:
     computed: int = 0
     ahead: int = 0
     limit: int | None = None
+    given_only: bool = False
     row: int | None = None
     pages: int = 0
     cuts: tuple[int, ...] = ()
@@ -68,8 +71,9 @@ class SequenceState:
 
     @property
     def remaining(self) -> int:
-        """Tokens that are not computed."""
-        return self.length - self.computed
+        """Tokens that are not computed and have to be."""
+        spared = self.given_only and len(self.tokens) > 1
+        return self.length - spared - self.computed
 
     @property
     def runnable(self) -> bool:

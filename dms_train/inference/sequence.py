@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dms_train.inference.accounting import Meter
+from dms_train.inference.given_tokens import GivenTokens
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
 from dms_train.inference.sampler import SampledToken, SamplingRow
@@ -25,6 +26,7 @@ class Sequence(SequenceState):
         meter: What it has cost since the prompt started.
         prompt: Tokens of the current prompt.
         logprobs: Of the generated tokens, if asked for.
+        given: Tokens whose log-probabilities are wanted though they are not sampled.
         text: Of the generated tokens.
     """
 
@@ -35,6 +37,7 @@ class Sequence(SequenceState):
     meter: Meter = field(default_factory=Meter)
     prompt: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    given: GivenTokens | None = None
     text: GeneratedText = field(default_factory=lambda: GeneratedText(None, [], ()))
 
     @property
@@ -44,13 +47,28 @@ class Sequence(SequenceState):
 
     @property
     def output(self) -> list[int]:
-        """Tokens generated for the current prompt."""
+        """Tokens generated for the current prompt, or given to follow it."""
         return self.tokens[self.prompt_end :]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Of the tokens of the prompt so far, None for the first one; None unless asked for."""
+        if self.given is None or self.params.prompt_logprobs is None:
+            return None
+        return [None, *self.given.found]
 
     @property
     def prefilling(self) -> bool:
         """Whether part of the prompt is not in the cache yet."""
         return self.computed < self.prompt_end
+
+    @property
+    def shareable(self) -> list[int]:
+        """Its tokens up to the first one that must be computed, whatever snapshots hold."""
+        end = len(self.tokens) - self.given_only
+        if self.given is not None:
+            end = min(end, self.given.logits_from + 1)
+        return self.tokens[:end]
 
     def take(self, count: int) -> list[int]:
         """The next tokens to compute; the one that is on the device only is left out."""
@@ -76,11 +94,31 @@ class Sequence(SequenceState):
         self.prompt_end = len(self.tokens)
         self.limit = min(self.prompt_end + params.max_tokens, longest)
         self.finish_reason = None
-        self.logprobs = []
+        self.logprobs, self.given = [], None
+        self.given_only = params.max_tokens == 0
+        if params.prompt_logprobs is not None and self.index == 0:
+            self.given = GivenTokens(
+                start=self.prompt_start + 1, end=self.prompt_end, top=params.prompt_logprobs
+            )
         self.text = GeneratedText(tokenizer, self.tokens, params.stop)
         self.meter.restart()
         if params.seed is not None:
             self.seed = params.seed
+
+    def give(self, continuation: list[int]) -> None:
+        """Follow the prompt with tokens that are scored; nothing is sampled.
+
+        Args:
+            continuation: At least one token.
+        """
+        self.tokens += continuation
+        self.given_only = True
+        self.given = GivenTokens(
+            start=self.prompt_end,
+            end=len(self.tokens),
+            top=self.params.logprobs or 0,
+            found=self.logprobs,
+        )
 
     def sampling_row(self) -> SamplingRow:
         """What the sampler needs for the next token."""

@@ -18,7 +18,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 OPTIONAL = (
     *("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers"),
     *("starlette", "uvicorn", "prometheus_client"),
-    *("datasets", "pyarrow", "math_verify"),
+    *("datasets", "pyarrow", "math_verify", "lm_eval"),
 )
 
 

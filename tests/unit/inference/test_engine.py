@@ -66,7 +66,7 @@ def test_the_models_limit_ends_a_request(llm):
         (lambda llm: llm.generate([1], SamplingParams(stop=("x",))), "no tokenizer"),
         (lambda llm: SamplingParams(stop="x"), "a tuple of texts"),
         (lambda llm: SamplingParams(stop=("",)), "not empty"),
-        (lambda llm: SamplingParams(max_tokens=0), "max_tokens"),
+        (lambda llm: SamplingParams(max_tokens=-1), "max_tokens"),
         (lambda llm: SamplingParams(temperature=-1), "temperature"),
         (lambda llm: SamplingParams(top_p=0), "top_p"),
         (lambda llm: SamplingParams(top_k=0), "top_k"),

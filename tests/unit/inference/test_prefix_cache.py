@@ -232,7 +232,7 @@ def test_an_aborted_request_releases_its_snapshot(folder):
 
 
 def test_the_longest_usable_snapshot_is_taken_and_the_oldest_is_released():
-    cache = PrefixCache(3)
+    cache = PrefixCache(2)
     snapshots = [Recorded() for _ in range(5)]
     cache.add([1, 2], snapshots[0], None)
     cache.add([1, 2, 3], snapshots[1], None)

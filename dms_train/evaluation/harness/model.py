@@ -1,0 +1,333 @@
+"""The model class of lm-evaluation-harness over the inference engine.
+
+Prompts, lengths and answers are treated as by the harness' own class for transformers (`HFLM`), so
+that both give the same numbers for the same weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from tqdm import tqdm
+
+from dms_train.evaluation.errors import EvaluationError
+from dms_train.hf.directory import resolve
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import CompletionOutput, RequestOutput
+from dms_train.inference.tokenizer import read_stop_ids
+
+# A request of a likelihood: (context and continuation, or None), context ids, continuation ids.
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+Answer = tuple[float, bool]
+_AHEAD = 4  # requests in the engine for each cache row, so that rows never wait for the host
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty"),
+)
+
+
+class _Shared(NamedTuple):
+    """Requests with one context, which is computed once.
+
+    Attributes:
+        context: Token ids.
+        continuations: Token ids of each.
+        numbers: Of the requests.
+    """
+
+    context: list[int]
+    continuations: list[list[int]]
+    numbers: list[int]
+
+
+class EngineLM(TemplateLM):  # type: ignore[misc]
+    """A model for `lm_eval.simple_evaluate`, dense or exported with DMS.
+
+    Likelihoods are computed through the cache, with the tokens that the model holds at each place
+    when it generates. The continuations of one context share its computation.
+
+    Args:
+        model: Directory or hub id (local cache only), with a tokenizer.
+        options: How the engine runs it.
+        seed: Of sampled answers; each request has random numbers of its own.
+
+    Attributes:
+        engine: Runs the requests.
+        tokenizer: Of transformers.
+
+    Raises:
+        EvaluationError: The directory has no tokenizer that transformers can read.
+    """
+
+    def __init__(self, model: str | Path, options: EngineOptions, *, seed: int = 1234) -> None:
+        super().__init__()
+        directory = resolve(model)
+        self.tokenizer = _tokenizer(directory)
+        self.engine = InferenceEngine(directory, options)
+        self._stop_ids = sorted(read_stop_ids(directory))
+        self._seed, self._name = seed, str(model)
+        self._prefix = self.tokenizer.decode(self.prefix_token_id)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-text token."""
+        if self.tokenizer.eos_token_id is not None:
+            return int(self.tokenizer.eos_token_id)
+        if not self._stop_ids:
+            raise EvaluationError(f"{self._name}: states no end-of-text token; add eos_token_id")
+        return self._stop_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has no context."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that the model computes of a text."""
+        return self.engine.longest
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Most tokens to generate where a task states nothing."""
+        return 256
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer in caches of prepared requests."""
+        return self._name.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Messages as the text that the model's chat template makes of them.
+
+        Args:
+            chat_history: Messages with `role` and `content`.
+            add_generation_prompt: Whether the assistant speaks next; otherwise the last message is
+                its own, to be continued.
+
+        Raises:
+            EvaluationError: The model has no template, or the template refuses the messages.
+        """
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except Exception as error:  # whatever a template raises about its messages
+            reason = " ".join(str(error).split())[:200]
+            raise EvaluationError(f"{self._name}: chat template: {reason}") from None
+        return text
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            string: The text.
+            add_special_tokens: Whether the tokenizer's special tokens go around it; None adds them
+                unless it begins with the first of them.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._prefix)
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return ids
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihoods of whole texts, in windows of the most tokens that the model takes.
+
+        Args:
+            requests: Each with a text.
+            disable_tqdm: Whether to show no progress.
+        """
+        texts: list[str] = [request.args[0] for request in requests]
+        windows: list[Scored] = []
+        owners = []
+        for number, text in enumerate(texts):
+            for window in utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append((None, *utils.make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(texts)
+        for owner, (value, _) in zip(
+            owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
+        ):
+            totals[owner] += value
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations up to the first stop text.
+
+        Args:
+            requests: Each with a context and its `generation_kwargs`.
+            disable_tqdm: Whether to show no progress.
+
+        Raises:
+            EvaluationError: A key of `generation_kwargs` is not known, or the context has no room.
+        """
+        prompts, params = [], []
+        for number, request in enumerate(requests):
+            context, stated = request.args
+            how = self._params(stated, self._seed + number)
+            room = self.max_length - how.max_tokens
+            if room < 1:
+                raise EvaluationError(
+                    f"max_gen_toks={how.max_tokens}: the model takes {self.max_length} tokens with "
+                    "the prompt; lower it with --gen-kwargs"
+                )
+            prompts.append((self.tok_encode(context) or [self.prefix_token_id])[-room:])
+            params.append(how)
+
+        def add(number: int) -> str:
+            return self.engine.add_request(prompts[number], params[number], final_only=True)
+
+        texts = [""] * len(requests)
+        for number, output in self._outputs(len(requests), add, "generate_until", disable_tqdm):
+            text = self.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+            texts[number] = postprocess_generated_text(text, list(params[number].stop), None)
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
+    ) -> list[Answer]:
+        """Log-probability of each continuation, and whether greedy decoding gives it."""
+        shared = self._by_context(requests)
+
+        def add(number: int) -> str:
+            return self.engine.add_scoring(shared[number].context, shared[number].continuations)
+
+        answers: list[Answer] = [(0.0, True)] * len(requests)
+        for group, output in self._outputs(len(shared), add, "loglikelihood", disable_tqdm):
+            for number, done in zip(shared[group].numbers, output.outputs, strict=True):
+                answers[number] = _answer(done)
+        for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def _by_context(self, requests: Sequence[Scored]) -> list[_Shared]:
+        """The requests by their contexts, which are cut at the left to what the model takes."""
+        most = self.engine.options.max_num_seqs
+        shared: list[_Shared] = []
+        last: dict[tuple[int, ...], _Shared] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            if not 1 <= len(continuation) <= self.max_length:
+                raise EvaluationError(
+                    f"a continuation of {len(continuation)} tokens: the model scores 1 to "
+                    f"{self.max_length}"
+                )
+            ids = (context + continuation)[-(self.max_length + 1) :]
+            key = tuple(ids[: -len(continuation)])
+            if key not in last or len(last[key].numbers) == most:
+                last[key] = _Shared(list(key), [], [])
+                shared.append(last[key])
+            last[key].continuations.append(continuation)
+            last[key].numbers.append(number)
+        return shared
+
+    def _params(self, stated: dict[str, Any], seed: int) -> SamplingParams:
+        """The engine's parameters for a task's `generation_kwargs`."""
+        given = dict(normalize_gen_kwargs(stated, self.max_gen_toks))
+        end = self.tokenizer.decode(self.eot_token_id)
+        until = handle_stop_sequences(given.pop("until"), end)
+        most, sampled = given.pop("max_gen_toks"), given.pop("do_sample")
+        unknown = sorted(set(given) - set(_SAMPLING))
+        if unknown:
+            raise EvaluationError(
+                f"generation_kwargs {', '.join(unknown)}: not an option of the engine, which takes "
+                f"until, max_gen_toks, do_sample, {', '.join(_SAMPLING)}"
+            )
+        temperature = float(given.pop("temperature", 0.0))
+        return SamplingParams(
+            **{**given, "top_k": given.get("top_k") or -1},
+            temperature=temperature if sampled else 0.0,
+            max_tokens=most,
+            seed=seed,
+            stop=tuple(text for text in until if text),
+            stop_token_ids=(self.eot_token_id,),
+        )
+
+    def _outputs(
+        self, count: int, add: Callable[[int], str], title: str, disable_tqdm: bool
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Finished requests with their numbers, in the order in which they finish.
+
+        Args:
+            count: Of the requests.
+            add: Adds the request of a number to the engine; returns its id.
+            title: Of the progress.
+            disable_tqdm: Whether to show none.
+        """
+        waiting, running = deque(range(count)), dict[str, int]()
+        ahead = _AHEAD * self.engine.options.max_num_seqs
+        try:
+            with tqdm(total=count, desc=title, disable=disable_tqdm) as progress:
+                while waiting or running:
+                    while waiting and len(running) < ahead:
+                        number = waiting.popleft()
+                        running[add(number)] = number
+                    for output in self.engine.step():
+                        if output.finished:
+                            _require_whole(output)
+                            progress.update()
+                            yield running.pop(output.request_id), output
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+
+
+def _tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory, read by transformers without code of the directory."""
+    try:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(
+            os.fspath(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # no transformers, or files that it cannot read
+        reason = " ".join(str(error).split())[:200]
+        raise EvaluationError(f"{directory}: its tokenizer cannot be read ({reason})") from None
+
+
+def _answer(done: CompletionOutput) -> Answer:
+    assert done.logprobs is not None
+    pairs = list(zip(done.token_ids, done.logprobs, strict=True))
+    greedy = all(next(iter(entry.top)) == token for token, entry in pairs)
+    return sum(entry.logprob for _, entry in pairs), greedy
+
+
+def _require_whole(output: RequestOutput) -> None:
+    if any(done.finish_reason == "memory" for done in output.outputs):
+        length = len(output.prompt_token_ids)
+        raise InferenceError(
+            f"a prompt of {length} tokens: the cache is too small for it; raise --cache-bytes"
+        )

@@ -1,0 +1,233 @@
+"""Log-probabilities of given tokens: those of a float64 model that masks what is evicted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dms_train.inference import scoring
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.sampler import token_logprobs
+from dms_train.kernels.decode import kernels as decode
+from tests.unit.hf import conftest as hf
+from tests.unit.inference.conftest import (
+    random_ids,
+    small_spec,
+    tiny_architecture,
+    varied_weights,
+)
+from tests.unit.inference.test_prefix_cache import computed, leaks
+
+SIZES = {"page_slots": 4, "slab_pages": 8, "prefill_chunk": 16}
+DMS = small_spec("dms")
+NEEDS_TRITON = pytest.mark.skipif(
+    not decode.runs_on(torch.device("cpu")), reason="needs triton's interpreter"
+)
+PROMPT_ONLY = SamplingParams(max_tokens=0, prompt_logprobs=1)
+CHOICES = [random_ids(n, seed=90 + n) for n in (1, 7, 3, 20)]
+
+
+def exact(ids: list[int], family: str = "llama") -> torch.Tensor:
+    """Log-probabilities behind every token, [T, vocab], by a plain loop over heads in float64."""
+    a = tiny_architecture(family)
+    logits, decisions = hf._forward(varied_weights(a, 0), a, DMS, torch.tensor(ids))
+    assert (decisions > 0).any() or len(ids) < 2
+    return logits.log_softmax(-1)
+
+
+def assert_scores(found, ids: list[int], first: int) -> None:
+    """Entries from position `first` on are those of the exact model."""
+    wanted = exact(ids)
+    assert len(found) == len(ids) - first
+    for position, entry in enumerate(found, first):
+        row = wanted[position - 1]
+        assert entry.logprob == pytest.approx(row[ids[position]].item(), abs=1e-4)
+        ((token, value),) = entry.top.items()
+        assert token == int(row.argmax())
+        assert value == pytest.approx(row.max().item(), abs=1e-4)
+
+
+def run(engine: InferenceEngine) -> dict[str, object]:
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: o for o in engine.step() if o.finished}
+    return found
+
+
+def score(engine: InferenceEngine, prompt: list[int], continuations: list[list[int]]):
+    request = engine.add_scoring(prompt, continuations)
+    return run(engine)[request]
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 60])
+def test_prompt_logprobs(folder, length):
+    llm, ids = LLM(folder("llama", DMS), **SIZES), random_ids(length)
+    output = llm.generate(ids, PROMPT_ONLY)[0]
+    assert output.prompt_logprobs[0] is None
+    assert_scores(output.prompt_logprobs[1:], ids, 1)
+    (done,) = output.outputs
+    assert (done.token_ids, done.finish_reason, done.logprobs) == ([], "length", None)
+    # nothing follows the last token, so that it is not computed
+    assert (llm.kv.tokens, llm.kv.kv_reads) == (max(1, length - 1), 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 512])
+def test_continuations_share_a_prompt_that_is_computed_once(folder, chunk):
+    engine = InferenceEngine(
+        folder("llama", DMS), EngineOptions(**{**SIZES, "prefill_chunk": chunk})
+    )
+    counts, prompt = computed(engine), random_ids(45)
+    output = score(engine, prompt, CHOICES)
+    for done, choice in zip(output.outputs, CHOICES, strict=True):
+        assert (done.token_ids, done.finish_reason) == (choice, "length")
+        assert_scores(done.logprobs, prompt + choice, len(prompt))
+    assert sum(counts) == len(prompt) - 1 + sum(map(len, CHOICES))
+    assert engine.kv.kv_reads == 0
+    assert (engine.free_rows, leaks(engine)) == (engine.options.max_num_seqs, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache": "dense"},
+        {"policy": "window", "window": 5},
+        {"policy": "keep_all"},
+        pytest.param({"kernels": "triton"}, marks=NEEDS_TRITON),
+    ],
+    ids=str,
+)
+def test_scores_of_generated_tokens_are_those_of_generating_them(folder, options):
+    llm, prompt = LLM(folder("llama", DMS), **options, **SIZES), random_ids(20)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, logprobs=1, ignore_eos=True)
+    (made,) = llm.generate(prompt, greedy)[0].outputs
+    other = [*made.token_ids[:5], (made.token_ids[5] + 1) % 61]
+    scored, wrong = score(llm.engine, prompt, [made.token_ids, other]).outputs
+    ours, theirs = ([entry.logprob for entry in o.logprobs] for o in (scored, made))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert [next(iter(entry.top)) for entry in scored.logprobs] == made.token_ids
+    assert [next(iter(entry.top)) for entry in wrong.logprobs] == made.token_ids[:6]
+    assert wrong.logprobs[5].logprob < made.logprobs[5].logprob
+
+
+def test_prompt_logprobs_change_no_generated_token(folder):
+    llm, prompt = LLM(folder("llama", DMS), **SIZES), random_ids(40)
+    plain = SamplingParams(max_tokens=6, n=2, seed=3, ignore_eos=True)
+    asked = SamplingParams(max_tokens=6, n=2, seed=3, ignore_eos=True, prompt_logprobs=1)
+    expected, output = llm.generate(prompt, plain)[0], llm.generate(prompt, asked)[0]
+    assert output.outputs == expected.outputs
+    assert expected.prompt_logprobs is None
+    assert_scores(output.prompt_logprobs[1:], prompt, 1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_small_pool_changes_no_score(folder, shared):
+    sizes = {**SIZES, "prefill_chunk": 4, "cache_bytes": 60_000, "max_num_seqs": 12}
+    options = EngineOptions(enable_prefix_caching=shared, **sizes)
+    engine = InferenceEngine(folder("llama", DMS), options)
+    for seed in range(6):  # their growth takes the pages of what is scored behind them
+        growing = SamplingParams(max_tokens=120, seed=seed, ignore_eos=True)
+        engine.add_request(random_ids(10, seed=seed), growing)
+    prompts = [random_ids(30 + 4 * i, seed=i) for i in range(8)]
+    asked = {engine.add_scoring(prompt, CHOICES): prompt for prompt in prompts}
+    echoed = {engine.add_request(prompt, PROMPT_ONLY): prompt for prompt in prompts}
+    found = run(engine)
+    assert engine.preemptions > 0
+    for request, prompt in asked.items():
+        for done, choice in zip(found[request].outputs, CHOICES, strict=True):
+            assert_scores(done.logprobs, prompt + choice, len(prompt))
+    for request, prompt in echoed.items():
+        assert_scores(found[request].prompt_logprobs[1:], prompt, 1)
+    assert leaks(engine) == 0
+
+
+def test_snapshots_of_prompts_that_begin_alike_give_the_same_scores(folder):
+    engine = InferenceEngine(
+        folder("llama", DMS), EngineOptions(max_num_seqs=4, enable_prefix_caching=True, **SIZES)
+    )
+    examples = random_ids(50, seed=7)
+    prompts = [examples + random_ids(10 + i, seed=20 + i) for i in range(6)]
+    for number, prompt in enumerate(prompts):
+        output = score(engine, prompt, CHOICES)
+        held = [done.kv.cached_tokens for done in output.outputs]
+        assert held == [50 if number > 1 else 0, *[len(prompt) - 1] * 3]
+        for done, choice in zip(output.outputs, CHOICES, strict=True):
+            assert_scores(done.logprobs, prompt + choice, len(prompt))
+    asked = {engine.add_scoring(prompt, CHOICES): prompt for prompt in prompts * 3}
+    for request, output in run(engine).items():  # those at the ends of prompts do not displace it
+        held = [done.kv.cached_tokens for done in output.outputs]
+        assert held[0] >= 50
+        assert held[1:] == [len(asked[request]) - 1] * 3
+    # a snapshot has no logits, so that a prompt whose own are wanted starts from its first token
+    request = engine.add_request(prompts[0], PROMPT_ONLY)
+    output = run(engine)[request]
+    assert output.outputs[0].kv.cached_tokens == 0
+    assert_scores(output.prompt_logprobs[1:], prompts[0], 1)
+
+
+def test_the_longest_text_that_can_be_scored(folder):
+    llm, ids = LLM(folder("llama", DMS), max_model_len=40, **SIZES), random_ids(41)
+    assert_scores(llm.generate(ids, PROMPT_ONLY)[0].prompt_logprobs[1:], ids, 1)
+    (done,) = score(llm.engine, ids[:3], [ids[3:]]).outputs
+    assert_scores(done.logprobs, ids, 3)
+    with pytest.raises(InferenceError, match="the model takes 40"):
+        llm.generate(random_ids(42), PROMPT_ONLY)
+    with pytest.raises(InferenceError, match="the model takes 40"):
+        llm.engine.add_scoring(ids[:4], [ids[3:]])
+
+
+def test_logits_are_computed_for_a_block_of_the_wanted_tokens_at_a_time(folder, monkeypatch):
+    monkeypatch.setattr(scoring, "_BLOCK_LOGITS", 3 * 61)
+    engine = InferenceEngine(folder("llama", DMS), EngineOptions(**SIZES))
+    head, rows = engine._runner.model.decoder.lm_head, []
+    head.register_forward_hook(lambda _module, inputs, _output: rows.append(len(inputs[0])))
+    prompt, choice = random_ids(50), random_ids(10, seed=1)
+    (done,) = score(engine, prompt, [choice]).outputs
+    assert_scores(done.logprobs, prompt + choice, len(prompt))
+    steps = 4  # 59 tokens in chunks of 16, each of which gives the logits of its last token
+    assert max(rows) == 3
+    assert sum(rows) == steps + len(choice)
+
+
+def test_the_first_of_equal_logits_is_the_one_that_greedy_decoding_takes():
+    logits = torch.zeros(1, 512)
+    logits[:, 170:] = 1.0
+    for token in (0, 170, 511):
+        (entry,) = token_logprobs(logits, torch.tensor([token]), [2])
+        assert next(iter(entry.top)) == 170 == int(logits.argmax())
+        assert len(entry.top) == 2
+        assert entry.logprob == pytest.approx(logits.log_softmax(-1)[0, token].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda engine: engine.add_scoring([1, 2], []), "a continuation is empty"),
+        (lambda engine: engine.add_scoring([1, 2], [[3], []]), "a continuation is empty"),
+        (lambda engine: engine.add_scoring([], [[3]]), "a prompt is empty"),
+        (lambda engine: engine.add_scoring([1], [[3, 61]]), r"a continuation has token ids"),
+        (lambda engine: SamplingParams(max_tokens=0, n=2), "n=2"),
+        (lambda engine: SamplingParams(prompt_logprobs=-1), "prompt_logprobs=-1"),
+        (
+            lambda engine: engine.add_turn(engine.open_conversation(), [1], PROMPT_ONLY),
+            "prompt_logprobs: not in a conversation",
+        ),
+    ],
+)
+def test_refusals(folder, call, named):
+    engine = InferenceEngine(folder("llama", DMS), EngineOptions(**SIZES))
+    with pytest.raises(InferenceError, match=named):
+        call(engine)
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_turn_without_an_answer_continues_the_conversation(folder):
+    llm, first, second = LLM(folder("llama", DMS), **SIZES), random_ids(20), random_ids(9, seed=1)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with llm.conversation() as chat:
+        chat.say(first, SamplingParams(max_tokens=0))
+        answer = chat.say(second, greedy).outputs[0].token_ids
+    assert answer == llm.generate(first + second, greedy)[0].outputs[0].token_ids
