@@ -16,14 +16,13 @@ from dms_train.data_prep.conversation_files import (
     Choice,
     ConversationJob,
     make_shard,
-    shard_prefix,
-    verdicts_path,
 )
 from dms_train.data_prep.conversations import ChatOptions, LossOn
 from dms_train.data_prep.openr1 import Filter
 from dms_train.data_prep.rows import HubOptions, Shard, open_rows
+from dms_train.data_prep.shard_files import shard_prefix, verdicts_path
 
-_RESUMES = "run the same command to continue"
+RESUMES = "run the same command to continue"
 Commands = Any  # what add_subparsers returns; its class is private
 
 _OPENR1 = """\
@@ -38,9 +37,17 @@ interrupted one.
 """
 
 
-def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
-    """Add both commands to the parser of `dms-data`."""
-    common = _common(shared)
+def add_commands(
+    commands: Commands, rows: argparse.ArgumentParser, shared: argparse.ArgumentParser
+) -> None:
+    """Add both commands to the parser of `dms-data`.
+
+    Args:
+        commands: Of `dms-data`.
+        rows: Made by `row_arguments`.
+        shared: Arguments of all commands with several processes.
+    """
+    common = _common(rows, shared)
     parser = commands.add_parser(
         "openr1",
         parents=[common],
@@ -55,24 +62,37 @@ def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
         "(%(default)s)",
     )
     parser.add_argument("--traces", choices=("one", "all"), default="one", help="for each problem")
-    parser.set_defaults(run=_run_openr1, interrupted=_RESUMES)
+    parser.set_defaults(run=_run_openr1, interrupted=RESUMES)
     chat = commands.add_parser(
         "chat", parents=[common], help="make a shard of conversations", description=_CHAT
     )
     chat.add_argument("--messages-key", default="messages", help="column with the conversation")
-    chat.set_defaults(run=_run_chat, interrupted=_RESUMES)
+    chat.set_defaults(run=_run_chat, interrupted=RESUMES)
 
 
-def _common(shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, parents=[shared])
+def _common(
+    rows: argparse.ArgumentParser, shared: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, parents=[rows, shared])
     add = parser.add_argument
     add("inputs", nargs="+", help=".parquet, .jsonl or .json files, or one hub id")
-    add("--output", type=Path, required=True, metavar="PREFIX")
     add("--tokenizer", required=True, metavar="DIR", help="local Hugging Face directory")
-    counted = [choice.value for choice in LossOn]
-    add("--loss-on", choices=counted, default=LossOn.ASSISTANT.value)
     add("--min-tokens", type=int, default=1, help="leave shorter documents out")
     add("--max-tokens", type=int, help="leave longer documents out")
+    return parser
+
+
+def row_arguments() -> argparse.ArgumentParser:
+    """Arguments of all commands that read rows."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="PREFIX")
+    add(
+        "--loss-on",
+        choices=[choice.value for choice in LossOn],
+        default=LossOn.ASSISTANT.value,
+        help="what the assistant says or the model generates, or all tokens (%(default)s)",
+    )
     add(
         "--evaluation-set",
         type=Path,
@@ -140,13 +160,17 @@ def _run_chat(args: argparse.Namespace) -> None:
 
 
 def _rows(args: argparse.Namespace, columns: tuple[str, ...]) -> Any:
-    hub = HubOptions(
+    return open_rows(args.inputs, columns, hub_options(args))
+
+
+def hub_options(args: argparse.Namespace) -> HubOptions:
+    """The part of a data set of the hub that the arguments of `row_arguments` name."""
+    return HubOptions(
         config=args.hub_config,
         split=args.hub_split,
         revision=args.hub_revision,
         allow_network=args.allow_network,
     )
-    return open_rows(args.inputs, columns, hub)
 
 
 def _choice(args: argparse.Namespace, *, every_trace: bool) -> Choice:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dms_train.data.errors import DataError
-from dms_train.data.manifest import Manifest, Source, file_sha256, manifest_path, read_manifest
-from dms_train.data.writer import ShardWriter
+from dms_train.data.manifest import Manifest, file_sha256
+from dms_train.data.writer import package_versions
 from dms_train.data_prep.conversations import (
     ChatOptions,
     ConversationEncoder,
@@ -30,8 +27,11 @@ from dms_train.data_prep.overlap import EvaluationSets
 from dms_train.data_prep.progress import progress_bar
 from dms_train.data_prep.rows import Row, Rows, Shard
 from dms_train.data_prep.samples import Outcome, Sample
+from dms_train.data_prep.shard_files import PreparedShard, shard_prefix, write_shard
 from dms_train.evaluation.answers import Verdict
 from dms_train.evaluation.verification import Verifier
+
+_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "tokenizers", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +82,6 @@ class ConversationJob:
     overwrite: bool = False
 
 
-def shard_prefix(output: Path, shard: Shard) -> Path:
-    """`output` itself for one shard, else with the shard's number."""
-    if shard.count == 1:
-        return output
-    return output.with_name(f"{output.name}-{shard.index:05d}-of-{shard.count:05d}")
-
-
-def verdicts_path(prefix: Path) -> Path:
-    """The file with the outcome of every row."""
-    return prefix.with_name(prefix.name + ".verdicts.jsonl")
-
-
 def make_shard(job: ConversationJob) -> Manifest:
     """Make one shard, or go on with it where an earlier call was interrupted.
 
@@ -103,33 +91,25 @@ def make_shard(job: ConversationJob) -> Manifest:
         DataError: An input is unfit, nothing is kept, or the output cannot be written.
         EvaluationError: Verification is asked for and math-verify is missing.
     """
-    prefix = shard_prefix(job.output, job.shard)
     encoder = ConversationEncoder(job.chat)
     sets = EvaluationSets(job.evaluation_sets)
-    settings = _settings(job, encoder, sets)
-    if manifest_path(prefix).exists() and not job.overwrite:
-        manifest = read_manifest(prefix)
-        if manifest.preparation is not None and manifest.preparation["settings"] == settings:
-            return manifest
-        raise DataError(
-            f"{prefix}: exists already, made with other settings; pass --overwrite to replace it"
-        )
-    folder = prefix.with_name(prefix.name + ".work")
-    with Journal(folder, settings, overwrite=job.overwrite) as journal:
-        _fill(journal, job, encoder, sets)
-        manifest = _finish(journal, job, encoder, settings)
-        journal.remove()
-    return manifest
+    shard = PreparedShard(
+        prefix=shard_prefix(job.output, job.shard),
+        sources=job.rows.sources,
+        settings=_settings(job, encoder, sets),
+        vocab_size=encoder.vocab_size,
+        eod_id=encoder.eod_id,
+        loss_mask=job.chat.loss_on is not LossOn.ALL,
+        counted=("traces", "overlaps"),
+        overwrite=job.overwrite,
+    )
+    return write_shard(shard, lambda journal: _fill(journal, job, encoder, sets))
 
 
 def _settings(
     job: ConversationJob, encoder: ConversationEncoder, sets: EvaluationSets
 ) -> dict[str, Any]:
     """All that the documents depend on."""
-    versions = {}
-    for name in ("math-verify", "latex2sympy2_extended", "sympy", "tokenizers", "transformers"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
     settings = {
         "command": job.command,
         **job.settings,
@@ -143,7 +123,7 @@ def _settings(
         "template_variables": dict(job.chat.variables),
         "loss_on": job.chat.loss_on.value,
         "append_eod": job.chat.append_eod,
-        "versions": versions,
+        "versions": package_versions(_PACKAGES),
     }
     found: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
     return found
@@ -198,22 +178,16 @@ def _fill(
     make = partial(_Encoder, job.chat, job.choice)
     here = _Encoder(job.chat, job.choice, encoder)
     with progress_bar(_rows_of(job)) as advance:
-        advance(_held(journal.next_row, job.shard), "")
+        advance(job.shard.size(journal.next_row), "")
         for chunk in encode_in_order(_verified(samples, job), here, make, job.workers):
             for sample, documents in chunk:
                 _count(journal, sample, documents)
                 journal.add(sample.number, sample.record(), documents)
             advance(len(chunk), f"{journal.counts['documents']} documents")
-    journal.commit()
 
 
 def _rows_of(job: ConversationJob) -> int | None:
-    return None if job.rows.total is None else _held(job.rows.total, job.shard)
-
-
-def _held(rows: int, shard: Shard) -> int:
-    """How many of the first rows a shard holds."""
-    return len(range(shard.index, rows, shard.count))
+    return None if job.rows.total is None else job.shard.size(job.rows.total)
 
 
 def _without_overlaps(samples: Iterator[Sample], sets: EvaluationSets) -> Iterator[Sample]:
@@ -252,53 +226,4 @@ def _count(journal: Journal, sample: Sample, documents: list[MaskedTokens]) -> N
         for trace in sample.traces:
             counts[f"traces: {trace.outcome.value}"] += 1
     if sample.overlap is not None:
-        name = sample.overlap.where.rpartition(": row")[0]
-        counts[f"overlaps: {name}, {sample.overlap.kind}"] += 1
-
-
-def _part(journal: Journal, kind: str) -> dict[str, int]:
-    """The counts whose names begin with `kind`, largest first."""
-    found = {
-        name.removeprefix(f"{kind}: "): count
-        for name, count in journal.counts.items()
-        if name.startswith(f"{kind}: ")
-    }
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _finish(
-    journal: Journal, job: ConversationJob, encoder: ConversationEncoder, settings: dict[str, Any]
-) -> Manifest:
-    prefix = shard_prefix(job.output, job.shard)
-    verdicts = verdicts_path(prefix)
-    journal.copy_verdicts(verdicts)
-    if not journal.counts["documents"]:
-        why = ", ".join(f"{count} {name}" for name, count in _part(journal, "rows").items())
-        raise DataError(f"{prefix}: no row is kept ({why or 'there are none'}); see {verdicts}")
-    masked = job.chat.loss_on is not LossOn.ALL
-    with ShardWriter(
-        prefix,
-        vocab_size=encoder.vocab_size,
-        eod_id=encoder.eod_id,
-        tokenizer_sha256=settings["tokenizer_sha256"],
-        loss_mask=masked,
-        overwrite=job.overwrite,
-    ) as writer:
-        for tokens, mask in journal.documents():
-            writer.add(tokens, mask if masked else None)
-        preparation = {
-            "settings": settings,
-            "rows": {"read": journal.counts["rows"], **_part(journal, "rows")},
-            "traces": _part(journal, "traces"),
-            "overlaps": _part(journal, "overlaps"),
-            "loss_tokens": journal.counts["loss_tokens"],
-            "verdicts_sha256": file_sha256(verdicts),
-        }
-        return writer.finish(_sources(journal, job), preparation)
-
-
-def _sources(journal: Journal, job: ConversationJob) -> tuple[Source, ...]:
-    return tuple(
-        replace(source, rows=journal.counts[f"documents of {number}"])
-        for number, source in enumerate(job.rows.sources)
-    )
+        counts[f"overlaps: {sample.overlap.label}"] += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,71 @@ class MaskedTokens(NamedTuple):
     mask: npt.NDArray[np.uint8]
 
 
+class ChatTemplate:
+    """A chat template that renders the same text every day.
+
+    Attributes:
+        text: Jinja.
+    """
+
+    def __init__(
+        self, tokenizer: Any, name: str, given: str | None, variables: tuple[tuple[str, str], ...]
+    ) -> None:
+        """Find the template.
+
+        Args:
+            tokenizer: That renders.
+            name: Of its directory, for messages.
+            given: Jinja text; None is the tokenizer's own template.
+            variables: Names and values that the template is given.
+
+        Raises:
+            DataError: There is no template, or it writes today's date.
+        """
+        self._tokenizer = tokenizer
+        self._variables = dict(variables)
+        try:
+            self.text = str(tokenizer.get_chat_template(given))
+        except ValueError:
+            raise DataError(
+                f"{name}: the tokenizer has no chat template; pass one with --chat-template FILE"
+            ) from None
+        if "strftime_now" in self.text and "date_string" not in self._variables:
+            raise DataError(
+                f"{name}: the chat template writes today's date, so the data would change from day "
+                "to day; pass --template-variable 'date_string=23 July 2024'"
+            )
+
+    def apply(
+        self, where: str, messages: list[Message], *, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            where: Of the conversation, for messages.
+            messages: `role` and `content` of each.
+            add_generation_prompt: End it where the assistant continues.
+
+        Raises:
+            DataError: The template failed.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.text,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except Exception as error:  # a template may raise anything
+            reason = str(error).partition("\n")[0]
+            raise DataError(
+                f"{where}: the chat template failed ({reason}); "
+                "pass a fitting one with --chat-template FILE"
+            ) from None
+        return str(text)
+
+
 class ConversationEncoder:
     """A tokenizer with its chat template."""
 
@@ -91,31 +156,17 @@ class ConversationEncoder:
         """
         self._options = options
         self._tokenizer = load_tokenizer(options.tokenizer)
-        self._variables = dict(options.variables)
         self.vocab_size = len(self._tokenizer)
-        self.template = self._find_template()
+        self._template = ChatTemplate(
+            self._tokenizer, options.tokenizer, options.chat_template, options.variables
+        )
+        self.template = self._template.text
         self._special = set(self._tokenizer.all_special_ids)
         self.eod_id: int | None = None
         if options.append_eod:
             if self._tokenizer.eos_token_id is None:
                 raise DataError(f"{options.tokenizer}: the tokenizer has no eos_token to append")
             self.eod_id = int(self._tokenizer.eos_token_id)
-
-    def _find_template(self) -> str:
-        given = self._options.chat_template
-        try:
-            template = str(self._tokenizer.get_chat_template(given))
-        except ValueError:
-            raise DataError(
-                f"{self._options.tokenizer}: the tokenizer has no chat template; "
-                "pass one with --chat-template FILE"
-            ) from None
-        if "strftime_now" in template and "date_string" not in self._variables:
-            raise DataError(
-                f"{self._options.tokenizer}: the chat template writes today's date, so the data "
-                "would change from day to day; pass --template-variable 'date_string=23 July 2024'"
-            )
-        return template
 
     def render(self, where: str, messages: list[Message]) -> ChatText:
         """The text of a conversation, every assistant turn whole.
@@ -133,7 +184,7 @@ class ConversationEncoder:
         for message in messages:
             assistant = message["role"] == "assistant"
             hidden.append({**message, "content": next(left)} if assistant else message)
-        text = self._apply(where, hidden)
+        text = self._template.apply(where, hidden)
         places = [text.find(name) for name in names]
         if [text.count(name) for name in names] != [1] * len(names) or places != sorted(places):
             raise DataError(
@@ -143,19 +194,6 @@ class ConversationEncoder:
         edges = [0, *(p + len(n) for p, n in zip(places, names, strict=True))]
         between = [text[start:end] for start, end in zip(edges, [*places, None], strict=True)]
         return _joined(between, turns)
-
-    def _apply(self, where: str, messages: list[Message]) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, **self._variables
-            )
-        except Exception as error:  # a template may raise anything
-            reason = str(error).partition("\n")[0]
-            raise DataError(
-                f"{where}: the chat template failed ({reason}); "
-                "pass a fitting one with --chat-template FILE"
-            ) from None
-        return str(text)
 
     def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
         """Tokens of a conversation and which of them the loss counts.

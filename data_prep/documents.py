@@ -105,7 +105,7 @@ def _json_lines(path: Path, rule: InputRule) -> Iterator[Document]:
             raise DataError(f'{line.where}: has no field "{key}"; name another with --text-key')
         if rule.messages_key is not None:
             yield line._replace(content=checked_messages(line.where, row[key]))
-        elif _checked_text(line.where, row[key]).strip():
+        elif checked_text(line.where, row[key]).strip():
             yield line._replace(content=row[key])
 
 
@@ -120,12 +120,17 @@ def checked_messages(where: str, value: Any) -> list[Message]:
     for message in value:
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
             raise DataError(f"{where}: a message needs a role and a content")
-        _checked_text(where, message["role"])
-        _checked_text(where, message["content"])
+        checked_text(where, message["role"])
+        checked_text(where, message["content"])
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
-def _checked_text(where: str, value: Any) -> str:
+def checked_text(where: str, value: Any) -> str:
+    """The value itself, if it is text that UTF-8 can encode.
+
+    Raises:
+        DataError: It is not; `where` says which row it is.
+    """
     if not isinstance(value, str):
         raise DataError(f"{where}: expected text, found {type(value).__name__}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import signal
 from collections import deque
@@ -190,15 +191,21 @@ def load_tokenizer(directory: str) -> Any:
     """
     if not (Path(directory) / "tokenizer.json").is_file():
         raise DataError(f"{directory}: no tokenizer.json; give a local tokenizer directory")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        return AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        # AutoTokenizer reads the model's configuration too, which an export has code for
+        kind = PreTrainedTokenizerFast if _has_code(directory) else AutoTokenizer
+        return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged files surface as many kinds of error
         reason = str(error).partition("\n")[0]
         raise DataError(f"{directory}: the tokenizer does not load ({reason})") from None
+
+
+def _has_code(directory: str) -> bool:
+    """Whether the model of a directory has modelling code of its own."""
+    config = Path(directory) / "config.json"
+    return config.is_file() and "auto_map" in json.loads(config.read_text("utf-8"))
 
 
 def _check_nothing_lost(where: str, messages: list[Message], text: str) -> None:

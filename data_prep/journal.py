@@ -26,7 +26,6 @@ from dms_train.data_prep.conversations import MaskedTokens
 _TOKENS, _MASK, _LENGTHS, VERDICTS = "tokens.int32", "mask.uint8", "lengths.int32", "verdicts.jsonl"
 _FILES = (_TOKENS, _MASK, _LENGTHS, VERDICTS)
 _STATE = "state.json"
-_ROWS_PER_COMMIT = 256
 
 
 class Journal:
@@ -37,12 +36,20 @@ class Journal:
         counts: What was counted so far.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        rows_per_commit: int,
+        overwrite: bool = False,
+    ) -> None:
         """Open the folder, or make it.
 
         Args:
             folder: Where the files are.
             settings: All that the documents depend on, as JSON gives it back.
+            rows_per_commit: Rows after which `add` commits.
             overwrite: Begin again when the folder holds work with other settings.
 
         Raises:
@@ -53,6 +60,7 @@ class Journal:
         self.next_row = 0
         self.counts: Counter[str] = Counter()
         self._open_rows = 0
+        self._rows_per_commit = rows_per_commit
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -131,7 +139,7 @@ class Journal:
         self._streams[VERDICTS].write(line.encode("utf-8", "surrogatepass") + b"\n")
         self.next_row = number + 1
         self._open_rows += 1
-        if self._open_rows >= _ROWS_PER_COMMIT:
+        if self._open_rows >= self._rows_per_commit:
             self.commit()
 
     def commit(self) -> None:

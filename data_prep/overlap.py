@@ -29,6 +29,11 @@ class Overlap(NamedTuple):
     where: str
     words: str
 
+    @property
+    def label(self) -> str:
+        """File and kind, for counts."""
+        return f"{self.where.rpartition(': row')[0]}, {self.kind}"
+
 
 def words_of(text: str) -> list[str]:
     """Words and numbers of a text, without capitals and punctuation."""

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from dms_train.app.failures import REFUSED, message
+from dms_train.app.failures import REFUSED, is_expected, message
 from dms_train.cli.known_warnings import hide_known_warnings
 from dms_train.cli.light_imports import import_megatron_lightly
 from dms_train.data.errors import DataError
@@ -28,7 +28,7 @@ from dms_train.data.manifest import (
     read_manifest,
 )
 from dms_train.data.writer import ShardWriter
-from dms_train.data_prep import conversation_commands, shard_commands
+from dms_train.data_prep import conversation_commands, generate_command, shard_commands
 from dms_train.data_prep.documents import (
     BLANK_LINE,
     EVERY_LINE,
@@ -41,7 +41,6 @@ from dms_train.data_prep.encode import DocumentEncoder, EncoderOptions, encode_i
 from dms_train.data_prep.exam_files import STYLES, SheetText, write_problems, write_sheets
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
-from dms_train.evaluation.errors import EvaluationError
 
 _EPILOG = """\
 examples:
@@ -86,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     import_megatron_lightly()
     try:
         args.run(args)
-    except (DataError, EvaluationError, OSError) as error:
+    except (ValueError, OSError) as error:
+        if not is_expected(error):
+            raise
         print(f"dms-data: {message(error)}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -226,7 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("prefix", type=Path, help="PREFIX of PREFIX.bin")
     check.set_defaults(run=_run_check)
-    conversation_commands.add_commands(commands, shared)
+    rows = conversation_commands.row_arguments()
+    conversation_commands.add_commands(commands, rows, shared)
+    generate_command.add_command(commands, rows)
     shard_commands.add_commands(commands)
     _add_exams(commands, shared)
     return parser

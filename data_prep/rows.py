@@ -13,9 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import Source, file_sha256
+from dms_train.data_prep.documents import EVERY_LINE, InputRule, read_documents
 
 _ROWS_PER_BATCH = 64
 _FILE_TYPES = (".parquet", ".jsonl", ".json")
+_LINES = ".txt"
+_EVERY_LINE = InputRule(text_split=EVERY_LINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -45,6 +48,10 @@ class Shard:
     def holds(self, number: int) -> bool:
         """Whether a row belongs to it."""
         return number % self.count == self.index
+
+    def size(self, rows: int) -> int:
+        """How many of the first rows it holds."""
+        return len(range(self.index, rows, self.count))
 
 
 class Rows(Protocol):
@@ -80,13 +87,16 @@ class HubOptions:
     allow_network: bool = False
 
 
-def open_rows(inputs: list[str], columns: tuple[str, ...], hub: HubOptions) -> Rows:
+def open_rows(
+    inputs: list[str], columns: tuple[str, ...], hub: HubOptions, *, lines: bool = False
+) -> Rows:
     """Rows of local files, or of one data set of the hub.
 
     Args:
         inputs: `.parquet`, `.jsonl` and `.json` files in order, or one hub id `owner/name`.
         columns: Those that are read.
         hub: Used for a hub id.
+        lines: Take `.txt` files too, whose lines are the first column; blank ones are left out.
 
     Raises:
         DataError: A file has another type or cannot be read, or the data set is not in the cache.
@@ -94,22 +104,23 @@ def open_rows(inputs: list[str], columns: tuple[str, ...], hub: HubOptions) -> R
     """
     if len(inputs) == 1 and _is_hub_id(inputs[0]):
         return HubRows(inputs[0], columns, hub)
-    return FileRows([Path(name) for name in inputs], columns)
+    return FileRows([Path(name) for name in inputs], columns, lines=lines)
 
 
 def _is_hub_id(name: str) -> bool:
-    looks = _HUB_ID.fullmatch(name) is not None and Path(name).suffix not in _FILE_TYPES
+    looks = _HUB_ID.fullmatch(name) is not None and Path(name).suffix not in (*_FILE_TYPES, _LINES)
     return looks and not Path(name).exists()
 
 
 class FileRows:
     """Rows of local files; hashes and counts of all files are taken first."""
 
-    def __init__(self, paths: list[Path], columns: tuple[str, ...]) -> None:
-        """Hash and count the files."""
+    def __init__(self, paths: list[Path], columns: tuple[str, ...], *, lines: bool = False) -> None:
+        """Hash and count the files; `lines` as in `open_rows`."""
         self._paths = paths
         self._columns = columns
-        counts = [_count(path) for path in paths]
+        types = (*_FILE_TYPES, _LINES) if lines else _FILE_TYPES
+        counts = [_count(path, types) for path in paths]
         self._starts = [0, *accumulate(counts)]
         self.total: int | None = sum(counts)
         self.sources = tuple(Source(name=p.name, sha256=file_sha256(p), rows=0) for p in paths)
@@ -136,15 +147,17 @@ _Numbered = Iterator[tuple[int, dict[str, Any]]]
 _Wanted = Callable[[int], bool]
 
 
-def _count(path: Path) -> int:
+def _count(path: Path, types: tuple[str, ...]) -> int:
+    if path.suffix not in types:
+        raise DataError(f"{path}: unknown file type; give {', '.join(types)} files or a hub id")
     if path.suffix == ".parquet":
         return int(_parquet(path).metadata.num_rows)
     if path.suffix == ".jsonl":
         with path.open("rb") as stream:
             return sum(1 for line in stream if line.strip())
-    if path.suffix == ".json":
-        return len(_json_array(path))
-    raise DataError(f"{path}: unknown file type; give {', '.join(_FILE_TYPES)} files or a hub id")
+    if path.suffix == _LINES:
+        return sum(1 for _ in read_documents(path, _EVERY_LINE))
+    return len(_json_array(path))
 
 
 def _parquet(path: Path) -> Any:
@@ -222,7 +235,18 @@ def _object(where: str, values: Any) -> dict[str, Any]:
     return values
 
 
-_READERS = {".parquet": _read_parquet, ".jsonl": _read_lines, ".json": _read_array}
+def _read_text(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
+    for number, line in enumerate(read_documents(path, _EVERY_LINE)):
+        if wanted(number):
+            yield number, {columns[0]: line.content}
+
+
+_READERS = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_lines,
+    ".json": _read_array,
+    _LINES: _read_text,
+}
 
 
 class HubRows:

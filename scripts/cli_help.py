@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SUBCOMMANDS = {
     "dms-data": (
-        *("tokenize", "check", "openr1", "chat", "mix", "show", "packing"),
+        *("tokenize", "check", "openr1", "chat", "generate", "mix", "show", "packing"),
         *("exam-sheets", "exam-problems"),
     ),
     "dms-eval": ("report",),

@@ -60,7 +60,8 @@ class Manifest:
     Attributes:
         format_version: Version of this record, `FORMAT_VERSION`.
         tokenizer_sha256: Hash of the bytes of `tokenizer.json`.
-        vocab_size: Entries of the tokenizer, added tokens included.
+        vocab_size: Entries of the tokenizer, added tokens included; of generated documents rows of
+            the model's embedding, if those are more.
         eod_id: Token that ends every document; None when none was appended.
         max_token_id: Largest token id in the data.
         documents: Documents in the shard.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +24,8 @@ from dms_train.data.manifest import (
     mask_prefix,
     write_manifest,
 )
+
+_PACKAGES = ("megatron-core", "numpy", "tokenizers", "transformers")
 
 
 class ShardWriter:
@@ -197,7 +200,7 @@ class ShardWriter:
             bin_sha256=file_sha256(bin_file),
             dtype=self._dtype.__name__,
             sources=sources,
-            created_with=_versions(),
+            created_with=package_versions(_PACKAGES),
             loss_mask=self._mask(),
             preparation=preparation,
         )
@@ -212,9 +215,10 @@ def _flush(path: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def _versions() -> dict[str, str]:
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of the packages of these names that are installed."""
     found = {}
-    for name in ("megatron-core", "numpy", "tokenizers", "transformers"):
+    for name in names:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

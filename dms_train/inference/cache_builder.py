@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dms_train.hf.architecture import Architecture
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.device_pool import DevicePool
@@ -53,13 +54,13 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
     return CompactCache(pool, policy, **sizes)
 
 
-def longest_sequence(model: LoadedModel, options: EngineOptions) -> int:
+def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:
     """Most tokens of a sequence.
 
     Raises:
         InferenceError: `max_model_len` is more than the model was trained for.
     """
-    most = model.architecture.max_position_embeddings
+    most = architecture.max_position_embeddings
     if options.max_model_len is not None and options.max_model_len > most:
         raise InferenceError(f"max_model_len={options.max_model_len}: the model takes {most}")
     return options.max_model_len or most
@@ -106,7 +107,7 @@ def _paged(
         layers=a.num_layers,
         rows=options.max_num_seqs,
         heads=a.num_query_groups,
-        longest=longest_sequence(model, options),
+        longest=longest_sequence(model.architecture, options),
     )
 
 
@@ -122,7 +123,9 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
     """
     a, size = model.architecture, options.page_slots
     kv_lists = a.num_layers * a.num_query_groups
-    most = options.max_num_seqs * kv_lists * -(-longest_sequence(model, options) // size)
+    most = (
+        options.max_num_seqs * kv_lists * -(-longest_sequence(model.architecture, options) // size)
+    )
     page_bytes = 2 * size * a.kv_channels * _stored(model, options).itemsize + 8
     if options.cache_bytes is not None:
         setting, memory = f"cache_bytes={options.cache_bytes}", options.cache_bytes
@@ -146,7 +149,7 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     a, device = model.architecture, torch.device(options.device)
     chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
     b = max(1, min(options.max_num_seqs, options.max_num_batched_tokens // chunk))
-    chunk = min(chunk, longest_sequence(model, options))
+    chunk = min(chunk, longest_sequence(model.architecture, options))
     pages = b * a.num_layers * a.num_query_groups * -(-chunk // options.page_slots)
     cache = _paged(model, policy, options, pages)
     torch.cuda.reset_peak_memory_stats(device)

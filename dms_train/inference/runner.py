@@ -77,7 +77,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, options: EngineOptions) -> None:
         self.model = model
         self._device = torch.device(options.device)
-        self.longest = longest_sequence(model, options)
+        self.longest = longest_sequence(model.architecture, options)
         policy = build_policy(options.policy, model.spec, options.window)
         self.cache = build_cache(model, policy, options)
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))

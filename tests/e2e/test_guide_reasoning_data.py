@@ -14,13 +14,15 @@ import torch
 import yaml
 from pyarrow import parquet
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from dms_train.data.manifest import read_manifest
+from dms_train.data.reader import ShardReader
 from dms_train.hf.architecture import from_hf_config
 from dms_train.hf.tensors import expected_shapes
 from tests.support import launch
 from tests.support.commands import write_commands
-from tests.support.r1_tokenizer import ASSISTANT, write_tokenizer
+from tests.support.r1_tokenizer import ASSISTANT, BEGIN, USER, write_tokenizer
 from tests.unit.data_prep.conftest import row
 
 GUIDE = launch.ROOT / "docs" / "guides" / "reasoning_data.md"
@@ -33,6 +35,9 @@ SMALLER = {
     " run.eval_samples=0 observe=quiet",
     "--workers 8": "--workers 1",
     "--seq-length 8192": "--seq-length 256",
+    "--max-new-tokens 4096": "--max-new-tokens 16",
+    "--limit 1000": "--limit 10",
+    "--unconditional 1000": "--unconditional 10",
 }
 _CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -111,7 +116,8 @@ def test_every_command_of_the_guide_succeeds(outputs):
     _, printed = outputs
     words = {" ".join(command.split()[:2]) for command in printed}
     assert {
-        f"dms-data {name}" for name in ("openr1", "chat", "mix", "show", "check", "packing")
+        f"dms-data {name}"
+        for name in ("openr1", "chat", "generate", "mix", "show", "check", "packing")
     } < words
     text = "\n".join(printed)
     assert not [setting for setting in SMALLER if setting not in text]
@@ -127,6 +133,16 @@ def test_the_shards_of_the_guide_hold_what_was_asked_for(outputs):
     blend = read_manifest(folder / "data" / "blend")
     assert [source.name for source in blend.sources] == ["openr1", "chat"]
     assert blend.loss_mask is not None
+
+
+def test_the_model_of_the_guide_continues_its_prompts(outputs):
+    folder, _ = outputs
+    own, free = (ShardReader(folder / "data" / name) for name in ("own", "free"))
+    decode = AutoTokenizer.from_pretrained(folder / "models" / "r1-qwen-1.5b").decode
+    prompts = [decode(one.tokens[one.mask == 0]) for one in own]
+    expected = f"{BEGIN}{USER}What is {{}} + 1?{ASSISTANT}<think>\n"
+    assert prompts == [expected.format(number) for number in range(10)]
+    assert [decode(one.tokens[one.mask == 0]) for one in free] == [BEGIN] * 10
 
 
 def test_the_model_of_the_guide_is_trained_on_them(outputs):

@@ -101,6 +101,12 @@ def _openr1(source: str, *flags: str, template: bool = True) -> Callable[[Worksp
     return arrange
 
 
+def _generate(workspace: Workspace) -> list[str]:
+    rows = _text(workspace, "rows.jsonl", b'{"text": "1"}\n')
+    words = ["data", "generate", str(rows), "--model", str(workspace.model)]
+    return [*words, "--max-new-tokens", "4", "--output", str(workspace.out)]
+
+
 CASES = {
     "manifest-missing": Case(
         done="`PREFIX.manifest.json` deleted",
@@ -253,6 +259,12 @@ CASES = {
         arrange=_openr1("nobody/nothing"),
         kind="",
         facts=("nobody/nothing", "cache", "--allow-network"),
+    ),
+    "generate-columns": Case(
+        done="`dms-data generate` of rows without a prompt",
+        arrange=_generate,
+        kind="",
+        facts=("FOLDER/rows.jsonl", "row 0", "prompt or messages", "--column"),
     ),
     "problems-missing": Case(
         done="`stage.validate.problems` of a file that is not there",

@@ -12,6 +12,23 @@ import pytest
 
 from tests.support.r1_tokenizer import write_tokenizer
 
+# `dms-data` that stops itself where it is about to commit for the second time.
+STOPS = """
+import os, signal, sys
+from dms_train.data_prep.prepare import main
+
+commits = []
+
+def stop(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("state.json"):
+        commits.append(arguments)
+        if len(commits) == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+sys.addaudithook(stop)
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 @pytest.fixture(scope="session")
 def r1(tmp_path_factory: pytest.TempPathFactory) -> str:

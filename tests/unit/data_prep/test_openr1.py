@@ -19,7 +19,7 @@ from dms_train.data.manifest import read_manifest
 from dms_train.data.reader import ShardReader
 from dms_train.data_prep.prepare import main
 from tests.support import launch
-from tests.unit.data_prep.conftest import row, trace
+from tests.unit.data_prep.conftest import STOPS, row, trace
 
 WriteRows = Callable[..., str]
 
@@ -233,24 +233,6 @@ def long_job(tmp_path_factory: pytest.TempPathFactory, r1: str) -> tuple[Path, l
     words += ["--evaluation-set", str(folder / "evaluation.jsonl"), "--output"]
     assert main([*words, str(folder / "out")]) == 0
     return folder, words
-
-
-# `dms-data` that stops itself where it is about to commit for the second time.
-STOPS = """
-import os, signal, sys
-from dms_train.data_prep.prepare import main
-
-commits = []
-
-def stop(event, arguments):
-    if event == "os.rename" and str(arguments[1]).endswith("state.json"):
-        commits.append(arguments)
-        if len(commits) == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-sys.addaudithook(stop)
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])

@@ -1,0 +1,306 @@
+"""Documents of a model's own continuations: prompts in, a shard of token files out.
+
+A continuation depends on its seed, which is that of its row, and on its number. The shard therefore
+depends on neither the other prompts of a batch, nor the order in which they finish, nor on
+interruptions, but for the rounding of batched products.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Manifest, file_sha256
+from dms_train.data.writer import package_versions
+from dms_train.data_prep.conversations import LossOn, MaskedTokens
+from dms_train.data_prep.journal import Journal
+from dms_train.data_prep.overlap import EvaluationSets
+from dms_train.data_prep.progress import progress_bar
+from dms_train.data_prep.prompts import Prompt, PromptEncoder, PromptOptions
+from dms_train.data_prep.rows import Rows, Shard
+from dms_train.data_prep.samples import Outcome
+from dms_train.data_prep.shard_files import PreparedShard, shard_prefix, write_shard
+from dms_train.inference.options import EngineOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from dms_train.inference.engine import InferenceEngine
+    from dms_train.inference.outputs import CompletionOutput
+
+_PACKAGES = ("dms-train", "tokenizers", "torch", "transformers")
+_ROWS_PER_COMMIT = 16
+_AHEAD = 8  # rows behind the first unfinished one, in units of the sequences that run
+_ENGINE_SETTINGS = ("policy", "window", "cache", "max_model_len", "dtype")
+# Why a continuation ended, as the manifest names it. Without memory there is no document.
+_ENDS = {"stop": "finished", "length": "cut", "memory": "out_of_memory"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuationJob:
+    """One shard to make.
+
+    Attributes:
+        model: Directory of the model.
+        output: Prefix of the files to write.
+        rows: Where the prompts come from.
+        prompts: How a row becomes a prompt.
+        sampling: How prompts are continued; `n` continuations of each, `seed` of all of them.
+        engine: How the model is run.
+        loss_on: The generated tokens, or every token.
+        append_eod: End every document in the tokenizer's `eos_token`.
+        evaluation_sets: Files whose problems must not be trained on.
+        limit: Rows to read; None takes all.
+        shard: Which of them.
+        overwrite: Replace an existing shard or unfinished work with other settings.
+    """
+
+    model: Path
+    output: Path
+    rows: Rows
+    prompts: PromptOptions
+    sampling: SamplingParams
+    engine: EngineOptions
+    loss_on: LossOn = LossOn.ASSISTANT
+    append_eod: bool = False
+    evaluation_sets: tuple[Path, ...] = ()
+    limit: int | None = None
+    shard: Shard = field(default_factory=Shard)
+    overwrite: bool = False
+
+
+class _Model(NamedTuple):
+    """What is known of a model before it is loaded.
+
+    Attributes:
+        sha256: Of weights, configuration and tokenizer.
+        vocab_size: Rows of its embedding.
+        longest: Most tokens of a sequence.
+        stop_ids: Its end-of-text tokens.
+    """
+
+    sha256: str
+    vocab_size: int
+    longest: int
+    stop_ids: list[int]
+
+
+def make_shard(job: ContinuationJob) -> Manifest:
+    """Make one shard, or go on with it where an earlier call was interrupted.
+
+    Prompts in files are read and checked before the model is loaded.
+
+    Raises:
+        DataError: An input is unfit, nothing is kept, or the output cannot be written.
+        InferenceError: The model cannot be run with these options.
+        HFError: A file of the model is damaged, or its family is not supported.
+    """
+    model = _describe(job)
+    sets = EvaluationSets(job.evaluation_sets)
+    encoder = PromptEncoder(job.prompts, sets, model.longest)
+    if job.append_eod and encoder.eos_id is None:
+        raise DataError(f"{job.model}: the tokenizer has no eos_token to append")
+    shard = PreparedShard(
+        prefix=shard_prefix(job.output, job.shard),
+        sources=job.rows.sources,
+        settings=_settings(job, model, encoder, sets),
+        vocab_size=max(encoder.vocab_size, model.vocab_size),
+        eod_id=encoder.eos_id if job.append_eod else None,
+        loss_mask=job.loss_on is not LossOn.ALL,
+        counted=("continuations", "overlaps"),
+        rows_per_commit=_ROWS_PER_COMMIT,
+        overwrite=job.overwrite,
+    )
+    return write_shard(shard, lambda journal: _fill(journal, job, encoder))
+
+
+def _describe(job: ContinuationJob) -> _Model:
+    # not at the top of the file: they import torch, which `dms-data --help` does not need
+    from dms_train.evaluation.scaling.run import model_hash
+    from dms_train.hf.directory import WeightReader, read_architecture
+    from dms_train.inference.cache_builder import longest_sequence
+    from dms_train.inference.tokenizer import read_stop_ids
+
+    architecture = read_architecture(job.model)
+    WeightReader(job.model).require(architecture)
+    return _Model(
+        sha256=model_hash(job.model),
+        vocab_size=architecture.vocab_size,
+        longest=longest_sequence(architecture, job.engine),
+        stop_ids=sorted(read_stop_ids(job.model)),
+    )
+
+
+def _settings(
+    job: ContinuationJob, model: _Model, encoder: PromptEncoder, sets: EvaluationSets
+) -> dict[str, Any]:
+    """All that the documents depend on."""
+    engine = asdict(job.engine)
+    settings = {
+        "command": "generate",
+        "model": job.model.resolve().name,
+        "model_sha256": model.sha256,
+        "stop_token_ids": model.stop_ids,
+        "engine": {name: engine[name] for name in _ENGINE_SETTINGS},
+        "sampling": asdict(job.sampling),
+        "sources": [[source.name, source.sha256] for source in job.rows.sources],
+        "limit": job.limit,
+        "shard": [job.shard.index, job.shard.count],
+        "evaluation_sets": sets.sets,
+        "tokenizer_sha256": file_sha256(job.model / "tokenizer.json"),
+        "column": job.prompts.column,
+        "chat": job.prompts.chat,
+        "chat_template": encoder.chat_template,
+        "template_variables": dict(job.prompts.variables),
+        "loss_on": job.loss_on.value,
+        "append_eod": job.append_eod,
+        "versions": package_versions(_PACKAGES),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    return found
+
+
+def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder) -> None:
+    """Bring all rows of the job into the journal."""
+    total = _rows_of(job)
+    if total is not None:
+        for _ in _prompts(journal.next_row, job, encoder):  # refuse bad rows now, not in an hour
+            pass
+    with progress_bar(total) as advance:
+        advance(job.shard.size(journal.next_row), "")
+        for prompt, outputs in _continued(job, _prompts(journal.next_row, job, encoder)):
+            documents = [_document(job, encoder, prompt, output) for output in _kept(outputs)]
+            _count(journal.counts, prompt, outputs, documents)
+            journal.add(prompt.number, _record(job, prompt, outputs), documents)
+            advance(1, _progress(journal.counts))
+
+
+def _rows_of(job: ContinuationJob) -> int | None:
+    known = [rows for rows in (job.rows.total, job.limit) if rows is not None]
+    return None if job.rows.total is None else job.shard.size(min(known))
+
+
+def _prompts(first: int, job: ContinuationJob, encoder: PromptEncoder) -> Iterator[Prompt]:
+    for row in job.rows.read(first, job.shard):
+        if job.limit is not None and row.number >= job.limit:
+            return
+        yield encoder.encode(row)
+
+
+def _continued(
+    job: ContinuationJob, prompts: Iterator[Prompt]
+) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
+    """Prompts with their continuations, in order; a rejected one has none."""
+    first = next(prompts, None)
+    if first is None:
+        return
+    from dms_train.inference.engine import InferenceEngine
+
+    yield from _in_order(InferenceEngine(job.model, job.engine), job, chain([first], prompts))
+
+
+def _in_order(
+    engine: InferenceEngine, job: ContinuationJob, prompts: Iterator[Prompt]
+) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
+    """As `_continued`: as many prompts run as there is room for, whichever finishes first."""
+    slots = job.engine.max_num_seqs
+    queue: deque[tuple[Prompt, str | None]] = deque()  # from the first unfinished prompt on
+    done: dict[str | None, list[CompletionOutput]] = {None: []}
+    running = 0
+    while True:
+        while running < 2 * slots and len(queue) < _AHEAD * slots:
+            prompt = next(prompts, None)
+            if prompt is None:
+                break
+            queue.append((prompt, _start(engine, job, prompt)))
+            running += prompt.rejected is None
+        while queue and queue[0][1] in done:
+            prompt, request_id = queue.popleft()
+            yield prompt, done[request_id]
+            if request_id is not None:
+                del done[request_id]
+        if not queue:
+            return
+        for output in engine.step():
+            done[output.request_id] = output.outputs
+            running -= 1
+
+
+def _start(engine: InferenceEngine, job: ContinuationJob, prompt: Prompt) -> str | None:
+    """Queue a prompt; the name of its request."""
+    if prompt.rejected is not None:
+        return None
+    params = replace(job.sampling, seed=_seed(job, prompt))
+    return engine.add_request(prompt.tokens, params, final_only=True)
+
+
+def _seed(job: ContinuationJob, prompt: Prompt) -> int:
+    """Of the random numbers of a row."""
+    drawn = hashlib.sha256(f"{job.sampling.seed}:{prompt.number}".encode()).digest()
+    return int.from_bytes(drawn[:8], "big") >> 1
+
+
+def _kept(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+    return [output for output in outputs if output.finish_reason != "memory"]
+
+
+def _document(
+    job: ContinuationJob, encoder: PromptEncoder, prompt: Prompt, output: CompletionOutput
+) -> MaskedTokens:
+    """The prompt and what follows it; the loss counts what was generated."""
+    tokens = prompt.tokens + output.token_ids
+    every = job.loss_on is LossOn.ALL
+    mask = [int(every)] * len(prompt.tokens) + [1] * len(output.token_ids)
+    if job.append_eod and encoder.eos_id is not None and tokens[-1] != encoder.eos_id:
+        tokens.append(encoder.eos_id)
+        mask.append(int(every))
+    return MaskedTokens(np.array(tokens, np.int32), np.array(mask, np.uint8))
+
+
+def _count(
+    counts: Counter[str],
+    prompt: Prompt,
+    outputs: list[CompletionOutput],
+    documents: list[MaskedTokens],
+) -> None:
+    counts["rows"] += 1
+    counts[f"rows: {_outcome(prompt)}"] += 1
+    for output in outputs:
+        counts[f"continuations: {_ENDS[output.finish_reason or '']}"] += 1
+    if prompt.overlap is not None:
+        counts[f"overlaps: {prompt.overlap.label}"] += 1
+    counts["documents"] += len(documents)
+    counts[f"documents of {prompt.source}"] += len(documents)
+    counts["loss_tokens"] += sum(int(mask.sum(dtype="int64")) for _, mask in documents)
+
+
+def _outcome(prompt: Prompt) -> str:
+    return (prompt.rejected or Outcome.KEPT).value
+
+
+def _record(
+    job: ContinuationJob, prompt: Prompt, outputs: list[CompletionOutput]
+) -> dict[str, Any]:
+    """The row's line of the verdicts file."""
+    row: dict[str, Any] = {"row": prompt.number, "key": prompt.key, "outcome": _outcome(prompt)}
+    if prompt.rejected is None:
+        row["prompt_tokens"] = len(prompt.tokens)
+        row["seed"] = _seed(job, prompt)
+        row["continuations"] = [
+            {"end": _ENDS[output.finish_reason or ""], "tokens": len(output.token_ids)}
+            for output in outputs
+        ]
+    if prompt.overlap is not None:
+        row["overlap"] = prompt.overlap._asdict()
+    return row
+
+
+def _progress(counts: Counter[str]) -> str:
+    return f"{counts['documents']} documents, {counts['loss_tokens']} tokens in the loss"

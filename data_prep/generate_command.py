@@ -1,0 +1,146 @@
+"""The command `dms-data generate`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from dms_train.cli.engine_arguments import add_engine, engine_options
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Manifest
+from dms_train.data_prep.chat_rows import KEYS
+from dms_train.data_prep.continuations import ContinuationJob, make_shard
+from dms_train.data_prep.conversation_commands import RESUMES, hub_options
+from dms_train.data_prep.conversations import LossOn
+from dms_train.data_prep.prompts import EmptyPrompts, PromptOptions
+from dms_train.data_prep.rows import Rows, open_rows
+from dms_train.data_prep.shard_files import shard_prefix, verdicts_path
+from dms_train.inference.options import SamplingParams
+
+Commands = Any  # what add_subparsers returns; its class is private
+
+_GENERATE = """\
+Make a shard of a model's own continuations of prompts, as the paper does for Llama 3.2 1B. A
+document is a prompt and what the model generates behind it, with the end-of-text token where the
+model wrote one. Continuations are not checked. The same command continues an interrupted one.
+
+A prompt is a text, which the model continues as it is (behind its bos_token, if it has one), or a
+list of messages, which the chat template renders; turns of the assistant at the end of the list are
+left out. An empty text gives the bos_token alone.
+"""
+_EPILOG = """\
+examples:
+  dms-data generate prompts.jsonl --model MODEL --max-new-tokens 2048 --output data/own
+  dms-data generate problems.parquet --column problem --chat --model MODEL --continuations 4 \\
+      --top-p 0.95 --max-new-tokens 8192 --device cuda --max-num-seqs 128 --output data/own
+  dms-data generate --unconditional 10000 --model MODEL --max-new-tokens 4096 --output data/own
+"""
+
+
+def add_command(commands: Commands, rows: argparse.ArgumentParser) -> None:
+    """Add the command to the parser of `dms-data`.
+
+    Args:
+        commands: Of `dms-data`.
+        rows: Arguments of all commands that read rows.
+    """
+    parser = commands.add_parser(
+        "generate",
+        parents=[rows],
+        help="make a shard of a model's own continuations",
+        description=_GENERATE,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("inputs", nargs="*", help=".jsonl, .json, .parquet or .txt (lines) files, or one hub id")
+    add("--unconditional", type=_positive, metavar="N", help="N empty prompts in place of inputs")
+    add("--model", required=True, help="directory or export; a hub id only if it is in the cache")
+    add("--column", metavar="NAME", help="with the prompt; default prompt, else messages")
+    add("--chat", action="store_true", help="make a text one turn of the user")
+    add("--limit", type=_positive, metavar="N", help="read the first N rows only")
+    add("--overwrite", action="store_true", help="replace existing output")
+    _add_sampling(parser)
+    add_engine(parser)
+    parser.set_defaults(run=_run, interrupted=RESUMES)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("sampling").add_argument
+    add("--max-new-tokens", type=_positive, required=True, metavar="N", help="of a continuation")
+    add("--continuations", type=_positive, default=1, metavar="N", help="of a prompt (%(default)s)")
+    add("--temperature", type=float, default=1.0, help="0 decodes greedily (%(default)s)")
+    add("--top-p", type=float, default=1.0, help="smallest set with this probability (%(default)s)")
+    add("--top-k", type=int, default=-1, help="most likely tokens to draw from; -1 takes all")
+    add("--seed", type=int, default=0, help="of all random numbers (%(default)s)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _run(args: argparse.Namespace) -> None:
+    # not at the top of the file: they import torch, which `dms-data --help` does not need
+    from dms_train.evaluation.devices import resolve_device
+    from dms_train.hf.directory import resolve
+
+    engine = replace(engine_options(args), device=resolve_device(args.device))
+    model = resolve(args.model)
+    template = None if args.chat_template is None else args.chat_template.read_text("utf-8")
+    prompts = PromptOptions(
+        tokenizer=str(model),
+        column=args.column,
+        chat=args.chat,
+        chat_template=template,
+        variables=tuple(args.template_variable),
+    )
+    job = ContinuationJob(
+        model=model,
+        output=args.output,
+        rows=_rows(args, prompts),
+        prompts=prompts,
+        sampling=SamplingParams(
+            n=args.continuations,
+            max_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            seed=args.seed,
+        ),
+        engine=engine,
+        loss_on=LossOn(args.loss_on),
+        append_eod=args.append_eod,
+        evaluation_sets=tuple(args.evaluation_set),
+        limit=args.limit,
+        shard=args.shard,
+        overwrite=args.overwrite,
+    )
+    _report(job, make_shard(job))
+
+
+def _rows(args: argparse.Namespace, prompts: PromptOptions) -> Rows:
+    if bool(args.inputs) == (args.unconditional is not None):
+        raise DataError("prompts: give files, one hub id or --unconditional N")
+    if args.unconditional is not None:
+        if args.column is not None or args.chat:
+            raise DataError("--unconditional: has neither --column nor --chat")
+        return EmptyPrompts(args.unconditional)
+    return open_rows(args.inputs, (*prompts.columns, *KEYS), hub_options(args), lines=True)
+
+
+def _report(job: ContinuationJob, manifest: Manifest) -> None:
+    """What the shard holds, and what became of the prompts."""
+    prefix = shard_prefix(job.output, job.shard)
+    found = manifest.preparation
+    assert found is not None
+    print(
+        f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, "
+        f"{found['loss_tokens']} in the loss, {manifest.dtype}"
+    )
+    for name in ("rows", "continuations", "overlaps"):
+        if found[name]:
+            print(f"{name}: " + ", ".join(f"{count} {why}" for why, count in found[name].items()))
+    print(f"every row: {verdicts_path(prefix)}")

@@ -1,0 +1,194 @@
+"""Rows with a prompt, text or messages, in the tokens that a model continues."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Source
+from dms_train.data_prep.chat_rows import KEYS
+from dms_train.data_prep.conversations import ChatTemplate
+from dms_train.data_prep.documents import Message, checked_messages, checked_text
+from dms_train.data_prep.encode import load_tokenizer
+from dms_train.data_prep.overlap import EvaluationSets, Overlap
+from dms_train.data_prep.rows import Row, Shard
+from dms_train.data_prep.samples import Outcome
+
+COLUMNS = ("prompt", "messages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """How a row becomes a prompt.
+
+    Attributes:
+        tokenizer: Local directory of the model.
+        column: With the prompt; None is the first of `COLUMNS` that a row has.
+        chat: Make a text one turn of the user.
+        chat_template: Jinja text; None is the tokenizer's own template.
+        variables: Names and values that the template is given.
+    """
+
+    tokenizer: str
+    column: str | None = None
+    chat: bool = False
+    chat_template: str | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that may hold the prompt."""
+        return COLUMNS if self.column is None else (self.column,)
+
+
+class Prompt(NamedTuple):
+    """A row before it is continued.
+
+    Attributes:
+        number: Of the row.
+        source: Number of its input.
+        key: The row's own name; empty when it has none.
+        tokens: What the model continues; empty for a rejected row.
+        rejected: Why the row is left out; None when it is not.
+        overlap: With an evaluation set.
+    """
+
+    number: int
+    source: int
+    key: str
+    tokens: list[int]
+    rejected: Outcome | None = None
+    overlap: Overlap | None = None
+
+
+class EmptyPrompts:
+    """Rows with an empty prompt."""
+
+    def __init__(self, count: int) -> None:
+        """Make `count` of them."""
+        nothing = hashlib.sha256(b"").hexdigest()
+        self.sources: tuple[Source, ...] = (
+            Source(name=f"{count} empty prompts", sha256=nothing, rows=0),
+        )
+        self.total: int | None = count
+
+    def read(self, first: int, shard: Shard) -> Iterator[Row]:
+        """The rows of a shard with numbers from `first` on."""
+        for number in range(first, self.total or 0):
+            if shard.holds(number):
+                yield Row(number, 0, f"row {number}", {COLUMNS[0]: ""})
+
+
+class PromptEncoder:
+    """A tokenizer, with its chat template where a row needs it.
+
+    Attributes:
+        vocab_size: Entries of the tokenizer.
+        chat_template: What renders messages; None where the tokenizer has no template.
+        eos_id: Its `eos_token`; None if it has none.
+    """
+
+    def __init__(self, options: PromptOptions, sets: EvaluationSets, longest: int) -> None:
+        """Load the tokenizer from its directory; no code of it is run.
+
+        Args:
+            options: How a row becomes a prompt.
+            sets: Problems that must not be trained on.
+            longest: Most tokens of a document; a prompt must be shorter.
+
+        Raises:
+            DataError: There is no fast tokenizer, or no template where every row needs one.
+        """
+        self._options = options
+        self._sets = sets
+        self._longest = longest
+        self._tokenizer = load_tokenizer(options.tokenizer)
+        self._template: ChatTemplate | None = None
+        self.vocab_size = len(self._tokenizer)
+        self.eos_id: int | None = self._tokenizer.eos_token_id
+        self.chat_template = options.chat_template or self._tokenizer.chat_template
+        if options.chat or options.chat_template is not None:
+            self.template()
+
+    def template(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            DataError: The tokenizer has none, or it writes today's date.
+        """
+        if self._template is None:
+            options = self._options
+            self._template = ChatTemplate(
+                self._tokenizer, options.tokenizer, options.chat_template, options.variables
+            )
+        return self._template
+
+    def encode(self, row: Row) -> Prompt:
+        """The prompt of a row, or why it has none.
+
+        Raises:
+            DataError: The row has no such column, or another type in it; the template failed; an
+                empty prompt has no token to begin with.
+        """
+        key = next((str(row.values[name]) for name in KEYS if row.values.get(name) is not None), "")
+        rejected = Prompt(row.number, row.source, key, [])
+        content = self._content(row)
+        if content is None:
+            return rejected._replace(rejected=Outcome.MISSING_VALUE)
+        asked = content if isinstance(content, str) else _asked(content)
+        overlap = self._sets.find(asked)
+        if overlap is not None:
+            return rejected._replace(rejected=Outcome.EVALUATION_OVERLAP, overlap=overlap)
+        tokens = self._tokens(row.where, content)
+        if len(tokens) >= self._longest:
+            return rejected._replace(rejected=Outcome.TOO_LONG)
+        return rejected._replace(tokens=tokens)
+
+    def _content(self, row: Row) -> str | list[Message] | None:
+        """Text, or messages up to the last turn that is not the assistant's; None without any."""
+        columns = [name for name in self._options.columns if name in row.values]
+        if not columns:
+            raise DataError(
+                f"{row.where}: needs a column {' or '.join(self._options.columns)}; "
+                "name another with --column"
+            )
+        value = next((row.values[n] for n in columns if row.values[n] is not None), None)
+        if value is None:
+            return None
+        if isinstance(value, list):
+            messages = checked_messages(row.where, value)
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            return messages or None
+        text = checked_text(row.where, value)
+        return [{"role": "user", "content": text}] if self._options.chat else text
+
+    def _tokens(self, where: str, content: str | list[Message]) -> list[int]:
+        if isinstance(content, str):
+            return self._ids(where, content, special=True) or self._beginning(where)
+        text = self.template().apply(where, content, add_generation_prompt=True)
+        return self._ids(where, text, special=False)
+
+    def _ids(self, where: str, text: str, *, special: bool) -> list[int]:
+        try:
+            found = self._tokenizer(text, add_special_tokens=special, verbose=False)
+        except Exception as error:  # the tokenizers library raises bare exceptions
+            raise DataError(f"{where}: cannot be tokenised ({error})") from None
+        ids: list[int] = found["input_ids"]
+        return ids
+
+    def _beginning(self, where: str) -> list[int]:
+        bos: Any = self._tokenizer.bos_token_id
+        if bos is None:
+            raise DataError(
+                f"{where}: the prompt is empty, and the tokenizer has no bos_token to begin with; "
+                "give prompts with text"
+            )
+        return [int(bos)]
+
+
+def _asked(messages: list[Message]) -> str:
+    return "\n".join(message["content"] for message in messages if message["role"] == "user")

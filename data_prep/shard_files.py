@@ -1,0 +1,136 @@
+"""The files of a shard that is prepared row by row, and how an interrupted call is continued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import Manifest, Source, file_sha256, manifest_path, read_manifest
+from dms_train.data.writer import ShardWriter
+from dms_train.data_prep.journal import Journal
+from dms_train.data_prep.rows import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedShard:
+    """One shard to make.
+
+    Attributes:
+        prefix: Of its files.
+        sources: Inputs of the rows.
+        settings: All that the documents depend on, as JSON gives it back; `tokenizer_sha256` is
+            the hash of `tokenizer.json`.
+        vocab_size: Token ids are below this number.
+        eod_id: Token that ends every document; None when none was appended.
+        loss_mask: Whether the loss counts some tokens only.
+        counted: Names of the groups of counts for the manifest, besides the outcomes of the rows.
+        rows_per_commit: Rows that a kill can lose at most.
+        overwrite: Replace an existing shard or unfinished work with other settings.
+    """
+
+    prefix: Path
+    sources: tuple[Source, ...]
+    settings: dict[str, Any]
+    vocab_size: int
+    eod_id: int | None
+    loss_mask: bool
+    counted: tuple[str, ...]
+    rows_per_commit: int = 256
+    overwrite: bool = False
+
+
+def shard_prefix(output: Path, shard: Shard) -> Path:
+    """`output` itself for one shard, else with the shard's number."""
+    if shard.count == 1:
+        return output
+    return output.with_name(f"{output.name}-{shard.index:05d}-of-{shard.count:05d}")
+
+
+def verdicts_path(prefix: Path) -> Path:
+    """The file with the outcome of every row."""
+    return prefix.with_name(prefix.name + ".verdicts.jsonl")
+
+
+def write_shard(shard: PreparedShard, fill: Callable[[Journal], None]) -> Manifest:
+    """Make a shard, or go on with it where an earlier call was interrupted.
+
+    A shard that exists with the same settings is left as it is.
+
+    Args:
+        shard: What to make.
+        fill: Brings the rows from `Journal.next_row` on into the journal. It counts `rows`,
+            `rows: OUTCOME`, `documents`, `documents of NUMBER` for each source, `loss_tokens` and
+            `GROUP: NAME` for the groups that the manifest holds.
+
+    Raises:
+        DataError: The output exists with other settings, no row is kept, or the output cannot be
+            written.
+    """
+    prefix = shard.prefix
+    if manifest_path(prefix).exists() and not shard.overwrite:
+        manifest = read_manifest(prefix)
+        if manifest.preparation is not None and manifest.preparation["settings"] == shard.settings:
+            return manifest
+        raise DataError(
+            f"{prefix}: exists already, made with other settings; pass --overwrite to replace it"
+        )
+    folder = prefix.with_name(prefix.name + ".work")
+    with Journal(
+        folder,
+        shard.settings,
+        rows_per_commit=shard.rows_per_commit,
+        overwrite=shard.overwrite,
+    ) as journal:
+        fill(journal)
+        journal.commit()
+        manifest = _finish(journal, shard)
+        journal.remove()
+    return manifest
+
+
+def _finish(journal: Journal, shard: PreparedShard) -> Manifest:
+    verdicts = verdicts_path(shard.prefix)
+    journal.copy_verdicts(verdicts)
+    if not journal.counts["documents"]:
+        why = ", ".join(f"{count} {name}" for name, count in _part(journal, "rows").items())
+        raise DataError(
+            f"{shard.prefix}: no row is kept ({why or 'there are none'}); see {verdicts}"
+        )
+    with ShardWriter(
+        shard.prefix,
+        vocab_size=shard.vocab_size,
+        eod_id=shard.eod_id,
+        tokenizer_sha256=shard.settings["tokenizer_sha256"],
+        loss_mask=shard.loss_mask,
+        overwrite=shard.overwrite,
+    ) as writer:
+        for tokens, mask in journal.documents():
+            writer.add(tokens, mask if shard.loss_mask else None)
+        preparation = {
+            "settings": shard.settings,
+            "rows": {"read": journal.counts["rows"], **_part(journal, "rows")},
+            **{name: _part(journal, name) for name in shard.counted},
+            "loss_tokens": journal.counts["loss_tokens"],
+            "verdicts_sha256": file_sha256(verdicts),
+        }
+        return writer.finish(_sources(journal, shard), preparation)
+
+
+def _part(journal: Journal, kind: str) -> dict[str, int]:
+    """The counts whose names begin with `kind`, largest first."""
+    found = {
+        name.removeprefix(f"{kind}: "): count
+        for name, count in journal.counts.items()
+        if name.startswith(f"{kind}: ")
+    }
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _sources(journal: Journal, shard: PreparedShard) -> tuple[Source, ...]:
+    return tuple(
+        replace(source, rows=journal.counts[f"documents of {number}"])
+        for number, source in enumerate(shard.sources)
+    )
