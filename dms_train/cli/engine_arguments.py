@@ -34,7 +34,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="N", help="most tokens of a sequence (the model's)")
     add(
         "--enable-prefix-caching",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="keep snapshots of the cache, from which prompts with the same first tokens start",
     )
     add("--dtype", choices=DTYPES, default="auto", help="auto is the stored one")

@@ -1,0 +1,172 @@
+"""`dms-eval harness`: its files, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[harness]'")
+
+from dms_train.cli.evaluate import main
+from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
+from tests.support.harness_tasks import CHOOSE, CONTINUE, ROLL, write_tasks
+from tests.unit.evaluation.conftest import SPEC, write_model
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("workspace")
+    write_exam_tokenizer(root / "tokenizer")
+    (root / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 0}')
+    write_model(root / "model", SPEC, 0, root / "tokenizer")
+    tasks = write_tasks(root / "tasks")
+    (tasks / "group.yaml").write_text(
+        f"group: sheets\ntask: [{CHOOSE}, {CONTINUE}]\n"
+        "aggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
+    )
+    (tasks / "absent.yaml").write_text(
+        "task: absent_data\ndataset_path: openai/gsm8k\ndataset_name: main\ntest_split: test\n"
+        "output_type: generate_until\ndoc_to_text: question\ndoc_to_target: answer\n"
+    )
+    return root
+
+
+def words(workspace: Path, tasks: str, output: str, *further: str) -> list[str]:
+    return [
+        *("harness", str(workspace / "model"), "--tasks", tasks),
+        *("--include-path", str(workspace / "tasks"), "--output", str(workspace / output)),
+        *further,
+    ]
+
+
+@pytest.fixture(scope="module")
+def written(workspace) -> Path:
+    given = ("--limit", "4", "--num-fewshot", "1", "--log-samples")
+    assert main(words(workspace, f"sheets,{ROLL}", "first", *given)) == 0
+    return workspace / "first"
+
+
+def test_results_are_those_of_the_samples(written):
+    results = json.loads((written / "results.json").read_text())
+    assert results["n-samples"][CHOOSE] == {"original": 6, "effective": 4}
+    assert results["n-shot"][CHOOSE] == 1
+    samples = [json.loads(line) for line in (written / f"samples_{CHOOSE}.jsonl").open()]
+    assert len(samples) == 4
+    right = 0
+    for sample in samples:
+        values = [float(value) for ((value, _),) in sample["resps"]]
+        right += values.index(max(values)) == sample["doc"]["answer"]
+        context = sample["arguments"][0][0]
+        assert context.count("x =") == 2, "one example, one question"
+    assert results["results"][CHOOSE]["acc,none"] == right / 4
+    assert results["results"]["sheets"]["acc,none"] == right / 4
+    assert len((written / f"samples_{ROLL}.jsonl").read_text().splitlines()) == 4
+    assert "samples" not in results
+    assert not list(written.glob("*.partial"))
+
+
+def test_results_have_the_cost_of_the_cache_and_the_model(workspace, written):
+    dms = json.loads((written / "results.json").read_text())["dms"]
+    kv = dms["kv"]
+    assert kv["cr_factor"] > 1.3
+    assert kv["requests"] == 4 * 4 + 4 + 4
+    assert kv["kv_reads"] > 0  # of the answers that are generated
+    assert kv["prefill_reads"] > kv["kv_reads"]
+    digest = hashlib.sha256()
+    model = workspace / "model"
+    weights = sorted(path.name for path in model.glob("*.safetensors"))
+    for name in [*weights, "config.json", "export.json", "tokenizer.json"]:
+        if (model / name).exists():
+            content = hashlib.sha256((model / name).read_bytes()).hexdigest()
+            digest.update(f"{name}:{content}\n".encode())
+    assert dms["model_sha256"] == digest.hexdigest()
+    assert dms["versions"]["lm-eval"].startswith("0.4.")
+    assert dms["engine"]["enable_prefix_caching"]
+
+
+def test_the_policy_changes_cost_and_answers(workspace, written):
+    given = ("--limit", "4", "--policy", "keep_all", "--no-enable-prefix-caching")
+    assert main(words(workspace, ROLL, "kept", *given)) == 0
+    kept, own = (
+        json.loads((folder / "results.json").read_text())
+        for folder in (workspace / "kept", written)
+    )
+    assert kept["dms"]["kv"]["cr_factor"] == pytest.approx(1)
+    assert not kept["dms"]["engine"]["enable_prefix_caching"]
+    names = ("results", ROLL, "bits_per_byte,none")
+    values = []
+    for found in (kept, own):
+        for name in names:
+            found = found[name]
+        values.append(found)
+    assert abs(values[0] - values[1]) > 0.001
+
+
+def test_sampled_answers_are_asked_for_by_gen_kwargs(workspace):
+    given = ("--gen-kwargs", "do_sample=true,temperature=1.0,max_gen_toks=8", "--log-samples")
+    texts = []
+    for seed in ("1", "2"):
+        assert main(words(workspace, CONTINUE, f"seed{seed}", *given, "--seed", seed)) == 0
+        lines = (workspace / f"seed{seed}" / f"samples_{CONTINUE}.jsonl").open()
+        texts.append([json.loads(line)["resps"][0][0] for line in lines])
+    assert texts[0] != texts[1]
+    assert max(len(text) for text in texts[0]) <= 8
+
+
+@pytest.mark.parametrize(
+    ("tasks", "further", "facts"),
+    [
+        ("sheets_chose", (), ("task sheets_chose", "did you mean sheets_choose")),
+        ("absent_data", (), ("task absent_data", "openai/gsm8k", "--download")),
+        (CHOOSE, ("--limit", "0"), ("--limit 0",)),
+        (CHOOSE, ("--limit", "2.5"), ("--limit 2.5",)),
+        (CHOOSE, ("--num-fewshot", "-1"), ("--num-fewshot -1",)),
+        (",", (), ("--tasks",)),
+        (CHOOSE, ("--include-path", "/absent"), ("--include-path /absent",)),
+        (CONTINUE, ("--gen-kwargs", "num_beams=2"), ("num_beams", "not an option")),
+        (CHOOSE, ("--apply-chat-template",), ("chat template",)),
+        (CHOOSE, ("--prefill-chunk", "0"), ("prefill_chunk=0",)),
+    ],
+)
+def test_refusals_are_one_line_and_offline(
+    workspace, tasks, further, facts, tmp_path, monkeypatch, capsys
+):
+    def connect(self, address):
+        raise AssertionError(f"it connects to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    given = [*words(workspace, tasks, "unused"), "--output", str(tmp_path / "out"), *further]
+    assert main(given) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    for fact in facts:
+        assert fact in errors[0]
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_results_are_not_overwritten(workspace, written, capsys):
+    before = (written / "results.json").read_bytes()
+    assert main(words(workspace, ROLL, "first")) == 2
+    assert "holds results already" in capsys.readouterr().err
+    assert (written / "results.json").read_bytes() == before
+
+
+def test_a_missing_harness_is_refused(workspace):
+    code = (
+        "import sys\nsys.modules['lm_eval'] = None\n"
+        "from dms_train.cli.evaluate import main\n"
+        f"sys.exit(main({words(workspace, CHOOSE, 'none')!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip() == (
+        "error: dms-eval harness: lm_eval is not installed; pip install 'dms-train[harness]'"
+    )
