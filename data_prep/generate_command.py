@@ -60,6 +60,7 @@ def add_command(commands: Commands, rows: argparse.ArgumentParser) -> None:
     add("--column", metavar="NAME", help="with the prompt; default prompt, else messages")
     add("--chat", action="store_true", help="make a text one turn of the user")
     add("--limit", type=_positive, metavar="N", help="read the first N rows only")
+    add("--workers", type=_positive, metavar="N", help="threads on a CPU; default all cores")
     add("--overwrite", action="store_true", help="replace existing output")
     _add_sampling(parser)
     add_engine(parser)
@@ -83,10 +84,14 @@ def _positive(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    # not at the top of the file: they import torch, which `dms-data --help` does not need
+    # not at the top of the file: `dms-data --help` does not need torch
+    import torch
+
     from dms_train.evaluation.devices import resolve_device
     from dms_train.hf.directory import resolve
 
+    if args.workers is not None:
+        torch.set_num_threads(args.workers)
     engine = replace(engine_options(args), device=resolve_device(args.device))
     model = resolve(args.model)
     template = None if args.chat_template is None else args.chat_template.read_text("utf-8")

@@ -317,6 +317,15 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_workers_are_threads(generate: Callable[..., int]) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert generate("--unconditional", "1", "--workers", str(before + 1)) == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_empty_prompt_needs_a_token_to_begin_with(
     tmp_path: Path,
     generate: Callable[..., int],
