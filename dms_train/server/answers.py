@@ -87,9 +87,9 @@ class CompletionShape(_Shape):
             return None
         return {
             "tokens": [self._piece(entry.token) for entry in entries],
-            "token_logprobs": [entry.logprobs.logprob for entry in entries],
-            "top_logprobs": [self._by_piece(entry.logprobs.top) for entry in entries],
-            "text_offset": [entry.logprobs.text_offset for entry in entries],
+            "token_logprobs": [found.logprob if found else None for _, found in entries],
+            "top_logprobs": [self._by_piece(found.top) if found else None for _, found in entries],
+            "text_offset": [found.text_offset if found else 0 for _, found in entries],
         }
 
     def _by_piece(self, top: dict[int, float]) -> dict[str, float]:
@@ -136,10 +136,11 @@ class ChatShape(_Shape):
             return None
         content = [
             {
-                **self._token(entry.token, entry.logprobs.logprob),
-                "top_logprobs": [self._token(t, v) for t, v in entry.logprobs.top.items()],
+                **self._token(token, found.logprob),
+                "top_logprobs": [self._token(t, v) for t, v in found.top.items()],
             }
-            for entry in entries
+            for token, found in entries
+            if found is not None
         ]
         return {"content": content, "refusal": None}
 

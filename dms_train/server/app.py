@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import TypeVar
 
@@ -100,8 +100,14 @@ class Api:
         if body.best_of not in (None, body.n):
             raise ApiError(400, "best_of: only the value of n is supported", param="best_of")
         prompts = [await self._tokens(prompt) for prompt in body.prompts]
-        max_tokens = body.max_tokens or 16
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        if max_tokens == 0 and (body.n > 1 or not body.echo):
+            raise ApiError(400, "max_tokens: 0 needs echo=true and n=1", param="max_tokens")
         job = self._job(body, prompts, max_tokens, body.logprobs)
+        if body.echo:
+            texts = await asyncio.to_thread(self._texts, body.prompts)
+            params = body.sampling(max_tokens, body.logprobs, of_prompt=True)
+            job = replace(job, echo=texts, params=params)
         shape = CompletionShape(_id_of(request), self._model.name, self._model.tokenizer)
         return await self._generate(request, job, shape)
 
@@ -229,6 +235,18 @@ class Api:
                 code="context_length_exceeded",
             )
         return tokens
+
+    def _texts(self, prompts: list[str | list[int]]) -> list[str]:
+        """Texts of prompts, as they were given or decoded."""
+        tokenizer = self._model.tokenizer
+        return [
+            prompt
+            if isinstance(prompt, str)
+            else ""
+            if tokenizer is None
+            else tokenizer.decode(prompt, special=True)
+            for prompt in prompts
+        ]
 
     def _job(
         self, body: GenerationBody, prompts: list[list[int]], max_tokens: int, logprobs: int | None

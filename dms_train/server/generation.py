@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from dms_train.inference.errors import InferenceError
@@ -30,6 +30,7 @@ class Job:
         stream: Whether the answer is sent as it is generated.
         include_usage: Whether a stream ends with the usage.
         kv_positions: Whether the parts of a stream include the live tokens.
+        echo: Text of each prompt, with which its continuations begin; None without.
     """
 
     prompts: list[list[int]]
@@ -39,6 +40,7 @@ class Job:
     stream: bool
     include_usage: bool
     kv_positions: bool
+    echo: list[str] | None = None
 
     @property
     def sequences(self) -> int:
@@ -47,10 +49,10 @@ class Job:
 
 
 class TokenEntry(NamedTuple):
-    """A generated token with its log-probabilities."""
+    """A token with its log-probabilities; None for the first one of a prompt."""
 
     token: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,56 @@ class _Choice:
         return Part(index=self.index, text=text, entries=entries, finish_reason=self.finish_reason)
 
 
+class PromptEcho:
+    """The prompt in front of its continuations.
+
+    Args:
+        text: Of the prompt.
+        tokenizer: Of the model; None if it has none.
+    """
+
+    def __init__(self, text: str, tokenizer: Tokenizer | None) -> None:
+        self._text, self._tokenizer = text, tokenizer
+
+    def part(self, index: int, output: RequestOutput) -> Part:
+        """The prompt as the first part of a continuation.
+
+        Args:
+            index: Number of the continuation.
+            output: Whose prompt is computed, with its log-probabilities if they were requested.
+        """
+        entries = None
+        if output.prompt_logprobs is not None:
+            entries = [
+                TokenEntry(token, found and found._replace(text_offset=offset))
+                for token, found, offset in zip(
+                    output.prompt_token_ids,
+                    output.prompt_logprobs,
+                    self._offsets(output.prompt_token_ids),
+                    strict=False,  # a prompt that ran out of time has fewer
+                )
+            ]
+        return Part(index=index, text=self._text, entries=entries, finish_reason=None)
+
+    def shifted(self, part: Part) -> Part:
+        """A part of the continuation, whose offsets count from the start of the prompt."""
+        if part.entries is None:
+            return part
+        ahead = len(self._text)
+        entries = [
+            TokenEntry(token, found and found._replace(text_offset=found.text_offset + ahead))
+            for token, found in part.entries
+        ]
+        return replace(part, entries=entries)
+
+    def _offsets(self, tokens: list[int]) -> list[int]:
+        """Where each token starts; special tokens that the tokenizer put before it start at 0."""
+        pieces = TokenPieces(self._tokenizer)
+        ends = list(accumulate(len(pieces.add(token)) for token in tokens))
+        added = max(0, ends[-1] - len(self._text))
+        return [max(0, start - added) for start in [0, *ends[:-1]]]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Prompt:
     """One prompt of a request and its continuations."""
@@ -121,6 +173,7 @@ class _Prompt:
     ticket: Ticket
     choices: list[_Choice]
     pieces: TokenPieces
+    echo: PromptEcho | None
     shown: int = 0  # tokens that a KVView has named
 
     @property
@@ -155,6 +208,7 @@ class Generation:
                 ticket=Ticket(changed=self._changed, wants_positions=job.kv_positions),
                 choices=[_Choice(index=at * n + i) for i in range(n)],
                 pieces=TokenPieces(tokenizer),
+                echo=None if job.echo is None else PromptEcho(job.echo[at], tokenizer),
             )
             for at in range(len(job.prompts))
         ]
@@ -217,8 +271,16 @@ class Generation:
             return []
         if self.timing.first_token is None:
             self.timing.first_token = time.monotonic()
-        found = [c.advance(done) for c, done in zip(prompt.choices, output.outputs, strict=True)]
-        parts = [part for part in found if part is not None]
+        parts: list[Part] = []
+        for choice, done in zip(prompt.choices, output.outputs, strict=True):
+            begins = choice.tokens == 0
+            part = choice.advance(done)
+            if part is not None and prompt.echo is not None:
+                if begins:
+                    parts.append(prompt.echo.part(choice.index, output))
+                part = prompt.echo.shifted(part)
+            if part is not None:
+                parts.append(part)
         if self.job.kv_positions:
             parts = [_with_view(part, prompt, output) for part in parts]
         return parts

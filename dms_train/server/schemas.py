@@ -89,12 +89,15 @@ class GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     kv_positions: bool = False
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, max_tokens: int, logprobs: int | None, *, of_prompt: bool = False
+    ) -> SamplingParams:
         """The engine's parameters.
 
         Args:
             max_tokens: Most tokens to generate.
             logprobs: Alternatives to return with every token; None for no log-probabilities.
+            of_prompt: Whether those of the prompt are returned too.
 
         Raises:
             ApiError: `logit_bias` has a key that is no token id.
@@ -112,6 +115,7 @@ class GenerationBody(_Body):
             repetition_penalty=self.repetition_penalty,
             logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()},
             logprobs=logprobs,
+            prompt_logprobs=logprobs if of_prompt else None,
             seed=self.seed,
             stop=tuple(stops),
             stop_token_ids=tuple(self.stop_token_ids),
@@ -123,6 +127,8 @@ class CompletionBody(GenerationBody):
     """`/v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
+    echo: bool = False
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
