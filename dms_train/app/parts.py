@@ -10,6 +10,7 @@ from dms_train.app.export_evaluation import ModelValidator
 from dms_train.app.exporter import ModelExporter, run_provenance
 from dms_train.app.preparation import Prepared
 from dms_train.app.samples import batch_source, datasets, selftest_tokens
+from dms_train.app.task_evaluation import TaskEvaluator
 from dms_train.app.watch import RunWatch
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
@@ -73,6 +74,7 @@ def loop_parts(
         source=source,
         exporter=exporter,
         validator=_validator(prepared, valid),
+        evaluator=TaskEvaluator(folder=prepared.folder, options=config.stage.evaluate),
         reporter=reporter,
         watch=watch,
         saver=saver,

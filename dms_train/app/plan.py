@@ -123,6 +123,8 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
 def _action(config: RunConfig, action: Action) -> str:
     if action == "export":
         return f"format {config.stage.export.format}"
+    if action == "evaluate":
+        return f"tasks {', '.join(config.stage.evaluate.tasks)}"
     options = config.stage.validate
     problems = "" if options.problems is None else f", problems of {options.problems}"
     return f"{options.samples} samples{problems}"

@@ -10,6 +10,7 @@ from dms_train.app import inputs, launcher, run_folder
 from dms_train.app.export_evaluation import check_evaluation
 from dms_train.app.exporter import check_folder, check_format
 from dms_train.app.start_point import StartPoint, find_start, with_student
+from dms_train.app.task_evaluation import check_tasks
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
@@ -137,6 +138,7 @@ def _check_export(
     borrows = any(stage.requires_eviction or stage.enables_eviction for stage in trained)
     compresses = borrows or start.state.eviction_enabled
     check_evaluation(config, start, compresses=compresses)
+    check_tasks(config, start)
     if compresses:
         params_dtype = config.parallel.params_dtype
         check_format(options, spec, start.architecture, params_dtype, target_cr)

@@ -117,10 +117,7 @@ def _evaluate(overrides: list[str]) -> None:
     log.configure(0)
     found = evaluate(prepare(options), log.logger().info)
     for point in found.points():
-        print(
-            f"{point.budget!s:12} accuracy {point.accuracy}  KV reads {point.kv_reads:,.0f}  "
-            f"peak tokens {point.peak_tokens:,.1f}  cut off {point.truncated:.1%}"
-        )
+        print(point)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
     if run and all(name in STAGES for name in run):
         yield from _starting_weights(config)
         yield from _validation(config)
+        yield from _evaluation(config)
 
 
 def _validation(config: RunConfig) -> Iterator[str]:
@@ -84,6 +85,15 @@ def _validation(config: RunConfig) -> Iterator[str]:
             f"stage.validate.samples={wanted}: run.eval_samples={built} are the validation samples "
             "there are; lower the one or raise the other"
         )
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if "evaluate" not in config.stage.run:
+        return
+    if "export" not in config.stage.run:
+        yield "stage.run: evaluate measures what export wrote; put export before it"
+    if not config.stage.evaluate.tasks:
+        yield "stage.evaluate.tasks=[]: name at least one; `dms-eval tasks` lists them"
 
 
 def _starting_weights(config: RunConfig) -> Iterator[str]:

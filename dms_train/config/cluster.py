@@ -19,7 +19,8 @@ class ClusterOptions:
         gpu: Their model, one of `config.gpus.GPUS`; a run that does not fit it is refused. None
             is unknown.
         cpus_per_node: Cores to request.
-        time: Time limit of a training job as SLURM writes it; the run continues in the next one.
+        time: Time limit of a job that trains or evaluates on tasks, as SLURM writes it; the run
+            continues in the next one.
         convert_time: Time limit of a job that converts or validates.
         partition: Where to run; None is SLURM's default. `account` and `qos` likewise.
         options: Further options of sbatch, such as `--exclusive`.

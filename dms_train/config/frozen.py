@@ -18,6 +18,7 @@ _FREE = (
     "kernels",
     "parallel.layers",
     "stage.validate",
+    "stage.evaluate",
     "data.micro_batch_size",
     "data.cache_dir",
 )

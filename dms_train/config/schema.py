@@ -7,7 +7,7 @@ from typing import Annotated
 
 from dms_train.config.cluster import ONE_PROCESS, ClusterOptions
 from dms_train.data.options import DataOptions
-from dms_train.evaluation.options import ValidateOptions
+from dms_train.evaluation.options import NO_TASKS, TaskStageOptions, ValidateOptions
 from dms_train.hf.options import ModelOptions
 from dms_train.kernels.options import KERNELS
 from dms_train.limits import OneOf
@@ -19,9 +19,10 @@ from dms_train.training.options import RunOptions, StageOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBlock(StageOptions):
-    """The stages of training, and the validation of the export after them."""
+    """The stages of training, and the measurements of the export after them."""
 
     validate: ValidateOptions
+    evaluate: TaskStageOptions = NO_TASKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 from dms_train.limits import AtLeast, OneOf, Share
 
@@ -52,11 +52,10 @@ class ValidateOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOptions:
-    """Which documents are evaluated.
+class DocumentOptions:
+    """Which documents of a task are evaluated.
 
     Attributes:
-        name: Of a task in `evaluation.tasks`.
         path: File of its documents; None generates them, where the task can.
         hub: Take the file of the task's data set from the local cache of the hub.
         download: Fetch it from the hub where it is absent.
@@ -70,7 +69,6 @@ class TaskOptions:
         haystack: Text file that surrounds a needle.
     """
 
-    name: str = "exam_sheets"
     path: str | None = None
     hub: bool = False
     download: bool = False
@@ -85,11 +83,21 @@ class TaskOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatedModelOptions:
-    """The model, and how the engine runs it.
+class TaskOptions(DocumentOptions):
+    """A task and its documents.
 
     Attributes:
-        path: Directory or hub id (local cache only).
+        name: Of a task in `evaluation.tasks`.
+    """
+
+    name: str = "exam_sheets"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunOptions:
+    """How the engine runs a model.
+
+    Attributes:
         cr: Compression ratio in tables; None takes the export's own, or 1.
         prompt_format: Format around a prompt; `auto` goes by the tokenizer.
         dtype: Of weights and cache.
@@ -98,13 +106,23 @@ class EvaluatedModelOptions:
         prefill_chunk: Prompt tokens of a pass.
     """
 
-    path: str
     cr: Annotated[float | None, AtLeast(1)] = None
     prompt_format: str = "auto"
     dtype: str = "auto"
     device: Annotated[str, OneOf(*DEVICES)] = "auto"
     max_num_seqs: Annotated[int, AtLeast(1)] = 32
     prefill_chunk: Annotated[int, AtLeast(1)] = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedModelOptions(ModelRunOptions):
+    """The model, and how the engine runs it.
+
+    Attributes:
+        path: Directory or hub id (local cache only).
+    """
+
+    path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,3 +231,60 @@ class EvaluationOptions:
     sampling: ChainSamplingOptions
     sweep: SweepOptions
     run: RunFolderOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStageOptions:
+    """The stage `evaluate`: what `dms-eval` measures on the export of a run.
+
+    Attributes:
+        tasks: Names of tasks in `evaluation.tasks`.
+        task: Their documents.
+        model: How the engine runs the export.
+        policy: Of the cache.
+        sampling: Of the chains.
+        sweep: Budgets.
+        workers: Processes that compare answers.
+        allow_code: Run programs that the model wrote, in processes with limits.
+    """
+
+    tasks: tuple[str, ...] = ()
+    task: DocumentOptions = DocumentOptions()
+    model: ModelRunOptions = ModelRunOptions()
+    policy: CachePolicyOptions = CachePolicyOptions()
+    sampling: ChainSamplingOptions = ChainSamplingOptions()
+    sweep: SweepOptions = SweepOptions()
+    workers: Annotated[int, AtLeast(1)] = 1
+    allow_code: bool = False
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for tasks that cannot share their settings."""
+        if len(set(self.tasks)) != len(self.tasks):
+            yield f"{path}.tasks=[{', '.join(self.tasks)}]: name each task once"
+        for key in ("path", "sha256"):
+            if len(self.tasks) > 1 and getattr(self.task, key) is not None:
+                yield f"{path}.task.{key}: tasks cannot share a file; name one task"
+
+    def of_task(self, name: str, model: str, folder: str) -> EvaluationOptions:
+        """The run of `dms-eval` for one of the tasks.
+
+        Args:
+            name: Of the task.
+            model: Directory of the model.
+            folder: Of the results.
+        """
+        return EvaluationOptions(
+            task=TaskOptions(name=name, **_fields(self.task)),
+            model=EvaluatedModelOptions(path=model, **_fields(self.model)),
+            policy=self.policy,
+            sampling=self.sampling,
+            sweep=self.sweep,
+            run=RunFolderOptions(dir=folder, workers=self.workers, allow_code=self.allow_code),
+        )
+
+
+NO_TASKS = TaskStageOptions()
+
+
+def _fields(options: DocumentOptions | ModelRunOptions) -> dict[str, Any]:
+    return {each.name: getattr(options, each.name) for each in fields(options)}

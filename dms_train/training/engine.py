@@ -69,6 +69,18 @@ class Validator(Protocol):
         ...
 
 
+class Evaluator(Protocol):
+    """Evaluates the final export on tasks; every rank calls it."""
+
+    def evaluate_tasks(self) -> dict[str, float]:
+        """Measure, store the results and return flat numbers.
+
+        Raises:
+            ValueError: It was refused; the same on every rank.
+        """
+        ...
+
+
 class Watch(Protocol):
     """Connects the loop with its launcher: heartbeats, requests to stop, finished stages."""
 

@@ -1,4 +1,4 @@
-"""The training loop: runs stages over an engine, saves, evaluates, exports and validates."""
+"""The training loop: runs stages over an engine, saves, evaluates, exports and measures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dms_train.method.plan import StepPlan, StepResult
-from dms_train.training.engine import Exporter, TokenSource, TrainEngine, Validator, Watch
+from dms_train.training.engine import (
+    Evaluator,
+    Exporter,
+    TokenSource,
+    TrainEngine,
+    Validator,
+    Watch,
+)
 from dms_train.training.errors import DivergenceError
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
@@ -29,6 +36,7 @@ class LoopParts:
     source: TokenSource
     exporter: Exporter
     validator: Validator
+    evaluator: Evaluator
     reporter: Reporter
     watch: Watch
     saver: Saver
@@ -71,8 +79,10 @@ def _name(stage: Stage | Action) -> str:
 def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
     if action == "export":
         _export_final(state, parts)
+    elif action == "validate":
+        parts.reporter.measured(state.step, parts.validator.validate(), "export_eval/")
     else:
-        parts.reporter.validation(state.step, parts.validator.validate())
+        parts.reporter.measured(state.step, parts.evaluator.evaluate_tasks(), "export_tasks/")
     state.next_stage()
     parts.saver.annotate(state, state.to_dict())
 

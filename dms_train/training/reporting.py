@@ -73,11 +73,11 @@ class Reporter:
         logger().info("step %d evaluation: %s", step, shown)
         self.throughput.pause()
 
-    def validation(self, step: int, values: dict[str, float]) -> None:
-        """The export was validated."""
-        self._log(step, values, "export_eval/")
+    def measured(self, step: int, values: dict[str, float], prefix: str) -> None:
+        """The export was measured; the names begin with `prefix`."""
+        self._log(step, values, prefix)
         for sink in self.sinks:
-            sink.summary({f"export_eval/{name}": value for name, value in values.items()})
+            sink.summary({f"{prefix}{name}": value for name, value in values.items()})
         self.throughput.pause()
 
     def saved(self, step: int, path: Path, seconds: float) -> None:

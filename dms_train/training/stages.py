@@ -7,7 +7,7 @@ zero in the last zeroing step and the ratio is the target in the last retrofit s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from dms_train.method import schedule
 from dms_train.method.plan import LearningRate, StepPlan
@@ -19,8 +19,9 @@ from dms_train.training.options import (
     ZeroNeuronOptions,
 )
 
-Action = Literal["export", "validate"]
-_ACTIONS: dict[str, Action] = {"export": "export", "validate": "validate"}  # they take no step
+Action = Literal["export", "validate", "evaluate"]
+# they take no step
+_ACTIONS: dict[str, Action] = {name: name for name in get_args(Action)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

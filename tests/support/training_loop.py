@@ -112,6 +112,11 @@ class FakeParts:
         self.events.append(("validate",))
         return {"cr_factor": 2.5}
 
+    def evaluate_tasks(self) -> dict[str, float]:
+        self._maybe_fail("tasks")
+        self.events.append(("tasks",))
+        return {"exam_sheets.0.25-1-4.accuracy": 0.5}
+
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -169,6 +174,7 @@ def parts(fakes: FakeParts, folder: Path, **options: Any) -> LoopParts:
         source=fakes,
         exporter=fakes,
         validator=fakes,
+        evaluator=fakes,
         reporter=reporter,
         watch=fakes,
         saver=Saver(
@@ -218,7 +224,7 @@ def only(*names: str, **changes: Any) -> StageOptions:
 
 def timeline(fakes: FakeParts) -> list[tuple[Any, ...]]:
     """Events that change weights or write exports, without saves and progress."""
-    kinds = {"train", "evaluate", "reset_channel", "export", "alias", "validate"}
+    kinds = {"train", "evaluate", "reset_channel", "export", "alias", "validate", "tasks"}
     return [event for event in fakes.events if event[0] in kinds]
 
 

@@ -49,6 +49,13 @@ class Point:
     truncated: float
     documents: int
 
+    def __str__(self) -> str:
+        """One line for a terminal."""
+        return (
+            f"{self.budget!s:12} accuracy {self.accuracy}  KV reads {self.kv_reads:,.0f}  "
+            f"peak tokens {self.peak_tokens:,.1f}  cut off {self.truncated:.1%}"
+        )
+
 
 class DocumentMeasure(NamedTuple):
     """One document within one budget; the names are those of `Point`.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
@@ -63,8 +63,34 @@ class PreparedRun:
     header: dict[str, Any]
 
 
-def prepare(options: EvaluationOptions) -> PreparedRun:
-    """Read documents and model files, and refuse what cannot be run.
+class CheckedRun(NamedTuple):
+    """What the files besides the weights decide.
+
+    Attributes:
+        options: With the defaults of the task.
+        task: Of the options.
+        directory: Of the model.
+        documents: In order.
+        prompts: Text of each.
+        prompt_format: Around them.
+        window: Newest tokens that the policy never evicts; None where it evicts none.
+        cr: Compression ratio of the run.
+        engine: How the engine is set up.
+    """
+
+    options: EvaluationOptions
+    task: Task
+    directory: Path
+    documents: list[Document]
+    prompts: list[str]
+    prompt_format: str
+    window: int | None
+    cr: float
+    engine: EngineOptions
+
+
+def check(options: EvaluationOptions) -> CheckedRun:
+    """Read documents, and refuse what cannot be run; no weights are read.
 
     Raises:
         EvaluationError: The task, its data or a value cannot be used.
@@ -87,31 +113,53 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
     prompts = [render(task.messages(document), prompt_format) for document in documents]
     longest = max(_length(tokenizer, prompt, directory) for prompt in prompts)
     window, cr = _policy(options, directory, longest)
+    return CheckedRun(
+        options=options,
+        task=task,
+        directory=directory,
+        documents=documents,
+        prompts=prompts,
+        prompt_format=prompt_format,
+        window=window,
+        cr=cr,
+        engine=_engine_options(options, window),
+    )
+
+
+def prepare(options: EvaluationOptions) -> PreparedRun:
+    """`check`, and hash the model.
+
+    Raises:
+        EvaluationError: As `check`.
+        FileNotFoundError: Likewise.
+    """
+    checked = check(options)
+    options, task, documents = checked.options, checked.task, checked.documents
     assert options.sweep.lengths is not None
     config = {
         "task": _task_config(options),
         "documents": {"count": len(documents), "sha256": fingerprint(documents)},
         "model": {
-            "sha256": model_hash(directory),
-            "prompt_format": prompt_format,
+            "sha256": model_hash(checked.directory),
+            "prompt_format": checked.prompt_format,
             "dtype": options.model.dtype,
         },
-        "cr": cr,
-        "policy": {"name": options.policy.name, "window": window},
+        "cr": checked.cr,
+        "policy": {"name": options.policy.name, "window": checked.window},
         "sampling": asdict(options.sampling),
         "sweep": {"lengths": list(options.sweep.lengths), "widths": list(options.sweep.widths)},
     }
     return PreparedRun(
         options=options,
         task=task,
-        directory=directory,
+        directory=checked.directory,
         documents=[
             _prompted(task, document, prompt, options)
-            for document, prompt in zip(documents, prompts, strict=True)
+            for document, prompt in zip(documents, checked.prompts, strict=True)
         ],
-        engine=_engine_options(options, window),
-        window=window or 0,
-        header=_header(config, options, task, cr),
+        engine=checked.engine,
+        window=checked.window or 0,
+        header=_header(config, options, task, checked.cr),
     )
 
 

@@ -16,6 +16,8 @@ PP = "parallel__pipeline_model_parallel_size"
 VP = "parallel__virtual_pipeline_model_parallel_size"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
+TASKS = {"stage__evaluate": {"tasks": ["exam_sheets"]}}
+
 
 def run_check(world_size: int = 1, model: dict | None = None, **changes) -> None:
     architecture = configs.architecture(**(model or {}))
@@ -50,6 +52,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__run": ["pretrain", "export"], **SCRATCH}),
         (1, {"stage__run": ["export"]}),
         (1, {"stage__run": ["zero_neuron", "retrofit", "export", "validate"]}),
+        (1, {"stage__run": ["pretrain", "export", "evaluate"], **SCRATCH, **TASKS}),
         (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
         (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
     ],
@@ -114,6 +117,18 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             {"stage__run": ["retrofit", "export", "validate"], "run__eval_samples": 8},
             "stage.validate.samples=64: run.eval_samples=8 are",
         ),
+        ({"stage__run": ["retrofit", "evaluate"], **TASKS}, "evaluate measures what export wrote"),
+        ({"stage__run": ["export", "evaluate"]}, "stage.evaluate.tasks=[]: name at least one"),
+        ({"stage__evaluate": {"tasks": ["niah", "niah"]}}, "name each task once"),
+        (
+            {"stage__evaluate": {"tasks": ["niah", "gsm8k"], "task": {"path": "x"}}},
+            "stage.evaluate.task.path: tasks cannot share a file",
+        ),
+        (
+            {"stage__evaluate": {"sweep": {"widths": [0]}}},
+            "stage.evaluate.sweep.widths=[0]: give chains of a document",
+        ),
+        ({"stage__evaluate": {"policy": {"window": 4}}}, "stage.evaluate.policy.window: only"),
         ({"stage__validate": {"samples": 0}}, "stage.validate.samples=0: use at least 1"),
         ({"stage__validate": {"device": "tpu"}}, "choose one of auto, cpu, cuda"),
         ({"stage__validate": {"answer_pattern": "x"}}, "0 groups; use one"),

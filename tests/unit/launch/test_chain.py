@@ -41,6 +41,22 @@ def test_stages_that_are_not_needed_are_left_out(tmp_path: Path) -> None:
     assert stages(config(tmp_path), "prepare", "hf_to_megatron")[0] == "zero_neuron"
 
 
+def test_an_export_is_evaluated_on_one_node_with_the_time_of_a_training_job(
+    tmp_path: Path,
+) -> None:
+    made = config(
+        tmp_path,
+        "stage.run=[zero_neuron,export,validate,evaluate]",
+        "stage.evaluate.tasks=[exam_sheets]",
+        "cluster.time=09:00:00",
+    )
+    assert stages(made)[-3:] == ["export", "validate", "evaluate"]
+    job = chain(made)[-1]
+    assert job == Job("evaluate", "validate")
+    assert "--time=09:00:00" in script(job, made, tmp_path)
+    assert needs(job, made) == needs(Job("validate", "validate"), made)
+
+
 def test_training_starts_from_the_imported_checkpoint(tmp_path: Path) -> None:
     made = frozen(config(tmp_path))
     assert made.run.load == str(tmp_path / "run" / "start")

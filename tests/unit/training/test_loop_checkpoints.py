@@ -179,6 +179,16 @@ def test_a_run_interrupted_in_validation_repeats_it_and_trains_nothing(tmp_path:
     assert timeline(run(tmp_path, VALIDATED, restored(tmp_path, 3))) == []
 
 
+def test_a_run_interrupted_in_an_evaluation_continues_it_and_trains_nothing(tmp_path: Path) -> None:
+    stages = only("zero_neuron", "export", "evaluate")
+    assert run(tmp_path, stages, fails_at="tasks").of("tasks") == []
+    again = run(tmp_path, stages, restored(tmp_path, 3))
+    assert timeline(again) == [("tasks",)]
+    name = "export_tasks/exam_sheets.0.25-1-4.accuracy"
+    assert again.of("summary")[-1] == ({name: 0.5},)
+    assert again.of("done")[-1] == ("evaluate", 3)
+
+
 def test_a_resumed_run_counts_the_skipped_steps_before(tmp_path: Path) -> None:
     fakes = run(tmp_path, skips={6, 7}, fails_at=8, save_interval=1)
     assert fakes.of("interrupted")
