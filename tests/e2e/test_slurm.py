@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from dms_train.evaluation.scaling import store
+from dms_train.evaluation.scaling.results import load_all
 from tests.support import launch, wandb_file
 from tests.support.commands import write_commands
 from tests.support.local_slurm import LocalSlurm, missing
@@ -389,3 +392,71 @@ def test_an_array_prepares_every_shard_of_a_data_set(site: Site) -> None:
     expected = {f"chat-0000{index}-of-00002.verdicts.jsonl": 4 - index for index in range(2)}
     assert made == expected, said
     assert len(list((folder / "data").glob("*.manifest.json"))) == 2, said
+
+
+SWEEP = [
+    f"model.path={launch.ROOT}/dms_train/assets/exam_teacher",
+    "model.device=cpu",
+    "model.max_num_seqs=2",  # one document at a time
+    "task.path=problems.jsonl",
+    "sweep.lengths=[0.125,0.25]",
+    "sweep.widths=[1,2]",
+    "sampling.temperature=0.8",
+]
+CLOCKS = ("session", "clock", "seconds", "peak_allocated_bytes")
+
+
+def evaluated(folder: Path) -> list[dict[str, Any]]:
+    """The stored chains of an evaluation, without what a clock says."""
+    found = store.read_chains(folder)
+    return [{k: v for k, v in row.items() if k not in CLOCKS} for row in found]
+
+
+def points(folder: Path) -> list[str]:
+    (merged,) = load_all([folder])
+    assert merged.complete
+    return [str(point) for point in merged.points()]
+
+
+def test_an_array_evaluates_and_a_task_that_is_requeued_continues(site: Site) -> None:
+    folder, count = site.root / "evaluation", 20
+    folder.mkdir()
+    path = os.pathsep.join([str(write_commands(folder / "bin")), os.environ["PATH"]])
+    environment = launch.environment(**{**site.slurm.environment, "PATH": path})
+
+    def call(*words: str) -> str:
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def said() -> str:
+        return "".join(
+            f"\n--- {log.name}\n{log.read_text()[-3000:]}" for log in folder.glob("*.log")
+        )
+
+    call("dms-data", "exam-problems", "--out", "problems.jsonl", "--sheets", str(count))
+    script = str(launch.ROOT / "slurm" / "eval.sbatch")
+    batch = ("sbatch", "--parsable", "--array=0-1", "--cpus-per-task=1", script)
+    job = call(*batch, *SWEEP, "run.dir=array").strip()
+    chains = folder / "array" / "chains" / "00001-of-00002.jsonl"
+    wait(lambda: chains.exists() and chains.stat().st_size, 300, said)
+    call("scontrol", "requeue", f"{job}_1")
+    wait(lambda: not call("squeue", "--noheader", f"--jobs={job}"), 600, said)
+    log = next(folder.glob("*_1.log")).read_text()
+    starts = re.findall(rf"(\d+) of {count // 2} documents to do", log)
+    assert len(starts) == 2, said()
+    assert count // 2 == int(starts[0]) > int(starts[1]) > 0, "give it more documents"
+
+    call("dms-eval", *SWEEP, "run.dir=whole")
+    assert evaluated(folder / "array") == evaluated(folder / "whole")
+    assert points(folder / "array") == points(folder / "whole")
+    for name in ("array", "whole"):
+        call("dms-eval", "report", name, "--output", f"{name}.html")
+    # seconds and bytes follow the word of a complete run
+    merged, whole = (
+        re.sub(r"(?m)\| yes \|.*$", "", (folder / f"{name}.md").read_text())
+        for name in ("array", "whole")
+    )
+    assert merged == whole
