@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("dms-train", "tokenizers", "torch", "transformers")
 _ROWS_PER_COMMIT = 16
 _AHEAD = 8  # rows behind the first unfinished one, in units of the sequences that run
-_ENGINE_SETTINGS = ("policy", "window", "cache", "max_model_len", "dtype")
+_ENGINE_SETTINGS = ("policy", "policy_options", "cache", "max_model_len", "dtype")
 # Why a continuation ended, as the manifest names it. Without memory there is no document.
 _ENDS = {"stop": "finished", "length": "cut", "memory": "out_of_memory"}
 

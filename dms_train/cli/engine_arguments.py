@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from dms_train.inference.options import CACHES, DTYPES, POLICIES, EngineOptions
+from dms_train.inference.options import CACHES, DTYPES, EngineOptions
+from dms_train.inference.policies.registry import parse_options, policy_names
+
+_SHORT = ("window", "budget", "cr")  # options of policies with an argument of their own
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -12,11 +16,20 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     add(
         "--policy",
-        choices=POLICIES,
+        choices=policy_names(),
         default="auto",
         help="which tokens stay in the cache; auto is what the model was trained for",
     )
-    add("--window", type=int, help="tokens of --policy window")
+    add("--window", type=int, metavar="N", help="window of the policy, in tokens")
+    add("--budget", type=int, metavar="N", help="tokens that the policy keeps of a sequence")
+    add("--cr", type=float, metavar="RATIO", help="its compression ratio, instead of a budget")
+    add(
+        "--policy-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other option of the policy; may be repeated",
+    )
     add(
         "--cache",
         choices=CACHES,
@@ -52,7 +65,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
     """
     return EngineOptions(
         policy=args.policy,
-        window=args.window,
+        policy_options=_policy_options(args),
         cache=args.cache,
         cache_bytes=args.cache_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -63,3 +76,10 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         dtype=args.dtype,
         device=args.device,
     )
+
+
+def _policy_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the policy."""
+    given = {key: getattr(args, key) for key in _SHORT}
+    options = {key: value for key, value in given.items() if value is not None}
+    return options | parse_options(args.policy_option)

@@ -156,7 +156,8 @@ def agreement(
     teacher = LLM(target.teacher, cache="dense", prefill_chunk=_CHUNK, **slab)
     models = [student]
     if window_only:
-        how: dict[str, Any] = {"policy": "window", "window": target.window, "prefill_chunk": _CHUNK}
+        how: dict[str, Any] = {"policy": "window", "prefill_chunk": _CHUNK}
+        how["policy_options"] = {"window": target.window}
         models.append(LLM(target.teacher, **how, **slab))
     rows: list[list[list[float]]] = [[] for _ in models]
     texts = [text for number in range(count) for text in samples[number].documents()]
@@ -271,7 +272,8 @@ def examine(
         "dms": (target.export, {}),
     }
     if window_only:
-        models["window_only"] = (target.teacher, {"policy": "window", "window": target.window})
+        how = {"policy": "window", "policy_options": {"window": target.window}}
+        models["window_only"] = (target.teacher, how)
     found = {}
     for name, (directory, how) in models.items():
         found[name] = solve(directory, exam, {"device": target.device, **how})

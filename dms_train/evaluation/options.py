@@ -131,20 +131,22 @@ class CachePolicyOptions:
 
     Attributes:
         name: Policy of the engine; `auto` is what the model was trained for.
-        window: Tokens of the `window` policy.
-        cr: Budget of the `window` policy instead: longest prompt and answer, divided by it.
+        window: Option of the policy, in tokens.
+        budget: Likewise.
+        cr: Likewise, a compression ratio; that of the `window` policy divides the longest prompt
+            and answer.
+        options: Other options of the policy, such as `sinks=2`.
     """
 
     name: str = "auto"
     window: Annotated[int | None, AtLeast(1)] = None
+    budget: Annotated[int | None, AtLeast(1)] = None
     cr: Annotated[float | None, AtLeast(1)] = None
+    options: tuple[str, ...] = ()
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for a window or a budget that nothing uses."""
-        for key in ("window", "cr"):
-            if getattr(self, key) is not None and self.name != "window":
-                yield f"{path}.{key}: only policy.name=window has one"
-        if self.window is not None and self.cr is not None:
+        """One line for two sizes of the window."""
+        if self.name == "window" and self.window is not None and self.cr is not None:
             yield f"{path}: give window or cr, not both"
 
 

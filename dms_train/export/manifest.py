@@ -12,7 +12,7 @@ from types import ModuleType
 from dms_train.export.family_classes import class_lines
 from dms_train.families import FAMILIES
 from dms_train.hf.formats import ExportFormat
-from dms_train.inference.cache import allocator, base, compact, pool
+from dms_train.inference.cache import allocator, base, compact, policy_state, pool
 from dms_train.inference.policies import base as policy
 from dms_train.inference.policies import dms
 from dms_train.kernels.decode import slots
@@ -22,6 +22,7 @@ CACHE_MODULES: dict[ModuleType, str] = {
     allocator: "allocator_dms",
     base: "cache_dms",
     compact: "compact_dms",
+    policy_state: "state_dms",
     pool: "pool_dms",
     policy: "policy_dms",
     dms: "eviction_dms",

@@ -17,6 +17,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import LoadedModel, load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput
+from dms_train.inference.policies.registry import check_policy
 from dms_train.inference.row_memory import RowMemory
 from dms_train.inference.runner import DecodeStep, ModelRunner
 from dms_train.inference.sampler import SampledToken, sample
@@ -49,6 +50,7 @@ class InferenceEngine:
 
     def __init__(self, model: str | Path | LoadedModel, options: EngineOptions) -> None:
         directory = None
+        check_policy(options.policy, options.policy_options)
         if isinstance(model, LoadedModel):
             loaded = model
         else:
@@ -200,6 +202,8 @@ class InferenceEngine:
             if sequence.row is None:
                 self._scheduler.remove(sequence)  # it waits already if its cache was taken
                 self._scheduler.add(sequence)
+            else:
+                self._memory.assign(sequence)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.policies.registry import policy_names
 
-POLICIES = ("auto", "dms", "window", "keep_all")
 CACHES = ("compact", "dense")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "reference")
@@ -31,8 +33,9 @@ class EngineOptions:
     """Everything about an engine except its model.
 
     Attributes:
-        policy: Which tokens the cache keeps; `auto` is what the model was trained for.
-        window: Tokens of the `window` policy; None takes the model's own.
+        policy: Which tokens the cache keeps, by the name of a module of `inference.policies`;
+            `auto` is what the model was trained for.
+        policy_options: Options of that policy, by name.
         cache: `compact` frees what is evicted, `dense` masks it (the full-size baseline).
         max_num_seqs: Sequences in the cache at the same time.
         max_num_batched_tokens: Most tokens of a step, over all sequences.
@@ -56,7 +59,7 @@ class EngineOptions:
     """
 
     policy: str = "auto"
-    window: int | None = None
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
     cache: str = "compact"
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 8192
@@ -74,7 +77,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("policy", POLICIES),
+            ("policy", policy_names()),
             ("cache", CACHES),
             ("dtype", DTYPES),
             ("kernels", KERNELS),
@@ -95,8 +98,6 @@ class EngineOptions:
             raise InferenceError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0 and up to 1"
             )
-        if self.window is not None and self.window < 1:
-            raise InferenceError(f"window={self.window}: at least 1 token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

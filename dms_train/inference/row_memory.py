@@ -46,11 +46,21 @@ class RowMemory:
     def restore(self, sequence: Sequence) -> None:
         """Put that snapshot into the row of a sequence, and plan the snapshots of its prompt."""
         assert sequence.row is not None
+        self.assign(sequence)
         found = self._prefixes.restore(sequence.shareable, sequence.request_id, sequence.row)
         sequence.computed = found
         if not sequence.output or sequence.given_only:
             sequence.meter.cached_tokens = max(0, found - sequence.prompt_start)
             sequence.cuts = self._cuts(sequence)
+
+    def max_tokens(self, sequence: Sequence) -> int | None:
+        """Most tokens of a sequence that the policy takes in its next step; None for any number."""
+        return self._cache.policy.max_tokens(sequence.sizes, sequence.computed)
+
+    def assign(self, sequence: Sequence) -> None:
+        """Have the policy know the request of a sequence with a row."""
+        assert sequence.row is not None
+        self._cache.assign(sequence.row, sequence.sizes)
 
     def reclaim(self, keep_for: Sequence | None = None) -> bool:
         """Release the least recently used snapshot but that for a sequence."""

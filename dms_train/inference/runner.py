@@ -15,6 +15,7 @@ from torch import Tensor
 from dms_train.inference.accounting import PassCounts, TotalMeter
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.graphs import DecodeGraphs, LaunchedStep
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import LoadedModel
@@ -78,7 +79,12 @@ class ModelRunner:
         self.model = model
         self._device = torch.device(options.device)
         self.longest = longest_sequence(model.architecture, options)
-        policy = build_policy(options.policy, model.spec, options.window)
+        policy = build_policy(options.policy, options.policy_options, model.spec)
+        if options.enable_prefix_caching and not policy.shareable:
+            raise InferenceError(
+                f"enable_prefix_caching: what policy={options.policy} keeps depends on the whole "
+                "request; leave one of them out"
+            )
         self.cache = build_cache(model, policy, options)
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
         self._graphs: DecodeGraphs | None = None
@@ -95,7 +101,7 @@ class ModelRunner:
         self.limits = SchedulerLimits(
             rows=options.max_num_seqs,
             batch_tokens=options.max_num_batched_tokens,
-            chunk=min(options.prefill_chunk, policy.max_chunk or options.prefill_chunk),
+            chunk=options.prefill_chunk,
             kv_lists=a.num_layers * a.num_query_groups,
             page_slots=options.page_slots,
             window=policy.window,
@@ -138,7 +144,8 @@ class ModelRunner:
         rows = torch.tensor([row for row, _, _ in parts], device=self._device)
         counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
         for index, (sequence, count) in enumerate(batch):
-            prompt = sequence.prefilling or sequence.given_only or count > 1
+            prompt = sequence.prefilling or sequence.given_only
+            prompt = prompt or sequence.remaining > 1  # or computed again
             sequence.computed += count
             self._count(sequence, counts, index, tokens=sequence.computed, prefill=prompt)
         self.total.step()

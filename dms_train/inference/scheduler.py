@@ -90,8 +90,14 @@ class SequenceState:
         return leader.computed < leader.prompt_end - 1
 
     def next_tokens(self, most: int) -> int:
-        """How many tokens a step of at most `most` computes."""
-        cut = min((c for c in self.cuts if c > self.computed), default=self.length)
+        """How many tokens a step of at most `most` computes.
+
+        Where generated tokens are computed again, the newest one is not: it has a step of its own.
+        """
+        cuts = [c for c in self.cuts if c > self.computed]
+        if not self.given_only and self.computed < self.length - 1 >= self.prompt_end:
+            cuts.append(self.length - 1)
+        cut = min(cuts, default=self.length)
         return min(cut - self.computed, self.remaining, most)
 
     @property
@@ -152,6 +158,10 @@ class CacheMemory(Protocol[StateIn]):
         A single token is stored in a page that is taken or in one that is copied; that page is not
         counted here.
         """
+        ...
+
+    def max_tokens(self, sequence: StateIn) -> int | None:
+        """Most tokens of a sequence that its next step may compute; None for any number."""
         ...
 
     def free(self, row: int) -> None:
@@ -360,7 +370,8 @@ class _Step(Generic[State]):
         for which the whole cache is too small ends.
         """
         limits, memory = self._limits, self._scheduler.memory
-        count = sequence.next_tokens(min(limits.chunk, self._budget))
+        chunk = min(limits.chunk, memory.max_tokens(sequence) or limits.chunk)
+        count = sequence.next_tokens(min(chunk, self._budget))
         if count == 0:
             return
         while (least := self._most_pages(sequence, 1)) > self._free(least):

@@ -8,6 +8,7 @@ from dms_train.inference.accounting import Meter
 from dms_train.inference.given_tokens import GivenTokens
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
+from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.sampler import SampledToken, SamplingRow
 from dms_train.inference.scheduler import SequenceState
 from dms_train.inference.texts import GeneratedText
@@ -44,6 +45,12 @@ class Sequence(SequenceState):
     def prompt_start(self) -> int:
         """Where the current prompt starts in `tokens`."""
         return self.prompt_end - len(self.prompt)
+
+    @property
+    def sizes(self) -> RequestSizes:
+        """What a policy may know of it."""
+        limit = self.prompt_end if self.limit is None else self.limit
+        return RequestSizes(self.prompt_end, limit, self.seed)
 
     @property
     def output(self) -> list[int]:

@@ -138,7 +138,7 @@ def ours(
     for layer in model.decoder.layers:
         layer.self_attn.spec = spec
     options = EngineOptions(max_num_seqs=1, page_slots=4, slab_pages=8)
-    cache = build_cache(model, build_policy(policy, spec, None), options)
+    cache = build_cache(model, build_policy(policy, {}, spec), options)
     recorder = _Recorder(cache, model.architecture.num_layers)
     rows, logits, live, seen = torch.tensor([0]), [], [], 0
     for part in [tokens[:prompt], *([token] for token in tokens[prompt:])]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import TOKENS_PER_LENGTH, EvaluationOptions
+from dms_train.evaluation.options import TOKENS_PER_LENGTH, CachePolicyOptions, EvaluationOptions
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
@@ -34,6 +34,7 @@ from dms_train.hf.directory import resolve
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.policies.registry import check_policy, parse_options
 from dms_train.inference.tokenizer import Tokenizer
 
 _MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
@@ -145,7 +146,8 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             "dtype": options.model.dtype,
         },
         "cr": checked.cr,
-        "policy": {"name": options.policy.name, "window": checked.window},
+        "policy": _given(options.policy)
+        | {"name": options.policy.name, "window": checked.window},
         "sampling": asdict(options.sampling),
         "sweep": {"lengths": list(options.sweep.lengths), "widths": list(options.sweep.widths)},
     }
@@ -212,25 +214,37 @@ def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[
     """Window of the policy, None without one, and the compression ratio of the run."""
     policy, spec = options.policy, read_spec(directory)
     own = read_target_cr(directory) if spec is not None else 1.0
-    if policy.name != "window":
+    if policy.name in ("auto", "dms", "keep_all"):
         evicts = spec is not None and policy.name != "keep_all"
         ratio = options.model.cr or (own if evicts else 1.0)
         return (spec.window if spec is not None and evicts else None), float(ratio or 1.0)
     assert options.sweep.lengths is not None
+    total = longest + length_in_tokens(max(options.sweep.lengths))
+    if policy.name != "window":
+        ratio = policy.cr or (total / policy.budget if policy.budget else 1.0)
+        return None, options.model.cr or max(1.0, ratio)
     if policy.window is None and policy.cr is None:
         raise EvaluationError("policy.name=window: give policy.window or policy.cr")
-    total = longest + length_in_tokens(max(options.sweep.lengths))
     if policy.cr is not None:  # a window of w tokens holds w + 1, the newest one included
         return max(1, int(total / policy.cr) - 1), policy.cr
     assert policy.window is not None
     return policy.window, options.model.cr or max(1.0, total / (policy.window + 1))
 
 
+def _given(policy: CachePolicyOptions) -> dict[str, Any]:
+    """The policy's options by name."""
+    sizes = {"window": policy.window, "budget": policy.budget, "cr": policy.cr}
+    return {k: v for k, v in sizes.items() if v is not None} | parse_options(policy.options)
+
+
 def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOptions:
     model, device = options.model, resolve_device(options.model.device)
+    name = options.policy.name
+    given = {"window": window} if name == "window" else _given(options.policy)
+    check_policy(name, given)
     return EngineOptions(
-        policy=options.policy.name,
-        window=window if options.policy.name == "window" else None,
+        policy=name,
+        policy_options=given,
         dtype=model.dtype,
         device=device,
         max_num_seqs=max(model.max_num_seqs, max(options.sweep.widths)),

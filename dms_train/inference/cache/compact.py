@@ -15,8 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
+from dms_train.inference.policies.base import (
+    Arrival,
+    CachePolicy,
+    Merge,
+    Received,
+    RequestSizes,
+    Slots,
+)
 from dms_train.kernels.decode.slots import attend_slots
 
 
@@ -44,10 +52,11 @@ class CompactCache:
         empty = torch.full((rows, heads, 0), -1, dtype=torch.int64, device=pool.device)
         self._tables = [empty.clone() for _ in range(layers)]
         self._lengths = torch.zeros(layers, rows, heads, dtype=torch.int64, device=pool.device)
+        self._state = PolicyState(policy, layers=layers, rows=rows, device=pool.device)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pool's slabs and of the page tables now."""
+        """Bytes of the pool's slabs, of the page tables and of the policy's state now."""
         return self.pool.allocated_bytes + self._table_bytes
 
     @property
@@ -67,7 +76,8 @@ class CompactCache:
 
     @property
     def _table_bytes(self) -> int:
-        return sum(table.numel() for table in self._tables) * 8 + self._lengths.numel() * 8
+        tables = sum(table.numel() for table in self._tables)
+        return (tables + self._lengths.numel()) * 8 + self._state.nbytes
 
     def live(self, rows: Tensor) -> Tensor:
         """Live tokens, int64 [layers, b, h]."""
@@ -113,8 +123,13 @@ class CompactCache:
             found.append([head.sort().values.cpu() for head in heads])
         return found
 
+    def assign(self, row: int, sizes: RequestSizes) -> None:
+        """A request, or its next turn, takes a row; what the row holds stays."""
+        self._state.assign(row, sizes)
+
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
+        self._state.reset(rows)
         for layer, table in enumerate(self._tables):
             pages = table[rows]
             self.pool.release(pages[pages >= 0])
@@ -141,23 +156,28 @@ class CompactCache:
             Output and reads. Outputs of padding tokens are unspecified but finite, and they read
             nothing.
         """
+        grouped = by_group(query, arrival.key.shape[1])
+        sequences = self._state.sequences(layer, rows, arrival.position, grouped)
         table, lengths = self._kv_lists(layer, rows)
         numbers = self._numbers(table, lengths)
         single = arrival.position.shape[1] == 1 and not self.policy.scored
         stored = self._stored(layer, numbers, content=not single or self.policy.needs_content)
-        slots = join(stored, arrival)
+        slots = join(stored, arrival)._replace(sequences=sequences)
         slots = slots._replace(state=self.policy.admit(slots, arrival))
         if single:
             table, lengths = self._settle(rows, numbers, slots, stored.state, arrival)
-            return self._attend_stored(layer, self._numbers(table, lengths), query)
-        assert slots.key is not None
-        assert slots.value is not None
-        mask = self._mask(slots, arrival.position)
-        output, weights = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2))
-        if self.policy.scored:
-            slots = slots._replace(state=self.policy.observe(slots, weights))
-        self._settle(rows, numbers, slots, stored.state, arrival)
-        return Attended(output, mask.sum((2, 3)))
+            done = self._attend_stored(slots, self._numbers(table, lengths), grouped[:, :, :, 0])
+        else:
+            assert slots.key is not None
+            assert slots.value is not None
+            mask = self._mask(slots, arrival.position)
+            output, weights = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2))
+            if self.policy.scored:
+                slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
+            self._settle(rows, numbers, slots, stored.state, arrival)
+            done = Attended(output, mask.sum((2, 3)))
+        self._state.store(layer, rows, sequences.lists)
+        return done
 
     def _kv_lists(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Page table [b, h, p] and lengths [b, h]."""
@@ -201,22 +221,39 @@ class CompactCache:
         mask = (position >= 0) & (position <= at[:, None, :, None])
         return mask if self.policy.scored else mask & ~self.policy.expired(slots, at)
 
-    def _attend_stored(self, layer: int, numbers: Tensor, query: Tensor) -> Attended:
-        """Attention of one query per head, [b, heads, 1, d], over the stored tokens."""
-        b, heads, _, d = query.shape
-        h = numbers.shape[1]
-        grouped = query.reshape(b, h, heads // h, d)
-        if type(self.policy).select is CachePolicy.select:
-            output = self._attend_pages(numbers, grouped)
+    def _attend_stored(self, slots: Slots, numbers: Tensor, query: Tensor) -> Attended:
+        """Attention of one query per head over the stored tokens.
+
+        Args:
+            slots: Of the layer before the arriving tokens were stored.
+            numbers: Slot numbers, int64 [b, h, s].
+            query: [b, h, r, d].
+        """
+        chosen = None
+        if type(self.policy).select is not CachePolicy.select:
+            stored = self._stored(slots.layer, numbers, content=self.policy.needs_content)
+            chosen = self.policy.select(stored._replace(sequences=slots.sequences), query)
+        if chosen is None:
+            output = self._attend_pages(numbers, query)
             return Attended(output.flatten(1, 2).unsqueeze(2), (numbers >= 0).sum(-1))
-        stored = self._stored(layer, numbers, content=True)
-        assert stored.key is not None
-        assert stored.value is not None
-        mask = (numbers >= 0)[:, :, None, None, :]
-        chosen = self.policy.select(stored, query)
-        mask = mask if chosen is None else mask & chosen
-        output, _ = attend_slots(query, stored.key, stored.value, mask)
-        return Attended(output, mask.any(2).sum((2, 3)))
+        return self._attend_chosen(numbers, chosen & (numbers >= 0)[:, :, None], query)
+
+    def _attend_chosen(self, numbers: Tensor, chosen: Tensor, query: Tensor) -> Attended:
+        """Attention over some slots only; no others are read.
+
+        Args:
+            numbers: Slot numbers, int64 [b, h, s].
+            chosen: bool [b, h, r, s].
+            query: [b, h, r, d].
+        """
+        read = chosen.any(2)
+        most = int(read.sum(-1).max())
+        order = read.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
+        some = torch.where(read, numbers, -1).gather(2, order)
+        key, value = self.pool.read("key", some), self.pool.read("value", some)
+        mask = chosen.gather(3, order[:, :, None].expand(-1, -1, chosen.shape[2], -1))
+        output, _ = attend_slots(query.flatten(1, 2)[:, :, None], key, value, mask[:, :, :, None])
+        return Attended(output, read.sum(-1))
 
     def _attend_pages(self, numbers: Tensor, query: Tensor) -> Tensor:
         """`attend_slots` of one query per head, [b, h, r, d] to [b, h, r, d].
@@ -262,9 +299,10 @@ class CompactCache:
         old = numbers.shape[-1]
         changed = torch.zeros_like(evicted)
         changed[..., :old] = (slots.state[..., :old, :] != before).any(-1)
-        merged = self.policy.merge(slots, evicted)
-        if merged is not None:
-            slots, changed = merged[0], changed | merged[1]
+        merge = self.policy.merge(slots, evicted)
+        if merge is not None:
+            slots, targets = merged(slots, merge)
+            changed = changed | targets
         keep = held & ~evicted
         lengths = keep.sum(-1)
         order = torch.arange(keep.shape[-1], device=keep.device)
@@ -275,7 +313,7 @@ class CompactCache:
             self._own(slots.layer, rows, (filled & ~stays) | (stays & changed))
             numbers = self._numbers(*self._kv_lists(slots.layer, rows))
         table = self._tables[slots.layer][rows]
-        self._rewrite(numbers, slots, (stays & changed)[..., :old], content=merged is not None)
+        self._rewrite(numbers, slots, (stays & changed)[..., :old], content=merge is not None)
         # every KV list has as many unplaced tokens as free slots, in the same order
         unplaced = (keep & ~stays).nonzero(as_tuple=True)
         list_b, list_h, place = (filled & ~stays).nonzero(as_tuple=True)
@@ -365,6 +403,7 @@ class CompactSnapshot:
         self._cache = cache
         self._tables = [table[row].clone() for table in cache._tables]
         self._lengths = cache._lengths[:, row].clone()
+        self._state = cache._state.snapshot(row)
         self._share()
 
     def restore(self, row: int) -> None:
@@ -377,13 +416,14 @@ class CompactSnapshot:
             table[row] = F.pad(stored, (0, wider - stored.shape[-1]), value=-1)
             cache._tables[layer] = table
         cache._lengths[:, row] = self._lengths
+        cache._state.restore(row, self._state)
         self._share()
 
     def release(self) -> None:
         """Give up its pages."""
         for table in self._tables:
             self._cache.pool.release(table[table >= 0])
-        self._tables = []
+        self._tables, self._state = [], []
 
     def _share(self) -> None:
         for table in self._tables:
@@ -401,3 +441,44 @@ def join(stored: Slots, arrival: Arrival) -> Slots:
     key = torch.cat([stored.key, arrival.key.to(stored.key.dtype)], 2)
     value = torch.cat([stored.value, arrival.value.to(stored.value.dtype)], 2)
     return Slots(stored.layer, position, state, key, value)
+
+
+def by_group(x: Tensor, heads: int) -> Tensor:
+    """[b, h * r, ...] to [b, h, r, ...] for h KV heads."""
+    return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
+
+
+def received(weights: Tensor, mask: Tensor) -> Received:
+    """What the slots received in a pass.
+
+    Args:
+        weights: Of attention, [b, h * r, n, s].
+        mask: bool [b, h, n, s], False for the queries of padding.
+    """
+    by_head = by_group(weights, mask.shape[1]) * mask[:, :, None]
+    real = mask.any(-1)[:, 0]  # a query reads itself at least
+    last = real.shape[1] - 1 - real.flip(1).int().argmax(1)
+    index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
+    return Received(by_head.sum(3), by_head.square().sum(3), by_head.gather(3, index)[:, :, :, 0])
+
+
+def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:
+    """The slots with evicted tokens added to others, and which of them are targets, bool [b, h, s].
+
+    Computed in float32 at least.
+    """
+    assert slots.key is not None
+    assert slots.value is not None
+    targets = torch.zeros_like(slots.position, dtype=torch.bool)
+    targets.view(-1)[merge.target] = True
+    changed = []
+    for content, scale, weight in (
+        (slots.key, merge.key_scale, merge.key_weight),
+        (slots.value, merge.value_scale, merge.value_weight),
+    ):
+        wide = content.to(torch.promote_types(content.dtype, torch.float32))
+        flat = wide.flatten(0, 2)
+        result = (wide * scale[..., None]).flatten(0, 2)
+        result = result.index_add(0, merge.target, flat[merge.source] * weight[:, None].to(wide))
+        changed.append(result.view_as(wide).to(content.dtype))
+    return slots._replace(key=changed[0], value=changed[1]), targets

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.compact import by_group, received
+from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
+from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
 from dms_train.kernels.decode.slots import attend_slots
 
 _BLOCK = 64  # slots by which a layer grows
@@ -45,6 +47,7 @@ class DenseCache:
         self._slots = [Slots(i, position, state, content, content) for i in range(layers)]
         self._used = torch.zeros(layers, rows, dtype=torch.int64, device=device)
         self._live = torch.zeros(layers, rows, heads, dtype=torch.int64, device=device)
+        self._state = PolicyState(policy, layers=layers, rows=rows, device=device)
 
     @property
     def max_pages(self) -> int | None:
@@ -70,8 +73,9 @@ class DenseCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all layers now."""
-        return sum(evicted.numel() for evicted in self._evicted) * self.slot_bytes
+        """Bytes of all layers and of the policy's state now."""
+        slots = sum(evicted.numel() for evicted in self._evicted)
+        return slots * self.slot_bytes + self._state.nbytes
 
     def live(self, rows: Tensor) -> Tensor:
         """Tokens that later queries may read, int64 [layers, b, h]."""
@@ -91,8 +95,13 @@ class DenseCache:
             found.append([position[mask].cpu() for position, mask in heads])
         return found
 
+    def assign(self, row: int, sizes: RequestSizes) -> None:
+        """A request, or its next turn, takes a row; what the row holds stays."""
+        self._state.assign(row, sizes)
+
     def free(self, rows: Tensor) -> None:
         """Mark the rows as empty; memory returns when all are."""
+        self._state.reset(rows)
         self._used[:, rows] = 0
         self._live[:, rows] = 0
         for layer, slots in enumerate(self._slots):
@@ -100,10 +109,10 @@ class DenseCache:
             slots.state[rows] = 0
             self._evicted[layer][rows] = False
         if not bool(self._used.any()):
-            self._slots = [
-                Slots(s.layer, *(t[:, :, :0].clone() for t in s[1:] if isinstance(t, Tensor)))
-                for s in self._slots
-            ]
+            for layer in range(len(self._slots)):
+                _, *content = self._tensors(layer)
+                position, state, key, value = (t[:, :, :0].clone() for t in content)
+                self._slots[layer] = Slots(layer, position, state, key, value)
             self._evicted = [evicted[:, :, :0].clone() for evicted in self._evicted]
 
     def step(self, layer: int, step: UnrotatedTokens) -> Attended:
@@ -114,28 +123,32 @@ class DenseCache:
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
         """As `CompactCache.attend`."""
         n = arrival.position.shape[1]
+        grouped = by_group(query, arrival.key.shape[1])
+        sequences = self._state.sequences(layer, rows, arrival.position, grouped)
         self._append(layer, rows, arrival)
-        stored = self._stored(layer, rows)
-        stored = stored._replace(state=self.policy.admit(stored, arrival))
+        stored = self._stored(layer, rows)._replace(sequences=sequences)
         evicted = self._evicted[layer][rows]
-        held = stored.position >= 0
-        mask = (held & ~evicted)[:, :, None]
-        mask = mask & (stored.position[:, :, None, :] <= arrival.position[:, None, :, None])
+        position = stored.position.masked_fill(evicted, -1)  # empty slots to the policy
+        stored = stored._replace(position=position)
+        stored = stored._replace(state=self.policy.admit(stored, arrival))
+        held = (position >= 0)[:, :, None]
+        mask = held & (position[:, :, None, :] <= arrival.position[:, None, :, None])
         if not self.policy.scored:
             mask = mask & ~self.policy.expired(stored, arrival.position)
-        chosen = self.policy.select(stored, query) if n == 1 else None
-        wide = mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen
+        chosen = self.policy.select(stored, grouped[:, :, :, 0]) if n == 1 else None
+        wide = mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen[:, :, :, None]
         assert stored.key is not None
         assert stored.value is not None
         output, weights = _attend(query, stored.key, stored.value, wide)
         if self.policy.scored:
-            stored = stored._replace(state=self.policy.observe(stored, weights))
+            found = received(weights, mask)
+            stored = stored._replace(state=self.policy.observe(stored, found))
         newest = arrival.position.amax(1, keepdim=True)
-        expired = self.policy.expired(stored, newest)[:, :, 0]
-        evicted = evicted | (expired & held)
-        self._evicted[layer][rows] = evicted
-        self._live[layer, rows] = (held & ~evicted).sum(-1)
+        expired = held & self.policy.expired(stored, newest)
+        self._evicted[layer][rows] = evicted | expired[:, :, 0]
+        self._live[layer, rows] = (held & ~expired)[:, :, 0].sum(-1)
         self._slots[layer].state[rows] = stored.state
+        self._state.store(layer, rows, sequences.lists)
         return Attended(output, wide.any(2).sum((2, 3)))
 
     def _stored(self, layer: int, rows: Tensor) -> Slots:
@@ -168,23 +181,21 @@ class DenseCache:
 
     def _tensors(self, layer: int) -> list[Tensor]:
         """All that a layer stores of its slots, each [rows, h, t, ...]."""
-        stored = (t for t in self._slots[layer] if isinstance(t, Tensor))
-        return [self._evicted[layer], *stored]
+        slots = self._slots[layer]
+        assert slots.key is not None
+        assert slots.value is not None
+        return [self._evicted[layer], slots.position, slots.state, slots.key, slots.value]
 
     def _reserve(self, layer: int, size: int) -> None:
         have = self._evicted[layer].shape[2]
         if size <= have:
             return
         more = -(-(size - have) // _BLOCK) * _BLOCK
-        slots = self._slots[layer]
-        assert slots.key is not None
-        assert slots.value is not None
-        self._slots[layer] = Slots(
-            layer,
-            F.pad(slots.position, (0, more), value=-1),
-            *(F.pad(t, (0, 0, 0, more)) for t in (slots.state, slots.key, slots.value)),
-        )
-        self._evicted[layer] = F.pad(self._evicted[layer], (0, more))
+        evicted, position, *content = self._tensors(layer)
+        state, key, value = (F.pad(t, (0, 0, 0, more)) for t in content)
+        position = F.pad(position, (0, more), value=-1)
+        self._slots[layer] = Slots(layer, position, state, key, value)
+        self._evicted[layer] = F.pad(evicted, (0, more))
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
 
@@ -204,6 +215,7 @@ class DenseSnapshot:
             [t[row, :, :used].clone() for t in cache._tensors(layer)]
             for layer, used in enumerate(self._used.tolist())
         ]
+        self._state = cache._state.snapshot(row)
 
     def restore(self, row: int) -> None:
         """Copy it into an empty row."""
@@ -214,10 +226,11 @@ class DenseSnapshot:
             for tensor, stored in zip(cache._tensors(layer), content, strict=True):
                 tensor[row, :, :used] = stored
         cache._used[:, row], cache._live[:, row] = self._used, self._live
+        cache._state.restore(row, self._state)
 
     def release(self) -> None:
         """Free the copy."""
-        self._content = []
+        self._content, self._state = [], []
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
-from dms_train.inference.policies.base import Arrival
+from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
 from dms_train.method.decisions import (
     eviction_channel,
     eviction_logits,
@@ -127,7 +127,13 @@ class Snapshot(Protocol):
 
 
 class KVCache(Protocol):
-    """Keys and values of several sequences ("rows"), all layers."""
+    """Keys and values of several sequences ("rows"), all layers.
+
+    Attributes:
+        policy: Which tokens are kept.
+    """
+
+    policy: CachePolicy
 
     @property
     def allocated_bytes(self) -> int:
@@ -173,7 +179,11 @@ class KVCache(Protocol):
         ...
 
     def snapshot(self, row: int) -> Snapshot:
-        """What a row holds now."""
+        """What a row holds now, the policy's state included."""
+        ...
+
+    def assign(self, row: int, sizes: RequestSizes) -> None:
+        """Tell the policy whose row it is, before the first token and at every turn."""
         ...
 
     def step(self, layer: int, step: AttentionStep) -> Attended:

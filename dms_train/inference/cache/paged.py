@@ -23,7 +23,7 @@ from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.compact import join
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
+from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
@@ -153,6 +153,9 @@ class PagedKVCache:
         exponents = None if self._exponents is None else self._exponents[layer]
         kv_lists = (self._tables[layer], self._lengths[layer], self._rings[layer])
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
+
+    def assign(self, row: int, sizes: RequestSizes) -> None:
+        """Nothing to note: the policies of the kernels do not depend on the request."""
 
     def positions(self, row: int) -> None:
         """None: only tokens in the window have a position."""

@@ -1,10 +1,11 @@
 """The interface of cache policies: which tokens are evicted and when, merged, and read.
 
 A cache passes its slots to the policy and does not depend on the method. Everything is vectorised
-over sequences, KV heads and slots.
+over sequences, KV heads and slots. The cache owns all state: that of every slot, and that of every
+KV list (`PolicyState`), which it resets, copies and restores with the tokens.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, q queries,
-s slots, w `state_width`, d head size.
+s slots, w `state_width`, m recent queries, d head size.
 
 One forward pass of a layer calls, in this order:
 
@@ -15,34 +16,62 @@ One forward pass of a layer calls, in this order:
    (scored policies see all of them), then `observe` if scored, `expired` at the newest token and
    `merge`, then the kept tokens are stored.
 
-How known methods map onto the hooks:
-
-- DMS: the decision logit's sign is the signal; `admit` copies it into the state of the token it
-  governs, `expired` is the visibility rule. Local window: `expired` compares the age; StreamingLLM
-  spares positions below the number of sinks.
-- H2O, RoCo: scored; state = attention received (RoCo: also its count and squares); `observe` adds
-  the column sums, `expired` is everything below the budget that is not recent.
-- TOVA: scored, w = 1; `observe` overwrites the state with the last query's weights averaged over
-  all heads, `expired` is the smallest once the budget is exceeded. With `max_chunk = 1` prompts
-  stream through the budget as in decoding.
-- SnapKV, PyramidKV: scored; `observe` keeps the observation window's pooled scores, `expired` cuts
-  to the budget (of `slots.layer`) once, after the last prompt chunk; nothing is evicted later.
-- R-KV: scored with `needs_content`; `observe` keeps recent weights, `expired` acts every 128th
-  position and compares keys.
-- CaM, D2O: as H2O with `needs_content`; `merge` folds evicted tokens into kept ones.
-- DMC: unscored, `needs_content`, `max_chunk = 1`; the signal carries decision and importance, the
-  state the accumulated weight; `merge` folds the arriving token into the last slot (that key is
-  rotated further by the distance, as RoPE is linear), and `expired` is then the arriving token.
-- Quest: nothing is evicted; `needs_content`; `select` bounds each page's scores from its keys and
-  reads the best pages of each query head. Tokens never move, so pages hold consecutive tokens.
+How many tokens a pass may have is asked with `max_tokens` before it is planned.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class RequestSizes(NamedTuple):
+    """What a policy may know of a request before it runs.
+
+    Attributes:
+        prompt: Tokens of its prompt, those of earlier turns included.
+        limit: Most tokens of the sequence, generated ones included.
+        seed: Of its random numbers.
+    """
+
+    prompt: int
+    limit: int
+    seed: int
+
+
+class Sequences(NamedTuple):
+    """The sequences of a pass.
+
+    Attributes:
+        layers: Attention layers of the model.
+        start: int64 [b], tokens before the pass.
+        end: int64 [b], tokens after it.
+        prompt: int64 [b], as in `RequestSizes`.
+        limit: int64 [b], likewise.
+        seed: int64 [b], likewise.
+        lists: The policy's own tensors [b, h, ...], by name; to be replaced with what is to be
+            kept. A name is absent until it is set. The third dimension may grow.
+        query: [b, h, m, r, d], the newest queries with RoPE, the last one at the end; 0 where there
+            were fewer. Only for policies with `recent_queries`.
+    """
+
+    layers: int
+    start: Tensor
+    end: Tensor
+    prompt: Tensor
+    limit: Tensor
+    seed: Tensor
+    lists: dict[str, Tensor]
+    query: Tensor | None = None
+
+    @property
+    def ends_prompt(self) -> Tensor:
+        """Whether the pass computes the last token of the prompt, bool [b]."""
+        return (self.start < self.prompt) & (self.end >= self.prompt)
 
 
 class Slots(NamedTuple):
@@ -54,6 +83,7 @@ class Slots(NamedTuple):
         state: float32 [b, h, s, w], the policy's own numbers; 0 when a token arrives.
         key: [b, h, s, d] with RoPE applied; only for policies with `needs_content`.
         value: [b, h, s, d], likewise.
+        sequences: Whose tokens they are; None where kernels serve a policy that does not ask.
     """
 
     layer: int
@@ -61,6 +91,7 @@ class Slots(NamedTuple):
     state: Tensor
     key: Tensor | None = None
     value: Tensor | None = None
+    sequences: Sequences | None = None
 
 
 class Arrival(NamedTuple):
@@ -80,22 +111,69 @@ class Arrival(NamedTuple):
     signal: Tensor | None
 
 
+class Received(NamedTuple):
+    """Attention that the slots received in a pass, at least float32; padding gives none.
+
+    Attributes:
+        total: [b, h, r, s], summed over the queries.
+        squares: [b, h, r, s], squared and summed over the queries.
+        newest: [b, h, r, s], from the newest query of each sequence; 0 where it has none.
+    """
+
+    total: Tensor
+    squares: Tensor
+    newest: Tensor
+
+
+class Merge(NamedTuple):
+    """Evicted tokens that are added to others, after these were scaled.
+
+    Attributes:
+        source: int64 [pairs], slots by their place in b * h * s.
+        target: int64 [pairs], likewise; kept slots of the same KV lists.
+        key_weight: [pairs], what each source's key is multiplied by.
+        value_weight: [pairs].
+        key_scale: [b, h, s], what keys are multiplied by first; 1 except in targets.
+        value_scale: [b, h, s].
+    """
+
+    source: Tensor
+    target: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+
 class CachePolicy(Protocol):
     """A compression method. Inherit from it to get default hooks that do nothing.
 
     Attributes:
         state_width: float32 numbers kept with each slot.
-        scored: Whether tokens are evicted by the attention they receive, that is, after it.
+        scored: Whether tokens are evicted after attention, by what they received or hold.
         needs_content: Whether the hooks read keys and values.
-        max_chunk: Most tokens of a sequence per forward pass, or None.
+        recent_queries: How many of the newest queries the hooks read.
         window: Newest tokens that are never evicted.
+        shareable: Whether the state after a token depends on the tokens up to it only, not on the
+            request, so that other requests can start from it.
     """
 
     state_width: int = 0
     scored: bool = False
     needs_content: bool = False
-    max_chunk: int | None = None
+    recent_queries: int = 0
     window: int = 0
+    shareable: bool = True
+
+    def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
+        """Most tokens of the next pass of a sequence of `computed` tokens; None for any number.
+
+        By default a scored policy takes parts of the prompt and then one token at a time, also
+        where generated tokens are computed again.
+        """
+        if not self.scored:
+            return None
+        return max(1, request.prompt - computed)
 
     def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
         """The state once the arrival, already among the slots, is known: [b, h, s, w]."""
@@ -109,18 +187,39 @@ class CachePolicy(Protocol):
         b, h, s = slots.position.shape
         return torch.zeros(b, h, at.shape[1], s, dtype=torch.bool, device=at.device)
 
-    def observe(self, slots: Slots, weights: Tensor) -> Tensor:
-        """The state after attention [b, h * r, q, s]: [b, h, s, w]. For scored policies only."""
+    def observe(self, slots: Slots, received: Received) -> Tensor:
+        """The state after attention: [b, h, s, w]. For scored policies only."""
         return slots.state
 
-    def merge(self, slots: Slots, evicted: Tensor) -> tuple[Slots, Tensor] | None:
-        """Fold tokens that are about to be evicted (bool [b, h, s]) into the others.
+    def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
+        """Where tokens that are about to be evicted (bool [b, h, s]) go; None for nowhere.
 
-        Returns:
-            The slots afterwards and which of them changed, bool [b, h, s]; None for no change.
+        For policies with `needs_content` only.
         """
         return None
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """What each query [b, h * r, 1, d] reads while decoding: bool [b, h, r, 1, s] or None."""
+        """What each query [b, h, r, d] reads while decoding: bool [b, h, r, s] or None for all."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Options of a policy that has none."""
+
+
+@dataclass(frozen=True)
+class PolicyKind:
+    """A policy that can be chosen by name.
+
+    Attributes:
+        options: A frozen dataclass; its fields are bool, int, float or str, or one of them or None,
+            have defaults, and may state limits (`dms_train.limits`).
+        build: Makes the policy from its options and from the `DMSSpec` that the model was trained
+            for, which is None for a dense model.
+        trained: Whether the model must have been trained for DMS.
+    """
+
+    options: type
+    build: Callable[[Any, Any], CachePolicy]
+    trained: bool = False

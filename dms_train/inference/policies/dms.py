@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, CachePolicy, Slots
+from dms_train.inference.policies.base import Arrival, CachePolicy, NoOptions, PolicyKind, Slots
 
 
 class DMSPolicy(CachePolicy):
@@ -48,3 +48,8 @@ class DMSPolicy(CachePolicy):
         """Whether a token is outside the window of the query and marked."""
         late = at[:, None, :, None] - slots.position[:, :, None, :] > self.window
         return late & (slots.state[..., 0] > 0)[:, :, None, :]
+
+
+POLICY = PolicyKind(
+    NoOptions, lambda options, spec: DMSPolicy(spec.window, spec.governing_shift), trained=True
+)

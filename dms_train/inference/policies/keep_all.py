@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dms_train.inference.policies.base import CachePolicy
+from dms_train.inference.policies.base import CachePolicy, NoOptions, PolicyKind
 
 
 class KeepAllPolicy(CachePolicy):
     """Keeps every token."""
+
+
+POLICY = PolicyKind(NoOptions, lambda options, spec: KeepAllPolicy())

@@ -1,35 +1,148 @@
-"""Policies by name."""
+"""Policies by name: the modules of this package, and those of other distributions.
+
+A policy is one module, named after it, with `POLICY = PolicyKind(Options, build)`. Another
+distribution adds one by an entry point of the group `dms_train.policies` that names such an object,
+a running program with `register_policy`. This module needs no torch, so that commands know the
+names before they import it.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import json
+import pkgutil
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import CachePolicy
-from dms_train.inference.policies.dms import DMSPolicy
-from dms_train.inference.policies.keep_all import KeepAllPolicy
-from dms_train.inference.policies.window import WindowPolicy
+from dms_train.limits import problems
 from dms_train.method.spec import DMSSpec
 
+if TYPE_CHECKING:
+    from dms_train.inference.policies.base import CachePolicy, PolicyKind
 
-def build_policy(name: str, spec: DMSSpec | None, window: int | None) -> CachePolicy:
+GROUP = "dms_train.policies"
+AUTO = "auto"  # what the model was trained for
+_NOT_POLICIES = ("base", "budget", "eviction", "registry", "scored")
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_registered: dict[str, PolicyKind] = {}
+
+
+def register_policy(name: str, kind: PolicyKind) -> None:
+    """Add a policy, or replace one, in this process."""
+    _registered[name] = kind
+
+
+def policy_names() -> tuple[str, ...]:
+    """What `policy` may be, `auto` first."""
+    return AUTO, *sorted({*_modules(), *_entry_points(), *_registered})
+
+
+def parse_options(words: Iterable[str]) -> dict[str, Any]:
+    """`KEY=VALUE` words as options; a value that is not JSON is a text.
+
+    Raises:
+        InferenceError: A word has no `=`.
+    """
+    options: dict[str, Any] = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator:
+            raise InferenceError(f"policy option {word}: write KEY=VALUE")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return options
+
+
+def check_policy(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that a policy does not have, before a model is loaded.
+
+    Raises:
+        InferenceError: With the option and what is valid instead.
+    """
+    if name == AUTO:
+        if options:
+            raise InferenceError(
+                f"policy=auto: takes no options, got {', '.join(options)}; name a policy"
+            )
+        return
+    _options(name, options)
+
+
+def build_policy(name: str, options: Mapping[str, Any], spec: DMSSpec | None) -> CachePolicy:
     """The policy called `name` for a model.
 
     Args:
-        name: `dms`, `window`, `keep_all` or `auto` (`dms` if the model has it).
+        name: One of `policy_names()`; `auto` is `dms` if the model has it, else `keep_all`.
+        options: Fields of the policy's options.
         spec: What the model was trained for; None for a dense one.
-        window: Tokens of the window policy; None takes the model's own.
 
     Raises:
-        InferenceError: The model does not fit the policy.
+        InferenceError: An option or the model does not fit the policy.
     """
-    if name == "auto":
+    check_policy(name, options)
+    if name == AUTO:
         name = "keep_all" if spec is None else "dms"
-    if name == "keep_all":
-        return KeepAllPolicy()
-    if name == "window":
-        size = window if window is not None else spec.window if spec is not None else None
-        if size is None:
-            raise InferenceError("policy=window: a dense model has no window; state one")
-        return WindowPolicy(size)
-    if spec is None:
-        raise InferenceError("policy=dms: the model is dense; use keep_all or window")
-    return DMSPolicy(spec.window, spec.governing_shift)
+    kind = policy_kind(name)
+    if kind.trained and spec is None:
+        raise InferenceError(f"policy={name}: the model is dense, not trained for it")
+    return kind.build(_options(name, options), spec)
+
+
+def policy_kind(name: str) -> PolicyKind:
+    """The policy with this name.
+
+    Raises:
+        InferenceError: There is none, or what an entry point names is none.
+    """
+    if name in _registered:
+        return _registered[name]
+    found: Any
+    if name in _modules():
+        found = importlib.import_module(f"{__package__}.{name}").POLICY
+    elif name in _entry_points():
+        found = _entry_points()[name].load()
+    else:
+        raise InferenceError(f"policy={name!r}: choose one of {', '.join(policy_names())}")
+    kind: type[PolicyKind] = importlib.import_module(f"{__package__}.base").PolicyKind
+    if not isinstance(found, kind):
+        raise InferenceError(f"policy={name}: its entry point names no PolicyKind")
+    return found
+
+
+@cache
+def _modules() -> tuple[str, ...]:
+    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return tuple(name for name in found if name not in _NOT_POLICIES)
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _options(name: str, values: Mapping[str, Any]) -> Any:
+    """The policy's options with these values, checked."""
+    cls = policy_kind(name).options
+    hints = typing.get_type_hints(cls)
+    known = [item.name for item in fields(cls)]
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            valid = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise InferenceError(f"policy={name}: no option {key}; {valid}")
+        wanted = typing.get_args(hints[key]) or (hints[key],)
+        if type(value) not in wanted and not (float in wanted and type(value) is int):
+            raise InferenceError(f"policy={name} {key}={value!r}: expected {_TYPES[wanted[0]]}")
+    built = cls(**values)
+    for line in problems(built):
+        raise InferenceError(f"policy={name} {line}")
+    return built

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 from torch import Tensor
 
-from dms_train.inference.policies.base import CachePolicy, Slots
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.policies.base import CachePolicy, PolicyKind, Slots
+from dms_train.limits import AtLeast
+from dms_train.method.spec import DMSSpec
 
 
 class WindowPolicy(CachePolicy):
@@ -16,3 +22,23 @@ class WindowPolicy(CachePolicy):
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
         """Whether a token is more than `window` older than the query."""
         return at[:, None, :, None] - slots.position[:, :, None, :] > self.window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowOptions:
+    """Options of `window`.
+
+    Attributes:
+        window: Tokens before the query; None takes what the model was trained for.
+    """
+
+    window: Annotated[int | None, AtLeast(1)] = None
+
+
+def _build(options: WindowOptions, spec: DMSSpec | None) -> WindowPolicy:
+    if options.window is None and spec is None:
+        raise InferenceError("policy=window: a dense model has no window; state one")
+    return WindowPolicy(options.window or spec.window)  # type: ignore[union-attr]
+
+
+POLICY = PolicyKind(WindowOptions, _build)

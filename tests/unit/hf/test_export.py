@@ -102,6 +102,7 @@ def test_files(export, spec, stories):
         "policy_dms.py",
         "pool_dms.py",
         "slots_dms.py",
+        "state_dms.py",
         "README.md",
         "dms_metadata.json",
         "export.json",

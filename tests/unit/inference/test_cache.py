@@ -13,7 +13,7 @@ from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import Arrival, CachePolicy
+from dms_train.inference.policies.base import Arrival, CachePolicy, Merge
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
@@ -259,13 +259,13 @@ def survivors(seen, spec):
 class Tova(CachePolicy):
     """Drops the token that the last query read least."""
 
-    state_width, scored, max_chunk = 1, True, 1
+    state_width, scored = 1, True
 
     def __init__(self, budget):
         self.budget = budget
 
-    def observe(self, slots, weights):
-        mean = weights[:, :, -1].mean(1)[:, None, :, None]
+    def observe(self, slots, received):
+        mean = received.newest.mean((1, 2))[:, None, :, None]
         return mean.expand_as(slots.state).to(slots.state.dtype)
 
     def expired(self, slots, at):
@@ -297,7 +297,7 @@ def test_scored_policies_fit():
 class PairMean(CachePolicy):
     """Folds every odd token into its predecessor as their mean."""
 
-    needs_content, max_chunk = True, 1
+    needs_content = True
 
     def expired(self, slots, at):
         return (slots.position % 2 == 1)[:, :, None]
@@ -305,12 +305,11 @@ class PairMean(CachePolicy):
     def merge(self, slots, evicted):
         newest = slots.position.amax(2, keepdim=True)
         target = (slots.position == newest - 1) & (newest % 2 == 1)
-        new = [x[:, :, -1:] for x in (slots.key, slots.value)]
-        old = (slots.key, slots.value)
-        key, value = (
-            torch.where(target[..., None], (a + b) / 2, a) for a, b in zip(old, new, strict=True)
-        )
-        return slots._replace(key=key, value=value), target
+        source = target.any(2, keepdim=True) & (slots.position == newest)
+        half = torch.full((int(target.sum()),), 0.5)
+        scale = torch.where(target, 0.5, 1.0)
+        places = (mask.flatten().nonzero().flatten() for mask in (source, target))
+        return Merge(*places, half, half, scale, scale)
 
 
 def test_merging_policies_fit():
@@ -330,7 +329,7 @@ class EvenReader(CachePolicy):
     """Reads even positions only, for the second query head of each group."""
 
     def select(self, slots, query):
-        even = (slots.position % 2 == 0)[:, :, None, None]
+        even = (slots.position % 2 == 0)[:, :, None]
         return torch.cat([torch.ones_like(even), even], 2)
 
 

@@ -70,9 +70,9 @@ def test_the_models_limit_ends_a_request(llm):
         (lambda llm: SamplingParams(temperature=-1), "temperature"),
         (lambda llm: SamplingParams(top_p=0), "top_p"),
         (lambda llm: SamplingParams(top_k=0), "top_k"),
-        (lambda llm: EngineOptions(policy="h2o"), "policy"),
+        (lambda llm: EngineOptions(policy="none"), "policy"),
         (lambda llm: EngineOptions(prefill_chunk=0), "prefill_chunk"),
-        (lambda llm: EngineOptions(window=0), "window"),
+        (lambda llm: LLM("absent", policy="window", policy_options={"window": 0}), "window"),
     ],
 )
 def test_refusals(llm, call, named):
@@ -117,7 +117,8 @@ def test_policies_need_what_they_need(folder):
         LLM(folder("llama", None), policy="dms")
     with pytest.raises(InferenceError, match="no window"):
         LLM(folder("llama", None), policy="window")
-    kv = LLM(folder("llama", None), policy="window", window=3).generate(random_ids(30))[0].kv
+    llm = LLM(folder("llama", None), policy="window", policy_options={"window": 3})
+    kv = llm.generate(random_ids(30))[0].kv
     assert kv.live_tokens == 4
 
 

@@ -12,7 +12,7 @@ from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.prefix_cache import PrefixCache
 from dms_train.kernels.decode import kernels as decode
-from tests.unit.inference.conftest import random_ids, small_spec
+from tests.unit.inference.conftest import WINDOW, random_ids, small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {"device": DEVICE.type, "page_slots": 4, "slab_pages": 8, "prefill_chunk": 16}
@@ -74,6 +74,11 @@ def drain(engine: InferenceEngine) -> dict[str, list[list[int]]]:
     return found
 
 
+def engine_options(policy: str, **how) -> EngineOptions:
+    own = {"window": WINDOW} if policy == "window" else {}
+    return EngineOptions(policy=policy, policy_options=own, **how, **SIZES)
+
+
 def leaks(engine: InferenceEngine) -> int:
     """Pages in use once every snapshot is released."""
     while engine._memory.reclaim():
@@ -84,7 +89,7 @@ def leaks(engine: InferenceEngine) -> int:
 @pytest.mark.parametrize(("policy", "how"), CACHES)
 @pytest.mark.parametrize("length", [1, 2, 45])
 def test_continuations_compute_their_prompt_once(folder, policy, how, length):
-    options = EngineOptions(policy=policy, window=8, **how, **SIZES)
+    options = engine_options(policy, **how)
     engine = InferenceEngine(folder("llama", small_spec("dms")), options)
     if "kernels" in how and length < 45:
         pytest.skip("the interpreter is slow")
@@ -134,7 +139,7 @@ def test_right_after_the_fork_the_prompt_is_held_once(folder, policy, how):
 def test_a_restored_row_goes_on_like_the_row_it_was_taken_of(folder, policy, how):
     """Logits of a text through snapshots at random tokens equal those of the text at once."""
     spec = small_spec("dms")
-    options = EngineOptions(policy=policy, window=8, enable_prefix_caching=True, **how, **SIZES)
+    options = engine_options(policy, enable_prefix_caching=True, **how)
     engine = InferenceEngine(folder("llama", spec), options)
     text = random_ids(45 if "kernels" in how else 120, seed=4)
     whole = engine.logits(text)

@@ -34,6 +34,7 @@ class SimulatedCache:
         self.lists: dict[int, list[int]] = {}  # slots of each list, by row
         self.shared: dict[int, int] = {}  # pages that are counted for a snapshot, by row
         self.snapshots: dict[int, int] = {}  # pages of snapshots, by number of their tokens
+        self.most: dict[int, int] = {}  # tokens of a step, by sequence
         self.scheduler = Scheduler(limits, self)
 
     def used(self) -> int:
@@ -48,6 +49,9 @@ class SimulatedCache:
 
     def most_copies(self, row: int, tokens: int) -> int:
         return min(self.shared.get(row, 0), self.limits.kv_lists if tokens == 1 else 10**9)
+
+    def max_tokens(self, state: SequenceState) -> int | None:
+        return self.most.get(id(state))
 
     def free(self, row: int) -> None:
         self.lists.pop(row, None)

@@ -19,6 +19,7 @@ from dms_train.config.build import ConfigError
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.run import evaluate, prepare
+from dms_train.inference.errors import InferenceError
 from tests.unit.evaluation.conftest import WINDOW
 
 SHEETS, WIDTHS, LENGTHS = 8, (1, 3), (20 / 1024, 40 / 1024)
@@ -164,10 +165,11 @@ def test_the_window_policy_takes_its_window_from_its_ratio(target, sheets, tmp_p
         compose_evaluation(words(replace(target, export=target.teacher), sheets, "x", *more))
     )
     longest = max(len(each.prompt) for each in prepared.documents)  # a character is a token
-    assert prepared.engine.window == prepared.window == int((longest + 40) / 4) - 1
+    assert prepared.window == int((longest + 40) / 4) - 1
+    assert prepared.engine.policy_options == {"window": prepared.window}
     assert prepared.header["config"]["cr"] == 4.0
     dense = prepare(compose_evaluation(words(replace(target, export=target.teacher), sheets, "x")))
-    assert (dense.header["config"]["cr"], dense.engine.window) == (1.0, None)
+    assert (dense.header["config"]["cr"], dense.engine.policy_options) == (1.0, {})
 
 
 @pytest.mark.parametrize(
@@ -175,13 +177,14 @@ def test_the_window_policy_takes_its_window_from_its_ratio(target, sheets, tmp_p
     [
         (["task.name=nothing"], r"task\.name=nothing: choose one of aime24"),
         (["policy.name=window"], r"give policy\.window or policy\.cr"),
+        (["policy.window=8"], "policy=auto: takes no options, got window"),
         (["policy.name=window", "policy.cr=2"], r"give one length a run"),
         (["task.name=niah", "task.fixture=true"], r"its answers have a fixed length"),
         (["task.name=math500", "task.fixture=true"], r"its tokenizer cannot encode"),
     ],
 )
 def test_what_cannot_be_run_is_refused(target, sheets, tmp_path, more, message):
-    with pytest.raises(EvaluationError, match=message):
+    with pytest.raises((EvaluationError, InferenceError), match=message):
         prepare(compose_evaluation(words(target, sheets, tmp_path, *more)))
     assert not list(tmp_path.iterdir())
 
@@ -193,7 +196,6 @@ def test_what_cannot_be_run_is_refused(target, sheets, tmp_path, more, message):
         (["model.path=m", "sweep.widths=[0]"], r"sweep\.widths=\[0\]: give chains of a document"),
         (["model.path=m", "sweep.lengths=[0.0001]"], r"sweep\.lengths=0\.0001: .*at least one"),
         (["model.path=m", "run.shard=2", "run.shards=2"], r"numbered from 0 to 1"),
-        (["model.path=m", "policy.window=8"], r"policy\.window: only policy\.name=window has one"),
         ([], r"model\.path: missing; set model\.path="),
         (["x y"], r"not an override"),
         (["model.path=m", "task.limit=0"], r"task\.limit=0: use at least 1"),

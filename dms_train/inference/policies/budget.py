@@ -1,0 +1,63 @@
+"""How many tokens of a sequence a policy keeps in each KV list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from dms_train.limits import AtLeast, OneOf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dms_train.inference.policies.base import RequestSizes, Sequences
+
+TOTAL, INPUT, GROWING = "total", "input", "growing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetOptions:
+    """A number of tokens, or a compression ratio of the request.
+
+    Attributes:
+        budget: Tokens of each KV list.
+        cr: Compression ratio instead: tokens of the request over the budget, rounded down, at
+            least 1 (A-BUD1).
+        budget_mode: What `cr` divides: `total`, prompt and most new tokens (DMS paper, appendix
+            F.1); `input`, the prompt; `growing`, all tokens so far (DMC paper).
+    """
+
+    budget: Annotated[int | None, AtLeast(1)] = None
+    cr: Annotated[float | None, AtLeast(1)] = None
+    budget_mode: Annotated[str, OneOf(TOTAL, INPUT, GROWING)] = TOTAL
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for no budget or for two."""
+        if (self.budget is None) == (self.cr is None):
+            yield "needs a budget: give budget (tokens) or cr (compression ratio), one of them"
+
+    def tokens(self, sequences: Sequences) -> Tensor:
+        """The budget of each sequence, int64 [b]."""
+        if self.budget is not None:
+            return sequences.end.new_full(sequences.end.shape, self.budget)
+        assert self.cr is not None
+        whole = {
+            TOTAL: sequences.limit,
+            INPUT: sequences.prompt,
+            GROWING: sequences.end,
+        }[self.budget_mode]
+        return (whole / self.cr).long().clamp(min=1)
+
+    def first_tokens(self, request: RequestSizes) -> int:
+        """The budget of a request before anything is evicted; 1 where it grows with the tokens."""
+        if self.budget is not None:
+            return self.budget
+        assert self.cr is not None
+        whole = {TOTAL: request.limit, INPUT: request.prompt, GROWING: 1}[self.budget_mode]
+        return max(1, int(whole / self.cr))
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is the same for every request, and at any time."""
+        return self.budget is not None

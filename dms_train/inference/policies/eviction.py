@@ -1,0 +1,41 @@
+"""Which slots a budget leaves: the ones of the highest scores.
+
+Shape letters: b sequences, h KV heads, s slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def beyond_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
+    """The tokens that a budget does not leave, bool [b, h, s].
+
+    The highest scores stay; of equal ones, the lower position. Empty slots are not counted.
+
+    Args:
+        score: [b, h, s]; infinite for tokens that stay before all others.
+        position: int64 [b, h, s]; -1 for an empty slot.
+        budget: int64 [b], or [b, h].
+    """
+    held = position >= 0
+    score = score.masked_fill(~held, -torch.inf)
+    by_position = position.masked_fill(~held, torch.iinfo(torch.int64).max).argsort(-1)
+    by_score = score.gather(-1, by_position).argsort(dim=-1, descending=True, stable=True)
+    order = by_position.gather(-1, by_score)
+    rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, rank)
+    limit = budget.view(*budget.shape, *[1] * (3 - budget.dim()))
+    return held & (rank >= limit)
+
+
+def newest(position: Tensor, end: Tensor, count: Tensor | int) -> Tensor:
+    """The last `count` tokens of each sequence, bool [b, h, s].
+
+    Args:
+        position: int64 [b, h, s].
+        end: int64 [b], tokens so far.
+        count: int64 [b], or one number for all.
+    """
+    return position >= (end - count)[:, None, None]

@@ -1,0 +1,78 @@
+"""PyramidKV: SnapKV with budgets that fall with depth (Cai et al., 2024, arXiv:2406.02069).
+
+The rule is that of KVCache-Factory at c97f9d7, in which the window comes on top of a layer's budget
+(A-PYR1); the mean over the layers is the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
+from dms_train.inference.policies.snapkv import AVERAGE, MAXIMUM, SnapKVOptions, SnapKVPolicy
+from dms_train.limits import AtLeast, OneOf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PyramidKVOptions(SnapKVOptions):
+    """Options of `pyramidkv`.
+
+    Attributes:
+        beta: What the budget without the window is divided by for the smallest layer.
+    """
+
+    window: Annotated[int, AtLeast(1)] = 64
+    kernel: Annotated[int, AtLeast(1)] = 5
+    pool: Annotated[str, OneOf(AVERAGE, MAXIMUM)] = AVERAGE
+    beta: Annotated[int, AtLeast(1)] = 20
+
+
+class PyramidKVPolicy(SnapKVPolicy):
+    """Keeps fewer tokens in each following layer."""
+
+    def __init__(self, options: PyramidKVOptions) -> None:
+        super().__init__(options)
+        self._window, self._beta = options.window, options.beta
+
+    def kept(self, slots: Slots, sequences: Sequences) -> Tensor:
+        """The layer's budget and the window."""
+        return layer_budget(
+            super().kept(slots, sequences),
+            sequences.end,
+            window=self._window,
+            beta=self._beta,
+            layer=slots.layer,
+            layers=sequences.layers,
+        )
+
+
+def layer_budget(
+    budget: Tensor, tokens: Tensor, *, window: int, beta: int, layer: int, layers: int
+) -> Tensor:
+    """Tokens that a layer keeps of each sequence, its window included, int64 [b].
+
+    Args:
+        budget: int64 [b], mean over the layers.
+        tokens: int64 [b], of the prompts.
+        window: Newest tokens that stay.
+        beta: As in the options.
+        layer: Number of the layer.
+        layers: How many there are.
+    """
+    spare = (budget - window).clamp(min=0)
+    least = spare // beta
+    most = 2 * spare - least
+    capped = most >= tokens - window
+    most = torch.where(capped, tokens - window, most)
+    least = torch.where(capped, 2 * spare - most, least)
+    step = (most - least) // max(1, layers - 1)
+    kept = most - layer * step + window
+    plain = (tokens < 2 * spare) | (budget <= window)
+    return torch.where(plain, budget, kept)
+
+
+POLICY = PolicyKind(PyramidKVOptions, lambda options, spec: PyramidKVPolicy(options))

@@ -1,0 +1,88 @@
+"""What policies that evict down to a budget, after attention, have in common.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, s slots.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import CachePolicy, RequestSizes, Sequences, Slots
+from dms_train.inference.policies.budget import BudgetOptions
+from dms_train.inference.policies.eviction import beyond_budget
+from dms_train.limits import OneOf
+
+STREAM, DENSE = "stream", "dense"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredOptions(BudgetOptions):
+    """Options of a policy that evicts by attention received.
+
+    Attributes:
+        prefill: `stream` computes the tokens of the budget with full attention and the rest of a
+            prompt one token at a time, within the budget (DMS paper, appendix F.1); `dense`
+            computes the whole prompt with full attention and evicts at its end.
+    """
+
+    prefill: Annotated[str, OneOf(STREAM, DENSE)] = STREAM
+
+
+class ScoredPolicy(CachePolicy):
+    """Keeps to a budget after every pass, or after those from the end of the prompt on."""
+
+    scored = True
+
+    def __init__(self, options: ScoredOptions) -> None:
+        self._options = options
+        self.shareable = options.fixed and options.prefill == STREAM
+
+    def max_tokens(self, request: RequestSizes, computed: int) -> int:
+        """With `stream`, the tokens of the budget at first and then one."""
+        if self._options.prefill == DENSE:
+            return max(1, request.prompt - computed)
+        return max(1, self._options.first_tokens(request) - computed)
+
+    def budget(self, sequences: Sequences) -> Tensor:
+        """Tokens that stay now, int64 [b]; all of them inside a prompt that is computed densely."""
+        budget = self._options.tokens(sequences)
+        if self._options.prefill == DENSE:
+            return torch.where(sequences.end < sequences.prompt, sequences.end, budget)
+        return budget
+
+
+class PromptEndPolicy(CachePolicy):
+    """Computes prompts with full attention and evicts once, at their end.
+
+    Generated tokens are added to what is left.
+    """
+
+    scored = True
+    needs_content = True
+    shareable = False
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """At the end of a prompt, the tokens that `chosen` does not leave."""
+        assert slots.sequences is not None
+        ends = slots.sequences.ends_prompt
+        if not bool(ends.any()):
+            return torch.zeros_like(slots.position, dtype=torch.bool)[:, :, None]
+        score, budget = self.scores(slots, slots.sequences)
+        evicted = beyond_budget(score, slots.position, budget)
+        return (evicted & ends[:, None, None])[:, :, None]
+
+    @abstractmethod
+    def scores(self, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Score of every slot, [b, h, s], and how many stay, int64 [b] or [b, h]."""
+
+
+def reduced(by_head: Tensor, how: str) -> Tensor:
+    """[b, h, r, s] to [b, h, s], by `mean`, `max` or `sum`."""
+    if how == "max":
+        return by_head.amax(2)
+    return by_head.mean(2) if how == "mean" else by_head.sum(2)

@@ -1,0 +1,70 @@
+"""TOVA: the token that the newest query attends least leaves (Oren et al., 2024, arXiv:2401.06104).
+
+The score is the mean over all query heads of a layer, so that the same positions leave every KV
+head (`scope=layer`, the authors' code at 9c7d09b); `scope=group` takes the query heads of each KV
+head (A-TOVA1: the DMS paper does not say which).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import PolicyKind, Received, Slots
+from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy
+from dms_train.limits import OneOf
+
+LAYER, GROUP = "layer", "group"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TOVAOptions(ScoredOptions):
+    """Options of `tova`.
+
+    Attributes:
+        scope: Query heads whose mean is the score.
+        protect_last: Keep the newest token whatever its score.
+    """
+
+    scope: Annotated[str, OneOf(LAYER, GROUP)] = LAYER
+    protect_last: bool = False
+
+
+class TOVAPolicy(ScoredPolicy):
+    """State: the attention of the newest query."""
+
+    state_width = 1
+
+    def __init__(self, options: TOVAOptions) -> None:
+        super().__init__(options)
+        self._scope, self._protect_last = options.scope, options.protect_last
+
+    def observe(self, slots: Slots, received: Received) -> Tensor:
+        """Replace the scores."""
+        score = received.newest.mean(2)
+        if self._scope == LAYER:
+            score = self._by_position(slots.position, score)
+        return score[..., None].to(slots.state)
+
+    def _by_position(self, position: Tensor, score: Tensor) -> Tensor:
+        """The mean over KV heads of the scores [b, h, s] of a position, which all of them hold."""
+        b, h, s = position.shape
+        order = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argsort(-1)
+        mean = score.gather(-1, order).mean(1, keepdim=True).expand(b, h, s)
+        return torch.empty_like(score).scatter_(-1, order, mean)
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """The least attended tokens."""
+        assert slots.sequences is not None
+        score = slots.state[..., 0]
+        if self._protect_last:
+            last = newest(slots.position, slots.sequences.end, 1)
+            score = score.masked_fill(last, torch.inf)
+        return beyond_budget(score, slots.position, self.budget(slots.sequences))[:, :, None]
+
+
+POLICY = PolicyKind(TOVAOptions, lambda options, spec: TOVAPolicy(options))

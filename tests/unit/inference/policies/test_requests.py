@@ -1,0 +1,189 @@
+"""What must hold for every policy, through the engine: batches, forks, preemption, turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import EngineOptions, SamplingParams
+from tests.unit.inference.conftest import random_ids, small_spec
+
+SNAP = {"window": 4, "kernel": 3}
+POLICIES = [
+    ("dms", {}),
+    ("window", {"window": 8}),
+    ("streaming_llm", {"cr": 2.0, "sinks": 2}),
+    ("h2o", {"cr": 2.0}),
+    ("h2o", {"budget": 12, "prefill": "dense"}),
+    ("tova", {"cr": 2.0}),
+    ("snapkv", {"cr": 2.0, **SNAP}),
+    ("pyramidkv", {"cr": 2.0, **SNAP, "beta": 4}),
+    ("knorm", {"cr": 2.0}),
+    ("keydiff", {"budget": 12}),
+    ("quest", {"budget": 8, "page": 4}),
+]
+IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in POLICIES]
+EVERY = pytest.mark.parametrize(("policy", "own"), POLICIES, ids=IDS)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LENGTHS = (19, 1, 26)
+
+
+def options(policy, own, **how) -> EngineOptions:
+    return EngineOptions(
+        policy=policy, policy_options=own, page_slots=4, slab_pages=4, **{"prefill_chunk": 16} | how
+    )
+
+
+@pytest.fixture
+def model(folder):
+    return folder("llama", small_spec("dms"))
+
+
+def facts(outputs):
+    """Tokens and costs of every request."""
+    return [(o.outputs[0].token_ids, o.kv.kv_reads, o.kv.peak_live_tokens) for o in outputs]
+
+
+@EVERY
+def test_batches_chunks_and_caches_give_the_results_of_runs_alone(model, policy, own):
+    prompts = [random_ids(n, seed=n) for n in LENGTHS]
+    alone = [
+        LLM(model, options(policy, own, max_num_seqs=1)).generate(prompt, GREEDY)[0]
+        for prompt in prompts
+    ]
+    for how in (
+        {"max_num_seqs": 4, "max_num_batched_tokens": 40},
+        {"prefill_chunk": 5},
+        {"cache": "dense"},
+    ):
+        found = LLM(model, options(policy, own, **how)).generate(prompts, GREEDY)
+        assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in alone]
+        assert [o.kv.kv_reads for o in found] == [o.kv.kv_reads for o in alone]
+        live = [o.kv.live_tokens for o in found]
+        assert live == [o.kv.live_tokens for o in alone]
+
+
+@EVERY
+def test_reads_are_those_of_the_tokens_held_and_none_comes_back(model, policy, own):
+    engine = InferenceEngine(model, options(policy, own))
+    request = engine.add_request(random_ids(20), GREEDY)
+    before, reads, peak = None, 0.0, 0.0
+    while engine.has_unfinished_requests():
+        (output,) = engine.step() or [None]
+        if output is None or output.finished:
+            break
+        held = [set(head.tolist()) for layer in engine.live_positions(request) for head in layer]
+        generated = len(output.outputs[0].token_ids)
+        computed = 20 + generated - 1
+        if before is not None and generated > 1:
+            new = {computed - 1}
+            assert all(now <= old | new for now, old in zip(held, before, strict=True))
+            if policy in ("dms", "window", "streaming_llm"):
+                reads += sum(map(len, held)) / len(held)  # evicted before the query reads
+            elif policy != "quest":
+                reads += sum(len(old | new) for old in before) / len(before)
+        peak = max(peak, sum(map(len, held)) / len(held))
+        before = held
+        if policy != "quest":
+            assert output.kv.kv_reads == pytest.approx(reads)
+        assert output.kv.peak_live_tokens >= peak
+
+
+@EVERY
+def test_a_budget_of_the_whole_request_changes_nothing(model, policy, own):
+    if policy in ("dms", "window"):
+        pytest.skip("has no budget")
+    prompts = [random_ids(n, seed=n) for n in LENGTHS]
+    own = {key: value for key, value in own.items() if key != "cr"} | {"budget": 100}
+    found = LLM(model, options(policy, own)).generate(prompts, GREEDY)
+    dense = LLM(model, options("keep_all", {})).generate(prompts, GREEDY)
+    assert facts(found) == facts(dense)
+
+
+@EVERY
+def test_forks_continue_like_sequences_that_share_nothing(model, policy, own):
+    several = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
+    engine = InferenceEngine(model, options(policy, own))
+    engine.add_request(random_ids(19), several)
+    (together,) = [o for o in drained(engine) if o.finished]
+    engine = InferenceEngine(model, options(policy, own))
+    request = engine.add_request(random_ids(19), several)
+    for sequence in engine._requests[request].sequences:
+        sequence.leader = None  # each computes its own prompt
+    engine._memory._cuts = lambda sequence: ()
+    (apart,) = [o for o in drained(engine) if o.finished]
+    assert [o.token_ids for o in together.outputs] == [o.token_ids for o in apart.outputs]
+    assert [o.kv.kv_reads for o in together.outputs] == [o.kv.kv_reads for o in apart.outputs]
+
+
+@EVERY
+def test_what_is_preempted_is_computed_again_with_the_same_result(model, policy, own):
+    prompts = [random_ids(n, seed=n) for n in LENGTHS]
+    wide = LLM(model, options(policy, own)).generate(prompts, GREEDY)
+    engine = InferenceEngine(model, options(policy, own))
+    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    done, steps = {}, 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        if steps in (6, 15, 30):
+            evict(engine)
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    assert [done[i].outputs[0].token_ids for i in ids] == [o.outputs[0].token_ids for o in wide]
+    assert [done[i].kv.kv_reads for i in ids] == [o.kv.kv_reads for o in wide]
+    assert engine.preemptions > 0
+    assert engine._runner.cache.used_pages == 0
+
+
+def evict(engine) -> None:
+    """Take the cache of the last sequence that has one, as a full pool would."""
+    scheduler = engine._scheduler
+    placed = [s for s in scheduler.placed if s.finish_reason is None]
+    if placed:
+        victim = max(placed, key=lambda s: s.order)
+        scheduler.remove(victim)
+        scheduler.add(victim)
+        scheduler.preemptions += 1
+
+
+def drained(engine):
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def test_prefixes_are_shared_where_the_request_does_not_matter(model):
+    for policy, own in POLICIES:
+        shares = policy in ("dms", "window") or (policy, own) == ("h2o", {"budget": 12})
+        how = options(policy, own, enable_prefix_caching=True)
+        if shares:
+            InferenceEngine(model, how)
+            continue
+        with pytest.raises(InferenceError, match="depends on the whole request"):
+            InferenceEngine(model, how)
+    shared = options("h2o", {"budget": 12}, enable_prefix_caching=True)
+    first, more = random_ids(40), random_ids(20, seed=1)
+    engine = LLM(model, shared)
+    first += engine.generate(first, GREEDY)[0].outputs[0].token_ids
+    found = engine.generate(first + more, GREEDY)[0]
+    fresh = LLM(model, options("h2o", {"budget": 12})).generate(first + more, GREEDY)[0]
+    assert found.kv.cached_tokens > 0
+    assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
+
+
+@EVERY
+def test_the_second_turn_of_a_conversation_equals_both_caches(model, policy, own):
+    tokens = []
+    for cache in ("compact", "dense"):
+        engine = InferenceEngine(model, options(policy, own, cache=cache))
+        request = engine.open_conversation()
+        turns = []
+        for seed in (1, 2):
+            engine.add_turn(request, random_ids(11, seed=seed), GREEDY)
+            turns += [o.outputs[0].token_ids for o in drained(engine)]
+        tokens.append(turns)
+    assert tokens[0] == tokens[1]
+    assert torch.tensor(tokens[0]).shape == (2, 8)
