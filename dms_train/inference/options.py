@@ -47,7 +47,8 @@ class EngineOptions:
             cache, where `cache_bytes` is None.
         enable_prefix_caching: Keep snapshots of the cache of finished requests and of prompts that
             begin alike; a request that begins with the tokens of one starts behind it. At most
-            `max_num_seqs` are kept, and fewer where their memory is needed.
+            `max_num_seqs` are kept, and fewer where their memory is needed. Nothing is kept for a
+            policy whose decisions depend on the whole request.
         page_slots: Tokens of one page of one KV head.
         slab_pages: Pages by which memory is taken and returned; the cache of the kernels is
             allocated once.

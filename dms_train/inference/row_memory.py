@@ -24,7 +24,7 @@ class RowMemory:
 
     def __init__(self, cache: KVCache, options: EngineOptions) -> None:
         self._cache, self._device = cache, torch.device(options.device)
-        self._shared = options.enable_prefix_caching
+        self._shared = options.enable_prefix_caching and cache.policy.shareable
         self._prefixes = PrefixCache(options.max_num_seqs)
 
     def free_pages(self, least: int) -> float:

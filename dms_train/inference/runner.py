@@ -15,7 +15,6 @@ from torch import Tensor
 from dms_train.inference.accounting import PassCounts, TotalMeter
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
-from dms_train.inference.errors import InferenceError
 from dms_train.inference.graphs import DecodeGraphs, LaunchedStep
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import LoadedModel
@@ -80,11 +79,6 @@ class ModelRunner:
         self._device = torch.device(options.device)
         self.longest = longest_sequence(model.architecture, options)
         policy = build_policy(options.policy, options.policy_options, model.spec)
-        if options.enable_prefix_caching and not policy.shareable:
-            raise InferenceError(
-                f"enable_prefix_caching: what policy={options.policy} keeps depends on the whole "
-                "request; leave one of them out"
-            )
         self.cache = build_cache(model, policy, options)
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
         self._graphs: DecodeGraphs | None = None

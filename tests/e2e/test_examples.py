@@ -61,6 +61,14 @@ def test_stream_prints_growing_texts_and_held_tokens(export):
     assert all(0 < there <= total for there, total in zip(held, seen, strict=True))
 
 
+@pytest.mark.timeout(900)
+def test_add_policy_holds_every_second_token_behind_the_window(export):
+    output = launch.checked(launch.python(str(EXAMPLES / "add_policy.py"), str(export)))
+    (ratio, held) = re.findall(r"cr_factor ([\d.]+), ([\d.]+) tokens held", output)[0]
+    seen = round(float(ratio) * float(held))
+    assert float(held) == pytest.approx(32 + (seen - 32) / 2, abs=1)
+
+
 def test_every_script_is_listed_in_the_readme():
     listed = set(re.findall(r"^\| `(\S+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
     assert listed == {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}

@@ -15,6 +15,7 @@ from tests.support.r1_tokenizer import write_tokenizer
 # `dms-data` that stops itself where it is about to commit for the second time.
 STOPS = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was ignored before
 from dms_train.data_prep.prepare import main
 
 commits = []

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dms_train.inference.engine import InferenceEngine
-from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
 from tests.unit.inference.conftest import random_ids, small_spec
@@ -155,23 +154,29 @@ def drained(engine):
     return outputs
 
 
-def test_prefixes_are_shared_where_the_request_does_not_matter(model):
-    for policy, own in POLICIES:
-        shares = policy in ("dms", "window") or (policy, own) == ("h2o", {"budget": 12})
-        how = options(policy, own, enable_prefix_caching=True)
-        if shares:
-            InferenceEngine(model, how)
-            continue
-        with pytest.raises(InferenceError, match="depends on the whole request"):
-            InferenceEngine(model, how)
-    shared = options("h2o", {"budget": 12}, enable_prefix_caching=True)
-    first, more = random_ids(40), random_ids(20, seed=1)
-    engine = LLM(model, shared)
+@EVERY
+def test_prefixes_are_shared_where_the_request_does_not_matter(model, policy, own):
+    """A prompt that continues an earlier request; budgets of other requests would be others."""
+    engine = LLM(model, options(policy, own, enable_prefix_caching=True))
+    first = random_ids(20)
     first += engine.generate(first, GREEDY)[0].outputs[0].token_ids
-    found = engine.generate(first + more, GREEDY)[0]
-    fresh = LLM(model, options("h2o", {"budget": 12})).generate(first + more, GREEDY)[0]
-    assert found.kv.cached_tokens > 0
+    prompt = first + random_ids(9, seed=1)
+    found = engine.generate(prompt, GREEDY)[0]
+    fresh = LLM(model, options(policy, own)).generate(prompt, GREEDY)[0]
     assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
+    assert found.kv.kv_reads == fresh.kv.kv_reads
+    assert (found.kv.cached_tokens > 0) == (policy in ("dms", "window"))
+
+
+def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):
+    how = options("h2o", {"budget": 12}, enable_prefix_caching=True)
+    engine, first = LLM(model, how), random_ids(20)
+    first += engine.generate(first, GREEDY)[0].outputs[0].token_ids
+    prompt = first + random_ids(9, seed=1)
+    found = engine.generate(prompt, GREEDY)[0]
+    fresh = LLM(model, options("h2o", {"budget": 12})).generate(prompt, GREEDY)[0]
+    assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
+    assert found.kv.cached_tokens > 0
 
 
 @EVERY
