@@ -146,8 +146,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             "dtype": options.model.dtype,
         },
         "cr": checked.cr,
-        "policy": _given(options.policy)
-        | {"name": options.policy.name, "window": checked.window},
+        "policy": _given(options.policy) | {"name": options.policy.name, "window": checked.window},
         "sampling": asdict(options.sampling),
         "sweep": {"lengths": list(options.sweep.lengths), "widths": list(options.sweep.widths)},
     }
