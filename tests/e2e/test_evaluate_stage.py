@@ -97,6 +97,24 @@ def test_a_killed_evaluation_is_continued_and_equals_that_of_the_command(root: P
     assert headers[0]["config_hash"] == headers[1]["config_hash"]
 
 
+def test_a_job_of_a_chain_evaluates_the_same(root: Path) -> None:
+    run, folder = root / "run", root / "run" / "evaluation" / "exam_sheets"
+    before = chains(folder)
+    file = folder / "chains" / "00000-of-00001.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-2]))  # without the last document
+    (run / "state" / "evaluate.done").unlink()
+    launch.checked(launch.python("-m", "dms_train.launch.stage", str(run), "evaluate"))
+    assert chains(folder) == before
+    assert len(file.read_text().splitlines()) == len(lines)
+    assert (run / "state" / "evaluate.done").exists()
+
+
+def test_the_plan_names_the_tasks(root: Path) -> None:
+    words = ["-m", "dms_train", *overrides(root, "run.dry_run=true")]
+    assert "stage evaluate: tasks exam_sheets" in launch.checked(launch.python(*words))
+
+
 def test_results_of_other_settings_are_refused_and_kept(root: Path) -> None:
     run = root / "run"
     files = [path for path in (run / "evaluation").rglob("*") if path.is_file()]
