@@ -15,6 +15,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import EvaluationOptions, TaskStageOptions
 from dms_train.evaluation.scaling.run import check, evaluate, prepare
+from dms_train.inference.errors import InferenceError
 from dms_train.mcore import groups
 from dms_train.observe.log import logger
 
@@ -41,7 +42,7 @@ def check_tasks(config: RunConfig, start: StartPoint) -> None:
     for options in _runs(config.stage.evaluate, directory, Path(config.run.dir)):
         try:
             check(options)
-        except EvaluationError as error:
+        except (EvaluationError, InferenceError) as error:
             raise EvaluationError(f"stage.evaluate: {error}") from None
 
 

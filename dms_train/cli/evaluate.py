@@ -26,7 +26,8 @@ other words:
 budgets:
   sweep.lengths=[0.5,1,2]       most generated tokens of a chain, in units of 1,024 (L)
   sweep.widths=[1,4]            chains of a document (W)
-  The compression ratio (CR) is the export's, or policy.cr of policy.name=window.
+  The compression ratio (CR) is the export's, or policy.cr with policy.name=window, h2o
+  and other policies that need no training (docs/concepts/policies.md).
 
 costs:
   KV reads are those of decoding, summed over the chains of a document. Peak tokens are what its

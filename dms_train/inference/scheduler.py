@@ -2,8 +2,9 @@
 
 A sequence waits for a cache row and pages. Once admitted it computes its prompt in chunks and then
 one token a step, until it ends or is preempted: its cache is freed and computed again later, with
-the same result. A step holds at most `batch_tokens` tokens, of decoding sequences first. Lower
-priorities go first, then earlier arrivals.
+the same result (but see `CachePolicy.shareable` for conversations of several turns). A step holds
+at most `batch_tokens` tokens, of decoding sequences first. Lower priorities go first, then earlier
+arrivals.
 
 How many pages a sequence will take is not known before, because the model decides what is evicted.
 Sequences are admitted by the share of tokens that survived so far, with a margin; where that was

@@ -50,7 +50,8 @@ class Sequence(SequenceState):
     def sizes(self) -> RequestSizes:
         """What a policy may know of it."""
         limit = self.prompt_end if self.limit is None else self.limit
-        return RequestSizes(self.prompt_end, limit, self.seed)
+        seed = (self.seed + 2**63) % 2**64 - 2**63  # it may be any integer
+        return RequestSizes(self.prompt_end, limit, seed)
 
     @property
     def output(self) -> list[int]:

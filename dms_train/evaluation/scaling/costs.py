@@ -51,7 +51,7 @@ class Peak:
 
 
 def joint_peaks(
-    traces: Sequence[ChainTrace], limits: Sequence[int], window: int
+    traces: Sequence[ChainTrace], limits: Sequence[int], window: int | None
 ) -> list[list[Peak]]:
     """Most tokens that the first chains of a document hold together, for every number of them.
 
@@ -63,7 +63,8 @@ def joint_peaks(
     Args:
         traces: Of the chains.
         limits: Generated tokens after which chains are cut off.
-        window: Newest tokens that are never evicted.
+        window: Newest tokens that are never evicted; None where tokens of the prompt may be at
+            any time, so that what chains hold of it together is not known: they count apart.
 
     Returns:
         [chains][limits]: entry i is about the first i + 1 chains.
@@ -71,11 +72,12 @@ def joint_peaks(
     steps = max(len(trace.live) for trace in traces)
     held = torch.zeros(len(traces), steps, dtype=torch.float64)
     prompt = torch.zeros(len(traces), steps, dtype=torch.float64)
-    settled = torch.arange(steps).clamp(max=window + 1)
+    settled = torch.arange(steps).clamp(max=(window or 0) + 1)
     for chain, trace in enumerate(traces):
         live = torch.tensor(trace.live, dtype=torch.float64)
         held[chain, : len(live)] = live
-        prompt[chain, : len(live)] = live[settled[: len(live)]] - settled[: len(live)]
+        if window is not None:
+            prompt[chain, : len(live)] = live[settled[: len(live)]] - settled[: len(live)]
     alive = (held > 0).cumsum(0)
     separate = held.cumsum(0)
     shared = separate - (alive - 1).clamp(min=0) * prompt.cummax(0).values

@@ -34,7 +34,7 @@ from dms_train.hf.directory import resolve
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.inference.policies.registry import check_policy, parse_options
+from dms_train.inference.policies.registry import build_policy, check_policy, parse_options
 from dms_train.inference.tokenizer import Tokenizer
 
 _MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
@@ -51,7 +51,8 @@ class PreparedRun:
         directory: Of the model.
         documents: With their prompts, in order.
         engine: How the engine is set up.
-        window: Newest tokens that the policy never evicts.
+        window: Newest tokens that the policy never evicts; None where it evicts tokens of prompts
+            at any later time.
         header: For `run.json`.
     """
 
@@ -60,7 +61,7 @@ class PreparedRun:
     directory: Path
     documents: list[PromptedDocument]
     engine: EngineOptions
-    window: int
+    window: int | None
     header: dict[str, Any]
 
 
@@ -137,6 +138,8 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
     checked = check(options)
     options, task, documents = checked.options, checked.task, checked.documents
     assert options.sweep.lengths is not None
+    spec = read_spec(checked.directory)
+    policy = build_policy(checked.engine.policy, checked.engine.policy_options, spec)
     config = {
         "task": _task_config(options),
         "documents": {"count": len(documents), "sha256": fingerprint(documents)},
@@ -159,7 +162,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             for document, prompt in zip(documents, checked.prompts, strict=True)
         ],
         engine=checked.engine,
-        window=checked.window or 0,
+        window=(checked.window or 0) if policy.settles else None,
         header=_header(config, options, task, checked.cr),
     )
 
@@ -233,13 +236,18 @@ def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[
 def _given(policy: CachePolicyOptions) -> dict[str, Any]:
     """The policy's options by name."""
     sizes = {"window": policy.window, "budget": policy.budget, "cr": policy.cr}
-    return {k: v for k, v in sizes.items() if v is not None} | parse_options(policy.options)
+    others = parse_options(policy.options)
+    for key in sizes.keys() & others.keys():
+        raise EvaluationError(f"policy.options: {key} is an option of its own; set policy.{key}")
+    return {key: value for key, value in sizes.items() if value is not None} | others
 
 
 def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOptions:
     model, device = options.model, resolve_device(options.model.device)
     name = options.policy.name
-    given = {"window": window} if name == "window" else _given(options.policy)
+    given = _given(options.policy)
+    if name == "window":
+        given = {key: value for key, value in given.items() if key != "cr"} | {"window": window}
     check_policy(name, given)
     return EngineOptions(
         policy=name,

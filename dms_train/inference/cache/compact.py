@@ -172,7 +172,7 @@ class CompactCache:
             assert slots.value is not None
             mask = self._mask(slots, arrival.position)
             output, weights = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2))
-            if self.policy.scored:
+            if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
             self._settle(rows, numbers, slots, stored.state, arrival)
             done = Attended(output, mask.sum((2, 3)))
@@ -448,6 +448,11 @@ def by_group(x: Tensor, heads: int) -> Tensor:
     return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
 
 
+def observes(policy: CachePolicy) -> bool:
+    """Whether a policy evicts by the attention that tokens receive."""
+    return policy.scored and type(policy).observe is not CachePolicy.observe
+
+
 def received(weights: Tensor, mask: Tensor) -> Received:
     """What the slots received in a pass.
 
@@ -459,7 +464,7 @@ def received(weights: Tensor, mask: Tensor) -> Received:
     real = mask.any(-1)[:, 0]  # a query reads itself at least
     last = real.shape[1] - 1 - real.flip(1).int().argmax(1)
     index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
-    return Received(by_head.sum(3), by_head.square().sum(3), by_head.gather(3, index)[:, :, :, 0])
+    return Received(by_head.sum(3), by_head.gather(3, index)[:, :, :, 0])
 
 
 def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
-from dms_train.inference.cache.compact import by_group, received
+from dms_train.inference.cache.compact import by_group, observes, received
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
@@ -36,7 +36,7 @@ class DenseCache:
         if type(policy).merge is not CachePolicy.merge:
             raise InferenceError(f"{type(policy).__name__} merges tokens; use the compact cache")
         self.policy = policy
-        self.peak_bytes = 0
+        self._peak_bytes = 0
         size, device = like.shape[-1], like.device
         self.slot_bytes = 2 * size * like.dtype.itemsize + 8 + 4 * policy.state_width + 1
         content = like.new_zeros(rows, heads, 0, size)
@@ -76,6 +76,11 @@ class DenseCache:
         """Bytes of all layers and of the policy's state now."""
         slots = sum(evicted.numel() for evicted in self._evicted)
         return slots * self.slot_bytes + self._state.nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most of them after any pass."""
+        return self._peak_bytes
 
     def live(self, rows: Tensor) -> Tensor:
         """Tokens that later queries may read, int64 [layers, b, h]."""
@@ -140,7 +145,7 @@ class DenseCache:
         assert stored.key is not None
         assert stored.value is not None
         output, weights = _attend(query, stored.key, stored.value, wide)
-        if self.policy.scored:
+        if observes(self.policy):
             found = received(weights, mask)
             stored = stored._replace(state=self.policy.observe(stored, found))
         newest = arrival.position.amax(1, keepdim=True)
@@ -149,6 +154,7 @@ class DenseCache:
         self._live[layer, rows] = (held & ~expired)[:, :, 0].sum(-1)
         self._slots[layer].state[rows] = stored.state
         self._state.store(layer, rows, sequences.lists)
+        self._peak_bytes = max(self._peak_bytes, self.allocated_bytes)
         return Attended(output, wide.any(2).sum((2, 3)))
 
     def _stored(self, layer: int, rows: Tensor) -> Slots:
@@ -196,7 +202,6 @@ class DenseCache:
         position = F.pad(position, (0, more), value=-1)
         self._slots[layer] = Slots(layer, position, state, key, value)
         self._evicted[layer] = F.pad(evicted, (0, more))
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
 
 class DenseSnapshot:

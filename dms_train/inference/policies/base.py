@@ -116,12 +116,10 @@ class Received(NamedTuple):
 
     Attributes:
         total: [b, h, r, s], summed over the queries.
-        squares: [b, h, r, s], squared and summed over the queries.
         newest: [b, h, r, s], from the newest query of each sequence; 0 where it has none.
     """
 
     total: Tensor
-    squares: Tensor
     newest: Tensor
 
 
@@ -155,7 +153,9 @@ class CachePolicy(Protocol):
         recent_queries: How many of the newest queries the hooks read.
         window: Newest tokens that are never evicted.
         shareable: Whether the state after a token depends on the tokens up to it only, not on the
-            request, so that other requests can start from it.
+            request or on how a prompt is split into passes, so that other requests can start from
+            it. A scored policy that evicts inside a prompt must state one token in `max_tokens`.
+        settles: Whether no token of a prompt is evicted later than `window` tokens after its end.
     """
 
     state_width: int = 0
@@ -164,6 +164,7 @@ class CachePolicy(Protocol):
     recent_queries: int = 0
     window: int = 0
     shareable: bool = True
+    settles: bool = True
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
         """Most tokens of the next pass of a sequence of `computed` tokens; None for any number.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from dms_train.limits import AtLeast, OneOf
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from dms_train.inference.policies.base import RequestSizes, Sequences
+from dms_train.inference.policies.base import RequestSizes, Sequences
+from dms_train.limits import AtLeast, Below, OneOf
 
 TOTAL, INPUT, GROWING = "total", "input", "growing"
+_ROUNDING = 1e-9  # so that 33 tokens at a ratio of 1.1 are 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,11 @@ class BudgetOptions:
         cr: Compression ratio instead: tokens of the request over the budget, rounded down, at
             least 1 (A-BUD1).
         budget_mode: What `cr` divides: `total`, prompt and most new tokens (DMS paper, appendix
-            F.1); `input`, the prompt; `growing`, all tokens so far (DMC paper).
+            F.1); `input`, the prompt; `growing`, the prompt and the tokens generated so far (DMC
+            paper).
     """
 
-    budget: Annotated[int | None, AtLeast(1)] = None
+    budget: Annotated[int | None, AtLeast(1), Below(2**31)] = None
     cr: Annotated[float | None, AtLeast(1)] = None
     budget_mode: Annotated[str, OneOf(TOTAL, INPUT, GROWING)] = TOTAL
 
@@ -45,17 +46,17 @@ class BudgetOptions:
         whole = {
             TOTAL: sequences.limit,
             INPUT: sequences.prompt,
-            GROWING: sequences.end,
+            GROWING: torch.maximum(sequences.prompt, sequences.end),
         }[self.budget_mode]
-        return (whole / self.cr).long().clamp(min=1)
+        return (whole.double() / self.cr + _ROUNDING).long().clamp(min=1)
 
     def first_tokens(self, request: RequestSizes) -> int:
-        """The budget of a request before anything is evicted; 1 where it grows with the tokens."""
+        """The budget of a request until its prompt ends."""
         if self.budget is not None:
             return self.budget
         assert self.cr is not None
-        whole = {TOTAL: request.limit, INPUT: request.prompt, GROWING: 1}[self.budget_mode]
-        return max(1, int(whole / self.cr))
+        whole = request.limit if self.budget_mode == TOTAL else request.prompt
+        return max(1, int(whole / self.cr + _ROUNDING))
 
     @property
     def fixed(self) -> bool:

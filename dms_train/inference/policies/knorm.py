@@ -5,6 +5,7 @@ Evicts at the end of a prompt, as KnormPress of kvpress 0.5.5 does.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
@@ -21,7 +22,8 @@ class KnormPolicy(PromptEndPolicy):
     def scores(self, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Minus the norms of the keys, which RoPE does not change."""
         assert slots.key is not None
-        return -slots.key.norm(dim=-1), self._options.tokens(sequences)
+        key = slots.key.to(torch.promote_types(slots.key.dtype, torch.float32))
+        return -key.norm(dim=-1), self._options.tokens(sequences)
 
 
 POLICY = PolicyKind(BudgetOptions, lambda options, spec: KnormPolicy(options))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
 from dms_train.inference.policies.snapkv import AVERAGE, MAXIMUM, SnapKVOptions, SnapKVPolicy
-from dms_train.limits import AtLeast, OneOf
+from dms_train.limits import AtLeast, Below, OneOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class PyramidKVOptions(SnapKVOptions):
         beta: What the budget without the window is divided by for the smallest layer.
     """
 
-    window: Annotated[int, AtLeast(1)] = 64
+    window: Annotated[int, AtLeast(1), Below(2**16)] = 64
     kernel: Annotated[int, AtLeast(1)] = 5
     pool: Annotated[str, OneOf(AVERAGE, MAXIMUM)] = AVERAGE
     beta: Annotated[int, AtLeast(1)] = 20

@@ -102,8 +102,10 @@ class QuestPolicy(CachePolicy):
         assert sequences is not None
         if slots.layer < self._options.dense_layers:
             return None
-        lowest, highest = (sequences.lists[name][:, :, None] for name in (_LOWEST, _HIGHEST))
-        q = query[:, :, :, None]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        bounds = (sequences.lists[name][:, :, None] for name in (_LOWEST, _HIGHEST))
+        lowest, highest = (bound.to(wide) for bound in bounds)
+        q = query[:, :, :, None].to(wide)
         bound = torch.maximum(q * lowest, q * highest).sum(-1)  # [b, h, r, pages]
         page = torch.arange(bound.shape[-1], device=bound.device)
         last = ((sequences.end - 1) // self._page)[:, None, None, None]

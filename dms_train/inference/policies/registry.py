@@ -109,7 +109,12 @@ def policy_kind(name: str) -> PolicyKind:
     if name in _modules():
         found = importlib.import_module(f"{__package__}.{name}").POLICY
     elif name in _entry_points():
-        found = _entry_points()[name].load()
+        try:
+            found = _entry_points()[name].load()
+        except (ImportError, AttributeError) as error:
+            raise InferenceError(
+                f"policy={name}: its entry point does not load ({error})"
+            ) from None
     else:
         raise InferenceError(f"policy={name!r}: choose one of {', '.join(policy_names())}")
     kind: type[PolicyKind] = importlib.import_module(f"{__package__}.base").PolicyKind

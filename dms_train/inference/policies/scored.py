@@ -37,6 +37,7 @@ class ScoredPolicy(CachePolicy):
     """Keeps to a budget after every pass, or after those from the end of the prompt on."""
 
     scored = True
+    settles = False
 
     def __init__(self, options: ScoredOptions) -> None:
         self._options = options

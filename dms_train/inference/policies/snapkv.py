@@ -19,7 +19,7 @@ from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.eviction import newest
 from dms_train.inference.policies.scored import PromptEndPolicy, reduced
-from dms_train.limits import AtLeast, OneOf
+from dms_train.limits import AtLeast, Below, OneOf
 
 AVERAGE, MAXIMUM = "avg", "max"
 
@@ -35,7 +35,7 @@ class SnapKVOptions(BudgetOptions):
         group_reduce: How the query heads of a KV head make one score, before the smoothing.
     """
 
-    window: Annotated[int, AtLeast(1)] = 32
+    window: Annotated[int, AtLeast(1), Below(2**16)] = 32
     kernel: Annotated[int, AtLeast(1)] = 7
     pool: Annotated[str, OneOf(AVERAGE, MAXIMUM)] = MAXIMUM
     group_reduce: Annotated[str, OneOf("mean", "max", "sum")] = "mean"

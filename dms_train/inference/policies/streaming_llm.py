@@ -11,8 +11,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from dms_train.inference.policies.base import CachePolicy, PolicyKind, Slots
-from dms_train.inference.policies.budget import BudgetOptions
+from dms_train.inference.policies.base import CachePolicy, PolicyKind, RequestSizes, Slots
+from dms_train.inference.policies.budget import GROWING, BudgetOptions
 from dms_train.limits import AtLeast
 
 
@@ -31,9 +31,17 @@ class StreamingLLMOptions(BudgetOptions):
 class StreamingLLMPolicy(CachePolicy):
     """Keeps the first tokens and the last ones, the query's own among them."""
 
+    settles = False
+
     def __init__(self, options: StreamingLLMOptions) -> None:
         self._options = options
         self.shareable = options.fixed
+
+    def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
+        """One token at a time where the budget grows with them, any number elsewhere."""
+        if self._options.budget_mode != GROWING:
+            return None
+        return max(1, request.prompt - computed)
 
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
         """Whether a token is neither among the first nor among the last ones."""

@@ -116,6 +116,8 @@ def test_joint_peaks_equal_loops():
                 found = joint_peaks(traces, [limit], window)[width - 1][0]
                 assert found.separate == pytest.approx(peak)
                 assert found.shared == pytest.approx(shared)
+                apart = joint_peaks(traces, [limit], None)[width - 1][0]
+                assert apart.shared == apart.separate == found.separate
 
 
 def test_chains_that_do_not_run_together_are_counted_together(folder):

@@ -177,6 +177,7 @@ def test_the_window_policy_takes_its_window_from_its_ratio(target, sheets, tmp_p
     [
         (["task.name=nothing"], r"task\.name=nothing: choose one of aime24"),
         (["policy.name=window"], r"give policy\.window or policy\.cr"),
+        (["policy.name=h2o", "policy.options=['cr=4']"], r"set policy\.cr"),
         (["policy.window=8"], "policy=auto: takes no options, got window"),
         (["policy.name=window", "policy.cr=2"], r"give one length a run"),
         (["task.name=niah", "task.fixture=true"], r"its answers have a fixed length"),

@@ -22,6 +22,14 @@ from dms_train.inference.policies.registry import build_policy, parse_options, p
 from dms_train.inference.policies.snapkv import smoothed
 
 
+def test_ratios_are_divided_as_written():
+    """33 / 1.1 is 29.99... in float64, 18 / 1.2 is 14.99... in float32."""
+    for limit, cr, tokens in ((33, 1.1, 30), (18, 1.2, 15), (36, 2.4, 15), (87, 2.9, 30)):
+        budget = BudgetOptions(cr=cr)
+        assert budget.tokens(sequences(end=5, limit=limit)).tolist() == [tokens]
+        assert budget.first_tokens(RequestSizes(4, limit, 0)) == tokens
+
+
 def sequences(*, end, prompt=0, limit=0) -> Sequences:
     one = [torch.tensor([x]) for x in (end - 1, end, prompt, limit, 0)]
     return Sequences(1, *one, {})
@@ -102,6 +110,7 @@ def test_budgets_fall_with_depth_and_their_mean_is_the_budget(tokens, budget, la
         ("h2o", {}, "needs a budget"),
         ("h2o", {"budget": 3, "cr": 2.0}, "one of them"),
         ("h2o", {"budget": 0}, "budget=0: use at least 1"),
+        ("h2o", {"budget": 2**63}, "use a number below"),
         ("h2o", {"budget": "many"}, "budget='many': expected a whole number"),
         ("h2o", {"budget": True}, "budget=True: expected a whole number"),
         ("h2o", {"budget": 4, "group_reduce": "median"}, "choose one of mean, max, sum"),
