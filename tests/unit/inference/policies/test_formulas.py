@@ -14,12 +14,13 @@ from dms_train.inference.policies.base import (
     PolicyKind,
     RequestSizes,
     Sequences,
+    Slots,
 )
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.pyramidkv import layer_budget
 from dms_train.inference.policies.quest import QuestOptions, QuestPolicy
 from dms_train.inference.policies.registry import build_policy, parse_options, policy_names
-from dms_train.inference.policies.snapkv import smoothed
+from dms_train.inference.policies.snapkv import smoothed, window_attention
 
 
 def test_ratios_are_divided_as_written():
@@ -69,6 +70,22 @@ def test_smoothing_of_scores(pool, expected):
     found = smoothed(score[order][None, None], order[None, None], 3, pool)[0, 0]
     back = torch.empty(8).scatter(0, order, found)
     torch.testing.assert_close(back, torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [9, 2])
+def test_attention_of_the_window(tokens):
+    """Mean over the last three queries, or as many as there are, of causal attention."""
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, tokens, 4, generator=draw, dtype=torch.float64)
+    causal = torch.ones(tokens, tokens).tril().bool()
+    weights = (query @ key.T / 2).masked_fill(~causal, -torch.inf).softmax(-1)
+    order = torch.randperm(tokens, generator=draw)
+    newest = torch.zeros(3, 4, dtype=torch.float64)
+    newest[-tokens:] = query[-3:]
+    slots = Slots(0, order[None, None], torch.zeros(1, 1, tokens, 0), key[order][None, None])
+    known = sequences(end=tokens)._replace(query=newest.view(1, 1, 3, 1, 4))
+    found = window_attention(slots, known)[0, 0, 0]
+    torch.testing.assert_close(found, weights[-3:].mean(0)[order])
 
 
 def test_budgets_of_layers():
