@@ -203,3 +203,14 @@ def test_a_seed_may_be_any_integer(model):
     for seed in (2**64, 2**63, -(2**70)):
         params = SamplingParams(max_tokens=2, seed=seed)
         assert LLM(model, options("cam", {"budget": 4})).generate([1, 2, 3], params)[0].finished
+
+
+@pytest.mark.parametrize(("policy", "held"), [("h2o", [9, 19]), ("snapkv", [9 + 7, 19 + 7])])
+def test_a_turn_has_a_budget_of_its_own(model, policy, held):
+    """Half of 11 + 8 tokens, then half of 19 + 11 + 8; SnapKV adds what is generated."""
+    engine = InferenceEngine(model, options(policy, {"cr": 2.0}))
+    request, found = engine.open_conversation(), []
+    for seed in (1, 2):
+        engine.add_turn(request, random_ids(11, seed=seed), GREEDY)
+        found += [o.kv.live_tokens for o in drained(engine)]
+    assert found == held
