@@ -57,6 +57,7 @@ def test_a_stage_that_can_be_run_is_accepted(sheets: Path) -> None:
         ({"sweep": {}}, "stage.evaluate: task exam_sheets: needs sweep.lengths"),
         ({"tasks": ["livecodebench"]}, "stage.evaluate: .*runs programs"),
         ({"policy": {"name": "window"}}, "stage.evaluate: policy.name=window: give"),
+        ({"policy": {"window": 4}}, "stage.evaluate: policy=auto: takes no options, got window"),
     ],
 )
 def test_values_are_refused(sheets: Path, changes: dict[str, Any], expected: str) -> None:

@@ -128,7 +128,10 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             {"stage__evaluate": {"sweep": {"widths": [0]}}},
             "stage.evaluate.sweep.widths=[0]: give chains of a document",
         ),
-        ({"stage__evaluate": {"policy": {"window": 4}}}, "stage.evaluate.policy.window: only"),
+        (
+            {"stage__evaluate": {"policy": {"name": "window", "window": 4, "cr": 2.0}}},
+            "stage.evaluate.policy: give window or cr",
+        ),
         ({"stage__validate": {"samples": 0}}, "stage.validate.samples=0: use at least 1"),
         ({"stage__validate": {"device": "tpu"}}, "choose one of auto, cpu, cuda"),
         ({"stage__validate": {"answer_pattern": "x"}}, "0 groups; use one"),
