@@ -94,7 +94,9 @@ def test_continuations_share_a_prompt_that_is_computed_once(folder, chunk):
     [
         {},
         {"cache": "dense"},
-        {"policy": "window", "window": 5},
+        {"policy": "window", "policy_options": {"window": 5}},
+        {"policy": "h2o", "policy_options": {"budget": 9}},
+        {"policy": "snapkv", "policy_options": {"budget": 9, "window": 4}},
         {"policy": "keep_all"},
         pytest.param({"kernels": "triton"}, marks=NEEDS_TRITON),
     ],
