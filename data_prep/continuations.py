@@ -209,7 +209,7 @@ def _continued(
 def _in_order(
     engine: InferenceEngine, job: ContinuationJob, prompts: Iterator[Prompt]
 ) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
-    """As `_continued`: as many prompts run as there is room for, whichever finishes first."""
+    """As `_continued`; a prompt starts when an earlier one has finished."""
     slots = job.engine.max_num_seqs
     queue: deque[tuple[Prompt, str | None]] = deque()  # from the first unfinished prompt on
     done: dict[str | None, list[CompletionOutput]] = {None: []}

@@ -201,18 +201,29 @@ def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _report(job: ConversationJob, manifest: Manifest) -> None:
-    """What the shard holds, and why rows are not in it."""
-    prefix = shard_prefix(job.output, job.shard)
+def report_shard(prefix: Path, manifest: Manifest, counted: tuple[str, ...]) -> None:
+    """Print what a shard holds, and why rows are not in it.
+
+    Args:
+        prefix: Of its files.
+        manifest: Its manifest.
+        counted: Groups of counts to print.
+    """
     found = manifest.preparation
     assert found is not None
     print(
         f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, "
         f"{found['loss_tokens']} in the loss, {manifest.dtype}"
     )
-    for name in ("rows", "traces", "overlaps"):
+    for name in counted:
         if found[name]:
             print(f"{name}: " + ", ".join(f"{count} {why}" for why, count in found[name].items()))
     print(f"every row: {verdicts_path(prefix)}")
+
+
+def _report(job: ConversationJob, manifest: Manifest) -> None:
+    found = manifest.preparation
+    assert found is not None
+    report_shard(shard_prefix(job.output, job.shard), manifest, ("rows", "traces", "overlaps"))
     if found["traces"].get("timeout"):
         print("some answers could not be compared in time (timeout)", file=sys.stderr)

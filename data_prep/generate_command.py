@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
 from dms_train.cli.engine_arguments import add_engine, engine_options
 from dms_train.data.errors import DataError
-from dms_train.data.manifest import Manifest
 from dms_train.data_prep.chat_rows import KEYS
 from dms_train.data_prep.continuations import ContinuationJob, make_shard
-from dms_train.data_prep.conversation_commands import RESUMES, hub_options
+from dms_train.data_prep.conversation_commands import (
+    RESUMES,
+    Commands,
+    hub_options,
+    report_shard,
+)
 from dms_train.data_prep.conversations import LossOn
 from dms_train.data_prep.prompts import EmptyPrompts, PromptOptions
 from dms_train.data_prep.rows import Rows, open_rows
-from dms_train.data_prep.shard_files import shard_prefix, verdicts_path
+from dms_train.data_prep.shard_files import shard_prefix
 from dms_train.inference.options import SamplingParams
-
-Commands = Any  # what add_subparsers returns; its class is private
 
 _GENERATE = """\
 Make a shard of a model's own continuations of prompts, as the paper does for Llama 3.2 1B. A
@@ -123,7 +124,8 @@ def _run(args: argparse.Namespace) -> None:
         shard=args.shard,
         overwrite=args.overwrite,
     )
-    _report(job, make_shard(job))
+    counted = ("rows", "continuations", "overlaps")
+    report_shard(shard_prefix(job.output, job.shard), make_shard(job), counted)
 
 
 def _rows(args: argparse.Namespace, prompts: PromptOptions) -> Rows:
@@ -134,18 +136,3 @@ def _rows(args: argparse.Namespace, prompts: PromptOptions) -> Rows:
             raise DataError("--unconditional: has neither --column nor --chat")
         return EmptyPrompts(args.unconditional)
     return open_rows(args.inputs, (*prompts.columns, *KEYS), hub_options(args), lines=True)
-
-
-def _report(job: ContinuationJob, manifest: Manifest) -> None:
-    """What the shard holds, and what became of the prompts."""
-    prefix = shard_prefix(job.output, job.shard)
-    found = manifest.preparation
-    assert found is not None
-    print(
-        f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, "
-        f"{found['loss_tokens']} in the loss, {manifest.dtype}"
-    )
-    for name in ("rows", "continuations", "overlaps"):
-        if found[name]:
-            print(f"{name}: " + ", ".join(f"{count} {why}" for why, count in found[name].items()))
-    print(f"every row: {verdicts_path(prefix)}")

@@ -190,19 +190,19 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             disable_tqdm: Whether to show no progress.
 
         Raises:
-            EvaluationError: A key of `generation_kwargs` is not known, or the context has no room.
+            EvaluationError: A key of `generation_kwargs` is not known, or the answer is too long.
         """
         prompts, params = [], []
         for number, request in enumerate(requests):
             context, stated = request.args
             how = self._params(stated, self._seed + number)
-            room = self.max_length - how.max_tokens
-            if room < 1:
+            longest = self.max_length - how.max_tokens
+            if longest < 1:
                 raise EvaluationError(
                     f"max_gen_toks={how.max_tokens}: the model takes {self.max_length} tokens with "
                     "the prompt; lower it with --gen-kwargs"
                 )
-            prompts.append((self.tok_encode(context) or [self.prefix_token_id])[-room:])
+            prompts.append((self.tok_encode(context) or [self.prefix_token_id])[-longest:])
             params.append(how)
 
         def add(number: int) -> str:

@@ -36,9 +36,11 @@ class WindowOptions:
 
 
 def _build(options: WindowOptions, spec: DMSSpec | None) -> WindowPolicy:
-    if options.window is None and spec is None:
+    if options.window is not None:
+        return WindowPolicy(options.window)
+    if spec is None:
         raise InferenceError("policy=window: a dense model has no window; state one")
-    return WindowPolicy(options.window or spec.window)  # type: ignore[union-attr]
+    return WindowPolicy(spec.window)
 
 
 POLICY = PolicyKind(WindowOptions, _build)
