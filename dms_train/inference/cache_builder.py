@@ -13,6 +13,7 @@ from dms_train.inference.cache.paged import PagedKVCache, decode_rule
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
+from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy
@@ -31,9 +32,10 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
     """
     a, device = model.architecture, torch.device(options.device)
     sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
+    frequency = rotary_frequencies(a, device)
     if options.cache == "dense":
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
-        return DenseCache(policy, like=like, **sizes)
+        return DenseCache(policy, like=like, frequency=frequency, **sizes)
     if _uses_kernels(policy, options):
         return _paged(model, policy, options, _pages(model, policy, options))
     pool = PagePool(
@@ -51,7 +53,7 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
                 "smaller slab_pages or page_slots"
             )
         pool.limit(options.cache_bytes // pool.slab_bytes)
-    return CompactCache(pool, policy, **sizes)
+    return CompactCache(pool, policy, frequency=frequency, **sizes)
 
 
 def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:

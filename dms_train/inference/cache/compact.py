@@ -25,7 +25,8 @@ from dms_train.inference.policies.base import (
     RequestSizes,
     Slots,
 )
-from dms_train.kernels.decode.slots import attend_slots
+from dms_train.inference.policies.rotation import moved_by
+from dms_train.kernels.decode.slots import SecondQuery, attend_slots
 
 
 def _pages(slots: Tensor, page_slots: int) -> Tensor:
@@ -41,10 +42,18 @@ class CompactCache:
         layers: Attention layers.
         rows: Sequences held at the same time.
         heads: KV heads.
+        frequency: Of RoPE, as in `Sequences`; for policies that move keys.
     """
 
     def __init__(
-        self, pool: PagePool, policy: CachePolicy, *, layers: int, rows: int, heads: int
+        self,
+        pool: PagePool,
+        policy: CachePolicy,
+        *,
+        layers: int,
+        rows: int,
+        heads: int,
+        frequency: Tensor | None = None,
     ) -> None:
         self.pool = pool
         self.policy = policy
@@ -52,7 +61,9 @@ class CompactCache:
         empty = torch.full((rows, heads, 0), -1, dtype=torch.int64, device=pool.device)
         self._tables = [empty.clone() for _ in range(layers)]
         self._lengths = torch.zeros(layers, rows, heads, dtype=torch.int64, device=pool.device)
-        self._state = PolicyState(policy, layers=layers, rows=rows, device=pool.device)
+        self._state = PolicyState(
+            policy, layers=layers, rows=rows, device=pool.device, frequency=frequency
+        )
 
     @property
     def allocated_bytes(self) -> int:
@@ -171,7 +182,8 @@ class CompactCache:
             assert slots.key is not None
             assert slots.value is not None
             mask = self._mask(slots, arrival.position)
-            output, weights = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2))
+            second = second_query(self.policy, slots, query, arrival.position)
+            output, weights = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2), second)
             if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
             self._settle(rows, numbers, slots, stored.state, arrival)
@@ -229,22 +241,31 @@ class CompactCache:
             numbers: Slot numbers, int64 [b, h, s].
             query: [b, h, r, d].
         """
-        chosen = None
-        if type(self.policy).select is not CachePolicy.select:
+        kind = type(self.policy)
+        chosen, second = None, None
+        if (kind.select, kind.moved) != (CachePolicy.select, CachePolicy.moved):
             stored = self._stored(slots.layer, numbers, content=self.policy.needs_content)
-            chosen = self.policy.select(stored._replace(sequences=slots.sequences), query)
-        if chosen is None:
+            stored = stored._replace(sequences=slots.sequences)
+            chosen = self.policy.select(stored, query)
+            newest = stored.position.amax((1, 2))[:, None]
+            second = second_query(self.policy, stored, query.flatten(1, 2).unsqueeze(2), newest)
+        if chosen is None and second is None:
             output = self._attend_pages(numbers, query)
             return Attended(output.flatten(1, 2).unsqueeze(2), (numbers >= 0).sum(-1))
-        return self._attend_chosen(numbers, chosen & (numbers >= 0)[:, :, None], query)
+        held = (numbers >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
+        chosen = held if chosen is None else chosen & held
+        return self._attend_chosen(numbers, chosen, query, second)
 
-    def _attend_chosen(self, numbers: Tensor, chosen: Tensor, query: Tensor) -> Attended:
+    def _attend_chosen(
+        self, numbers: Tensor, chosen: Tensor, query: Tensor, second: SecondQuery | None
+    ) -> Attended:
         """Attention over some slots only; no others are read.
 
         Args:
             numbers: Slot numbers, int64 [b, h, s].
             chosen: bool [b, h, r, s].
             query: [b, h, r, d].
+            second: Other queries [b, h * r, 1, d] for some of these slots; None for none.
         """
         read = chosen.any(2)
         most = int(read.sum(-1).max())
@@ -252,7 +273,10 @@ class CompactCache:
         some = torch.where(read, numbers, -1).gather(2, order)
         key, value = self.pool.read("key", some), self.pool.read("value", some)
         mask = chosen.gather(3, order[:, :, None].expand(-1, -1, chosen.shape[2], -1))
-        output, _ = attend_slots(query.flatten(1, 2)[:, :, None], key, value, mask[:, :, :, None])
+        if second is not None:
+            second = second._replace(slots=second.slots.gather(2, order))
+        query = query.flatten(1, 2)[:, :, None]
+        output, _ = attend_slots(query, key, value, mask[:, :, :, None], second)
         return Attended(output, read.sum(-1))
 
     def _attend_pages(self, numbers: Tensor, query: Tensor) -> Tensor:
@@ -464,7 +488,28 @@ def received(weights: Tensor, mask: Tensor) -> Received:
     real = mask.any(-1)[:, 0]  # a query reads itself at least
     last = real.shape[1] - 1 - real.flip(1).int().argmax(1)
     index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
-    return Received(by_head.sum(3), by_head.gather(3, index)[:, :, :, 0])
+    newest = by_head.gather(3, index)[:, :, :, 0]
+    return Received(by_head.sum(3), newest, by_head.square().sum(3))
+
+
+def second_query(
+    policy: CachePolicy, slots: Slots, query: Tensor, at: Tensor
+) -> SecondQuery | None:
+    """The queries for keys that the policy moves, moved the other way.
+
+    Args:
+        policy: The policy.
+        slots: What is read.
+        query: [b, heads, q, d] with RoPE applied.
+        at: int64 [b, q], their positions.
+    """
+    moved = policy.moved(slots, at)
+    if moved is None:
+        return None
+    assert slots.sequences is not None
+    assert slots.sequences.frequency is not None
+    back = moved_by(query, -moved.by[:, None], slots.sequences.frequency)
+    return SecondQuery(back, moved.slots)
 
 
 def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:
@@ -477,13 +522,13 @@ def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:
     targets = torch.zeros_like(slots.position, dtype=torch.bool)
     targets.view(-1)[merge.target] = True
     changed = []
-    for content, scale, weight in (
-        (slots.key, merge.key_scale, merge.key_weight),
-        (slots.value, merge.value_scale, merge.value_weight),
+    for content, scale, weight, other in (
+        (slots.key, merge.key_scale, merge.key_weight, merge.source_key),
+        (slots.value, merge.value_scale, merge.value_weight, None),
     ):
         wide = content.to(torch.promote_types(content.dtype, torch.float32))
-        flat = wide.flatten(0, 2)
+        source = wide.flatten(0, 2)[merge.source] if other is None else other.to(wide)
         result = (wide * scale[..., None]).flatten(0, 2)
-        result = result.index_add(0, merge.target, flat[merge.source] * weight[:, None].to(wide))
+        result = result.index_add(0, merge.target, source * weight[:, None].to(wide))
         changed.append(result.view_as(wide).to(content.dtype))
     return slots._replace(key=changed[0], value=changed[1]), targets

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
-from dms_train.inference.cache.compact import by_group, observes, received
+from dms_train.inference.cache.compact import by_group, observes, received, second_query
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
-from dms_train.kernels.decode.slots import attend_slots
+from dms_train.kernels.decode.slots import SecondQuery, attend_slots
 
 _BLOCK = 64  # slots by which a layer grows
 
@@ -28,10 +28,18 @@ class DenseCache:
         rows: Sequences held at the same time.
         heads: KV heads.
         like: An empty tensor [0, head size] with the dtype and device of keys and values.
+        frequency: Of RoPE, as in `Sequences`; for policies that move keys.
     """
 
     def __init__(
-        self, policy: CachePolicy, *, layers: int, rows: int, heads: int, like: Tensor
+        self,
+        policy: CachePolicy,
+        *,
+        layers: int,
+        rows: int,
+        heads: int,
+        like: Tensor,
+        frequency: Tensor | None = None,
     ) -> None:
         if type(policy).merge is not CachePolicy.merge:
             raise InferenceError(f"{type(policy).__name__} merges tokens; use the compact cache")
@@ -47,7 +55,9 @@ class DenseCache:
         self._slots = [Slots(i, position, state, content, content) for i in range(layers)]
         self._used = torch.zeros(layers, rows, dtype=torch.int64, device=device)
         self._live = torch.zeros(layers, rows, heads, dtype=torch.int64, device=device)
-        self._state = PolicyState(policy, layers=layers, rows=rows, device=device)
+        self._state = PolicyState(
+            policy, layers=layers, rows=rows, device=device, frequency=frequency
+        )
 
     @property
     def max_pages(self) -> int | None:
@@ -144,7 +154,8 @@ class DenseCache:
         wide = mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen[:, :, :, None]
         assert stored.key is not None
         assert stored.value is not None
-        output, weights = _attend(query, stored.key, stored.value, wide)
+        second = second_query(self.policy, stored, query, arrival.position)
+        output, weights = _attend(query, stored.key, stored.value, wide, second)
         if observes(self.policy):
             found = received(weights, mask)
             stored = stored._replace(state=self.policy.observe(stored, found))
@@ -238,7 +249,9 @@ class DenseSnapshot:
         self._content, self._state = [], []
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None
+) -> tuple[Tensor, Tensor]:
     """`attend_slots`; the heads of a group are folded into its queries, so that no key is copied.
 
     Args:
@@ -246,10 +259,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Te
         key: [b, h, t, d].
         value: [b, h, t, d].
         mask: bool, [b, h, 1, n, t] or [b, h, r, n, t].
+        second: Other queries for some of the slots; None for none.
     """
     b, heads, n, d = query.shape
     if n > 1:
-        return attend_slots(query, key, value, mask)
+        return attend_slots(query, key, value, mask, second)
     h = key.shape[1]
-    output, weights = attend_slots(query.view(b, h, -1, d), key, value, mask.transpose(2, 3))
+    if second is not None:
+        second = second._replace(query=second.query.view(b, h, -1, d))
+    mask = mask.transpose(2, 3)
+    output, weights = attend_slots(query.view(b, h, -1, d), key, value, mask, second)
     return output.reshape(b, heads, n, d), weights.reshape(b, heads, n, -1)

@@ -23,11 +23,19 @@ class PolicyState:
         layers: Attention layers.
         rows: Sequences held at the same time.
         device: Where the tensors live.
+        frequency: Of RoPE, as in `Sequences`.
     """
 
     def __init__(
-        self, policy: CachePolicy, *, layers: int, rows: int, device: torch.device
+        self,
+        policy: CachePolicy,
+        *,
+        layers: int,
+        rows: int,
+        device: torch.device,
+        frequency: Tensor | None = None,
     ) -> None:
+        self._frequency = frequency
         self._recent = policy.recent_queries
         self._sizes = torch.zeros(rows, len(RequestSizes._fields), dtype=torch.int64, device=device)
         self._lists: list[dict[str, Tensor]] = [{} for _ in range(layers)]
@@ -71,6 +79,7 @@ class PolicyState:
             seed=seed,
             lists=lists,
             query=lists.get(_QUERY),
+            frequency=self._frequency,
         )
 
     def _newest(self, before: Tensor | None, real: Tensor, query: Tensor) -> Tensor:

@@ -39,17 +39,22 @@ class AttentionInputs(NamedTuple):
     sin: Tensor
 
 
-def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE. position: int64 [t]. Both [t, 1, 1, d]."""
-    even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=position.device)
+def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
+    """Radians by which RoPE turns each pair of channels for a position, float32 [d / 2]."""
+    even = torch.arange(0, a.kv_channels, 2, dtype=torch.int64, device=device)
     frequency = 1.0 / a.rotary_base ** (even.float() / a.kv_channels)
     rule = a.rope_scaling
-    if rule is not None:
-        turns = rule.original_max_position_embeddings * frequency / (2 * math.pi)
-        share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
-        share = share.clamp(0, 1)
-        frequency = frequency * (share + (1 - share) / rule.factor)
-    angle = position[:, None].float() * frequency
+    if rule is None:
+        return frequency
+    turns = rule.original_max_position_embeddings * frequency / (2 * math.pi)
+    share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
+    share = share.clamp(0, 1)
+    return frequency * (share + (1 - share) / rule.factor)
+
+
+def rotary_tables(a: Architecture, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE. position: int64 [t]. Both [t, 1, 1, d]."""
+    angle = position[:, None].float() * rotary_frequencies(a, position.device)
     angle = torch.cat([angle, angle], -1)[:, None, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

@@ -57,6 +57,8 @@ class Sequences(NamedTuple):
             kept. A name is absent until it is set. The third dimension may grow.
         query: [b, h, m, r, d], the newest queries with RoPE, the last one at the end; 0 where there
             were fewer. Only for policies with `recent_queries`.
+        frequency: [d / 2], radians by which RoPE turns a pair of channels for each position; None
+            where a cache was built without.
     """
 
     layers: int
@@ -67,6 +69,7 @@ class Sequences(NamedTuple):
     seed: Tensor
     lists: dict[str, Tensor]
     query: Tensor | None = None
+    frequency: Tensor | None = None
 
     @property
     def ends_prompt(self) -> Tensor:
@@ -117,10 +120,12 @@ class Received(NamedTuple):
     Attributes:
         total: [b, h, r, s], summed over the queries.
         newest: [b, h, r, s], from the newest query of each sequence; 0 where it has none.
+        squares: [b, h, r, s], of the attention of each query, summed.
     """
 
     total: Tensor
     newest: Tensor
+    squares: Tensor
 
 
 class Merge(NamedTuple):
@@ -133,6 +138,8 @@ class Merge(NamedTuple):
         value_weight: [pairs].
         key_scale: [b, h, s], what keys are multiplied by first; 1 except in targets.
         value_scale: [b, h, s].
+        source_key: [pairs, d], what is added in place of each source's stored key, such as the key
+            at another position; None for the stored one.
     """
 
     source: Tensor
@@ -141,6 +148,19 @@ class Merge(NamedTuple):
     value_weight: Tensor
     key_scale: Tensor
     value_scale: Tensor
+    source_key: Tensor | None = None
+
+
+class Moved(NamedTuple):
+    """Tokens whose keys are read as if they were at other positions.
+
+    Attributes:
+        slots: bool [b, h, s], which ones.
+        by: int64 [b, q], how many positions further, for each query.
+    """
+
+    slots: Tensor
+    by: Tensor
 
 
 class CachePolicy(Protocol):
@@ -196,6 +216,13 @@ class CachePolicy(Protocol):
         """Where tokens that are about to be evicted (bool [b, h, s]) go; None for nowhere.
 
         For policies with `needs_content` only.
+        """
+        return None
+
+    def moved(self, slots: Slots, at: Tensor) -> Moved | None:
+        """Tokens that queries at the positions `at`, int64 [b, q], read at other positions.
+
+        For policies that are not scored. None for no tokens.
         """
         return None
 

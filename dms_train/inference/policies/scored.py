@@ -82,6 +82,12 @@ class PromptEndPolicy(CachePolicy):
         """Score of every slot, [b, h, s], and how many stay, int64 [b] or [b, h]."""
 
 
+def due(sequences: Sequences, interval: int) -> Tensor:
+    """Whether a pass ends a prompt or computes another `interval` generated tokens, bool [b]."""
+    generated = sequences.end - sequences.prompt
+    return sequences.ends_prompt | ((generated > 0) & (generated % interval == 0))
+
+
 def reduced(by_head: Tensor, how: str) -> Tensor:
     """[b, h, r, s] to [b, h, s], by `mean`, `max` or `sum`."""
     if how == "max":

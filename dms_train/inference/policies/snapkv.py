@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +69,22 @@ class SnapKVPolicy(PromptEndPolicy):
         return self._options.tokens(sequences)
 
 
-def window_attention(slots: Slots, sequences: Sequences) -> Tensor:
-    """Attention of the recent queries to each slot, [b, h, r, s], mean over these queries."""
+class WindowLogits(NamedTuple):
+    """What the recent queries give to each slot before the softmax.
+
+    Attributes:
+        logits: [b, h, r, m, s], at least float32; the lowest number where a slot is not seen.
+        seen: bool [b, 1 or h, 1, m, s].
+        real: bool [b, 1, 1, m, 1], False for queries before the first token.
+    """
+
+    logits: Tensor
+    seen: Tensor
+    real: Tensor
+
+
+def window_logits(slots: Slots, sequences: Sequences) -> WindowLogits:
+    """Scaled products of the recent queries and the keys."""
     assert slots.key is not None
     assert sequences.query is not None
     query = sequences.query.transpose(2, 3)  # [b, h, r, m, d]
@@ -81,9 +95,14 @@ def window_attention(slots: Slots, sequences: Sequences) -> Tensor:
     at = sequences.end[:, None] - m + torch.arange(m, device=query.device)  # [b, m]
     position = slots.position[:, :, None, None, :]
     seen = (position >= 0) & (position <= at[:, None, None, :, None])
-    weights = logits.masked_fill(~seen, torch.finfo(wide).min).softmax(-1)
-    real = (at >= 0)[:, None, None, :, None]
-    mean: Tensor = (weights * real).sum(3) / real.sum(3)
+    logits = logits.masked_fill(~seen, torch.finfo(wide).min)
+    return WindowLogits(logits, seen, (at >= 0)[:, None, None, :, None])
+
+
+def window_attention(slots: Slots, sequences: Sequences) -> Tensor:
+    """Attention of the recent queries to each slot, [b, h, r, s], mean over these queries."""
+    logits, _, real = window_logits(slots, sequences)
+    mean: Tensor = (logits.softmax(-1) * real).sum(3) / real.sum(3)
     return mean
 
 

@@ -1,7 +1,10 @@
 """StreamingLLM: the first tokens and the newest ones (Xiao et al., 2023, arXiv:2309.17453).
 
-Keys keep the positions at which they were computed. A query of a prompt reads what the budget
-leaves at its position, as one of a generated token does.
+A query of a prompt reads what the budget leaves at its position, as one of a generated token does.
+With `positions=original` keys keep the positions at which they were computed. With
+`positions=cache` they have those in the cache, as in the paper: the first tokens follow on to the
+newest ones, so that distances never exceed the budget. Keys stay as they are stored; a query is
+moved back for the first tokens, which gives the same products.
 """
 
 from __future__ import annotations
@@ -11,9 +14,13 @@ from typing import Annotated
 
 from torch import Tensor
 
-from dms_train.inference.policies.base import CachePolicy, PolicyKind, RequestSizes, Slots
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.policies.base import CachePolicy, Moved, PolicyKind, RequestSizes, Slots
 from dms_train.inference.policies.budget import GROWING, BudgetOptions
-from dms_train.limits import AtLeast
+from dms_train.limits import AtLeast, OneOf
+from dms_train.method.spec import DMSSpec
+
+ORIGINAL, CACHE = "original", "cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +30,11 @@ class StreamingLLMOptions(BudgetOptions):
     Attributes:
         sinks: First tokens that stay; they count against the budget, which the newest token has
             at least one place of.
+        positions: `original`, those of the text, or `cache`, those among the tokens that are left.
     """
 
     sinks: Annotated[int, AtLeast(0)] = 4
+    positions: Annotated[str, OneOf(ORIGINAL, CACHE)] = ORIGINAL
 
 
 class StreamingLLMPolicy(CachePolicy):
@@ -45,11 +54,35 @@ class StreamingLLMPolicy(CachePolicy):
 
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
         """Whether a token is neither among the first nor among the last ones."""
-        assert slots.sequences is not None
-        budget = self._options.tokens(slots.sequences)[:, None, None, None]
-        last = (budget - self._options.sinks).clamp(min=1)
+        first, last = (count[:, None, None, None] for count in self._parts(slots))
         position = slots.position[:, :, None, :]
-        return (at[:, None, :, None] - position >= last) & (position >= budget - last)
+        return (at[:, None, :, None] - position >= last) & (position >= first)
+
+    def moved(self, slots: Slots, at: Tensor) -> Moved | None:
+        """The first tokens, by as many positions as there are tokens missing behind them."""
+        if self._options.positions == ORIGINAL:
+            return None
+        position = slots.position[:, 0, None]  # alike for all KV heads
+        read = (position >= 0) & (position <= at[:, :, None]) & ~self.expired(slots, at)[:, 0]
+        first = self._parts(slots)[0][:, None, None]
+        sinks = (slots.position >= 0) & (slots.position < first)
+        return Moved(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
+
+    def _parts(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        """How many of the first and of the last tokens stay, int64 [b] each."""
+        assert slots.sequences is not None
+        budget = self._options.tokens(slots.sequences)
+        last = (budget - self._options.sinks).clamp(min=1)
+        return budget - last, last
 
 
-POLICY = PolicyKind(StreamingLLMOptions, lambda options, spec: StreamingLLMPolicy(options))
+def _build(options: StreamingLLMOptions, spec: DMSSpec | None) -> StreamingLLMPolicy:
+    if options.positions == CACHE and spec is not None and spec.clear_after_rope:
+        raise InferenceError(
+            "policy=streaming_llm positions=cache: the model clears a channel of its queries after "
+            "RoPE, which fixes their positions; use positions=original"
+        )
+    return StreamingLLMPolicy(options)
+
+
+POLICY = PolicyKind(StreamingLLMOptions, _build)

@@ -5,11 +5,27 @@ Shape letters: b sequences, h KV heads, r query heads per KV head, q queries, s 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def attend_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+class SecondQuery(NamedTuple):
+    """Queries that read some of the slots in place of the first ones.
+
+    Attributes:
+        query: [b, h * r, q, d].
+        slots: bool [b, h, s], which slots.
+    """
+
+    query: Tensor
+    slots: Tensor
+
+
+def attend_slots(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, second: SecondQuery | None = None
+) -> tuple[Tensor, Tensor]:
     """softmax(q k^T / sqrt(d) + mask) v; scores and softmax are at least float32.
 
     Args:
@@ -18,14 +34,18 @@ def attend_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tup
         value: [b, h, s, d].
         mask: bool, [b, h, 1, q, s] or [b, h, r, q, s]; True where a query reads a slot. A query
             that reads nothing has an unspecified, finite output.
+        second: Other queries for some of the slots.
 
     Returns:
         Output [b, h * r, q, d] in the dtype of `value`, and weights [b, h * r, q, s].
     """
     b, heads, q, d = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.reshape(b, key.shape[1], -1, q, d).to(wide)
-    scores = grouped @ key.to(wide).transpose(-1, -2).unsqueeze(2) * d**-0.5
+    transposed = key.to(wide).transpose(-1, -2).unsqueeze(2)
+    scores = query.reshape(b, key.shape[1], -1, q, d).to(wide) @ transposed * d**-0.5
+    if second is not None:
+        other = second.query.reshape(b, key.shape[1], -1, q, d).to(wide) @ transposed * d**-0.5
+        scores = torch.where(second.slots[:, :, None, None], other, scores)
     scores = scores.masked_fill(~mask, torch.finfo(wide).min)
     weights = scores.softmax(-1)
     output = weights.to(value.dtype) @ value.unsqueeze(2)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dms_train.inference.cache.compact import CompactCache
+from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.models.blocks import rotary_frequencies, rotary_tables
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies import registry
 from dms_train.inference.policies.base import (
+    Arrival,
     CachePolicy,
     NoOptions,
     PolicyKind,
@@ -19,8 +23,12 @@ from dms_train.inference.policies.base import (
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.pyramidkv import layer_budget
 from dms_train.inference.policies.quest import QuestOptions, QuestPolicy
+from dms_train.inference.policies.r_kv import combined, redundancy
 from dms_train.inference.policies.registry import build_policy, parse_options, policy_names
+from dms_train.inference.policies.rotation import moved_by
 from dms_train.inference.policies.snapkv import smoothed, window_attention
+from dms_train.method.spec import PRESETS
+from tests.unit.inference.conftest import tiny_architecture
 
 
 def test_ratios_are_divided_as_written():
@@ -88,6 +96,76 @@ def test_attention_of_the_window(tokens):
     torch.testing.assert_close(found, weights[-3:].mean(0)[order])
 
 
+def test_scores_of_r_kv():
+    """I = .5 .3 .2 and R = .2 .5 .3 with weight .07: the order is 0, 2, 1."""
+    importance, repeated = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    score = combined(importance, repeated, 0.07)
+    torch.testing.assert_close(score, torch.tensor([-0.151, -0.444, -0.265]))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "mean"), [(False, [0.8, 0.8, 0.0, 0.48]), (True, [0.8, 0.8, 0.48, 0.48])]
+)
+def test_the_newest_of_similar_keys_repeats_nothing(fixed, mean):
+    """Cosines .8 of tokens 0 and 1 with 2, and .48 of token 3 with 2; 0 and 1 are one key."""
+    key = torch.tensor([[0.6, 0.8, 0], [0.6, 0.8, 0], [0, 1, 0], [0, 0.48, 0.8773]])
+    cosine = key @ key.T
+    cosine.fill_diagonal_(0)
+    for row, dropped in enumerate([2, 2, 1]):  # the newest that is similar
+        cosine[row, dropped] = 0
+    if not fixed:
+        cosine[3, 0] = 0  # which the code takes where there is none
+    order = torch.tensor([2, 0, 3, 1])
+    slots = Slots(0, order[None, None], torch.zeros(1, 1, 4, 0), key[order][None, None])
+    found = redundancy(slots, threshold=0.5, fix_empty_rows=fixed)[0, 0]
+    torch.testing.assert_close(found, cosine.mean(0).softmax(0)[order])
+
+
+def test_positions_in_the_cache():
+    """T = 10, B = 6, s = 2: 0, 1, 6, 7, 8, 9 are read as 0 to 5, distances being what counts."""
+    policy = build_policy("streaming_llm", {"budget": 6, "sinks": 2, "positions": "cache"}, None)
+    slots = Slots(0, torch.arange(10)[None, None], torch.zeros(1, 1, 10, 0))
+    slots = slots._replace(sequences=sequences(end=10))
+    at = torch.tensor([[9, 4]])
+    held = ~policy.expired(slots, at)[0, 0]
+    assert held[0].nonzero().flatten().tolist() == [0, 1, 6, 7, 8, 9]
+    moved = policy.moved(slots, at)
+    read = torch.arange(10) + moved.by[0, 0] * moved.slots[0, 0]
+    assert (read[held[0]] - 4).tolist() == [0, 1, 2, 3, 4, 5]
+    assert moved.by[0].tolist() == [4, 0]
+
+
+def test_entries_of_the_memory_pool():
+    """Keys 1, 3, 5, 2 without rotation in pairs: entries 2 and 3.5 at positions 1 and 3."""
+    policy = build_policy("memory_pooling", {"cr": 2}, None)
+    pool = PagePool(
+        head_size=2, state_width=0, dtype=torch.float64, device=torch.device("cpu"), slab_pages=4
+    )
+    cache = CompactCache(pool, policy, layers=1, rows=1, heads=1, frequency=torch.zeros(1))
+    cache.assign(0, RequestSizes(1, 4, 0))
+    for t, value in enumerate([1.0, 3, 5, 2]):
+        key = torch.full((1, 1, 1, 2), value, dtype=torch.float64)
+        arrival = Arrival(torch.tensor([[t]]), key, key, None)
+        done = cache.attend(0, torch.tensor([0]), torch.zeros_like(key), arrival)
+    assert cache.positions(0)[0][0].tolist() == [1, 3]
+    assert done.reads.tolist() == [[2]]
+    torch.testing.assert_close(done.output.flatten()[0].item(), (2 + 3.5) / 2)
+
+
+def test_vectors_move_as_rope_turns_them():
+    a = tiny_architecture("llama")
+    query = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    for distance in (0, 5, -3):
+        cos, sin = rotary_tables(a, torch.tensor([7, 7 + distance]), torch.float32)
+        turn = [
+            query * c[0, 0] + torch.cat([-query[:, 4:], query[:, :4]], -1) * s[0, 0]
+            for c, s in zip(cos, sin, strict=True)
+        ]
+        by = torch.tensor(distance)
+        found = moved_by(turn[0], by, rotary_frequencies(a, torch.device("cpu")))
+        torch.testing.assert_close(found, turn[1], atol=1e-5, rtol=1e-5)
+
+
 def test_budgets_of_layers():
     """T = 64, W = 8, C = 24, beta = 4 and four layers: 36, 28, 20, 12."""
     budget, tokens = torch.tensor([24]), torch.tensor([64])
@@ -132,6 +210,13 @@ def test_budgets_fall_with_depth_and_their_mean_is_the_budget(tokens, budget, la
         ("h2o", {"budget": True}, "budget=True: expected a whole number"),
         ("h2o", {"budget": 4, "group_reduce": "median"}, "choose one of mean, max, sum"),
         ("snapkv", {"budget": 4, "kernel": 4}, "odd number"),
+        ("r_kv", {"budget": 4, "kernel": 4}, "odd number"),
+        ("r_kv", {"budget": 4, "importance": 1.5}, "from 0 to 1"),
+        ("roco", {"budget": 4, "varied": -1}, "use at least 0"),
+        ("memory_pooling", {}, "needs cr"),
+        ("memory_pooling", {"cr": 2.5}, "whole number"),
+        ("memory_pooling", {"budget": 4}, "no option budget"),
+        ("streaming_llm", {"budget": 4, "positions": "new"}, "choose one of original, cache"),
         ("keep_all", {"window": 3}, "no option window"),
         ("dms", {}, "not trained for it"),
         ("window", {}, "state one"),
@@ -142,6 +227,12 @@ def test_budgets_fall_with_depth_and_their_mean_is_the_budget(tokens, budget, la
 def test_what_does_not_fit_is_refused(policy, options, named):
     with pytest.raises(InferenceError, match=named):
         build_policy(policy, options, None)
+
+
+def test_a_channel_that_is_cleared_after_rope_has_no_positions_in_the_cache():
+    options = {"budget": 4, "positions": "cache"}
+    with pytest.raises(InferenceError, match="positions=original"):
+        build_policy("streaming_llm", options, PRESETS["dms_nvidia"])
 
 
 def test_options_as_words():
@@ -168,7 +259,8 @@ def test_a_policy_of_another_distribution(monkeypatch):
 def test_every_policy_takes_prompts_in_parts_of_at_least_one_token():
     request = RequestSizes(10, 30, 0)
     for name in set(policy_names()) - {"auto", "dms", "keep_all", "window"}:
-        policy = build_policy(name, {"budget": 4}, None)
+        own = {"cr": 2} if name == "memory_pooling" else {"budget": 4}
+        policy = build_policy(name, own, None)
         for computed in range(30):
             most = policy.max_tokens(request, computed)
             assert most is None or most >= 1

@@ -15,16 +15,22 @@ POLICIES = [
     ("dms", {}),
     ("window", {"window": 8}),
     ("streaming_llm", {"cr": 2.0, "sinks": 2}),
+    ("streaming_llm", {"cr": 2.0, "sinks": 2, "positions": "cache"}),
+    ("memory_pooling", {"cr": 2}),
     ("h2o", {"cr": 2.0}),
     ("h2o", {"budget": 12, "prefill": "dense"}),
     ("cam", {"cr": 2.0, "targets": 4}),
+    ("roco", {"cr": 2.0}),
     ("tova", {"cr": 2.0}),
     ("snapkv", {"cr": 2.0, **SNAP}),
     ("pyramidkv", {"cr": 2.0, **SNAP, "beta": 4}),
+    ("r_kv", {"budget": 10, **SNAP, "interval": 3}),
     ("knorm", {"cr": 2.0}),
     ("keydiff", {"budget": 12}),
     ("quest", {"budget": 8, "page": 4}),
 ]
+MERGING = ("cam", "memory_pooling")
+EARLY = ("dms", "window", "streaming_llm", "memory_pooling")  # evict before a query reads
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in POLICIES]
 EVERY = pytest.mark.parametrize(("policy", "own"), POLICIES, ids=IDS)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, seed=3)
@@ -59,7 +65,7 @@ def test_batches_chunks_and_caches_give_the_results_of_runs_alone(model, policy,
         {"prefill_chunk": 5},
         {"cache": "dense"},
     ):
-        if policy == "cam" and "cache" in how:
+        if policy in MERGING and "cache" in how:
             continue  # a masked cache merges nothing
         found = LLM(model, options(policy, own, **how)).generate(prompts, GREEDY)
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in alone]
@@ -83,8 +89,8 @@ def test_reads_are_those_of_the_tokens_held_and_none_comes_back(model, policy, o
         if before is not None and generated > 1:
             new = {computed - 1}
             assert all(now <= old | new for now, old in zip(held, before, strict=True))
-            if policy in ("dms", "window", "streaming_llm"):
-                reads += sum(map(len, held)) / len(held)  # evicted before the query reads
+            if policy in EARLY:
+                reads += sum(map(len, held)) / len(held)
             elif policy != "quest":
                 reads += sum(len(old | new) for old in before) / len(before)
         peak = max(peak, sum(map(len, held)) / len(held))
@@ -99,7 +105,8 @@ def test_a_budget_of_the_whole_request_changes_nothing(model, policy, own):
     if policy in ("dms", "window"):
         pytest.skip("has no budget")
     prompts = [random_ids(n, seed=n) for n in LENGTHS]
-    own = {key: value for key, value in own.items() if key != "cr"} | {"budget": 100}
+    whole = {"cr": 1} if policy == "memory_pooling" else {"budget": 100}
+    own = {key: value for key, value in own.items() if key != "cr"} | whole
     found = LLM(model, options(policy, own)).generate(prompts, GREEDY)
     dense = LLM(model, options("keep_all", {})).generate(prompts, GREEDY)
     assert facts(found) == facts(dense)
@@ -168,7 +175,7 @@ def test_prefixes_are_shared_where_the_request_does_not_matter(model, policy, ow
     fresh = LLM(model, options(policy, own)).generate(prompt, GREEDY)[0]
     assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
     assert found.kv.kv_reads == fresh.kv.kv_reads
-    assert (found.kv.cached_tokens > 0) == (policy in ("dms", "window"))
+    assert (found.kv.cached_tokens > 0) == (policy in ("dms", "window", "memory_pooling"))
 
 
 def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):
@@ -184,7 +191,7 @@ def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):
 
 @EVERY
 def test_the_second_turn_of_a_conversation_equals_both_caches(model, policy, own):
-    if policy == "cam":
+    if policy in MERGING:
         pytest.skip("a masked cache merges nothing")
     tokens = []
     for cache in ("compact", "dense"):

@@ -3,154 +3,27 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
 
 from dms_train.inference.cache.compact import CompactCache, merged
-from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import Arrival, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
-
-HEADS, GROUP, SIZE, LENGTH = 2, 2, 6, 40
-SCALE = 1 / math.sqrt(SIZE)
-
-
-def compact(policy, rows):
-    pool = PagePool(
-        head_size=SIZE,
-        state_width=policy.state_width,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        page_slots=4,
-        slab_pages=4,
-    )
-    return CompactCache(pool, policy, layers=1, rows=rows, heads=HEADS)
-
-
-def dense(policy, rows):
-    like = torch.zeros(0, SIZE, dtype=torch.float64)
-    return DenseCache(policy, layers=1, rows=rows, heads=HEADS, like=like)
-
-
-def text(rows, length=LENGTH, seed=0):
-    """Queries [rows, HEADS * GROUP, length, SIZE], keys and values [rows, HEADS, length, SIZE]."""
-    draw = torch.Generator().manual_seed(seed)
-    query = torch.randn(rows, HEADS * GROUP, length, SIZE, generator=draw, dtype=torch.float64)
-    key, value = torch.randn(2, rows, HEADS, length, SIZE, generator=draw, dtype=torch.float64)
-    return 2 * query, key, value
-
-
-def run(cache, data, requests, *, chunk):
-    """Outputs, reads and kept positions of every row, one pass after another, as engines plan them.
-
-    Rows take part with as many tokens as the policy allows; those with one token have a pass of
-    their own, others are padded.
-    """
-    rows, length = len(requests), data[0].shape[2]
-    for row, request in enumerate(requests):
-        cache.assign(row, request)
-    done = [0] * rows
-    outputs, reads, kept = ([[] for _ in requests] for _ in range(3))
-    while any(n < length for n in done):
-        counts = {}
-        for row in (row for row in range(rows) if done[row] < length):
-            most = cache.policy.max_tokens(requests[row], done[row]) or chunk
-            counts[row] = min(most, chunk, length - done[row])
-        single = {row: 1 for row, count in counts.items() if count == 1}
-        for part in (single, {row: n for row, n in counts.items() if n > 1}):
-            result = attend(cache, data, done, part)
-            for place, (row, count) in enumerate(part.items()):
-                outputs[row].append(result.output[place, :, :count])
-                reads[row].append(result.reads[place])
-                done[row] += count
-                (heads,) = cache.positions(row)
-                kept[row].append((done[row], [set(head.tolist()) for head in heads]))
-    return [torch.cat(parts, 1) for parts in outputs], [sum(r) for r in reads], kept
-
-
-def attend(cache, data, done, counts):
-    """A pass of these rows, each with so many tokens behind those that are done."""
-    if not counts:
-        return None
-    width = max(counts.values())
-    position = torch.full((len(counts), width), -1)
-    parts = [torch.zeros(len(counts), x.shape[1], width, SIZE, dtype=x.dtype) for x in data]
-    for place, (row, count) in enumerate(counts.items()):
-        position[place, :count] = torch.arange(done[row], done[row] + count)
-        for part, x in zip(parts, data, strict=True):
-            part[place, :, :count] = x[row, :, done[row] : done[row] + count]
-    arrival = Arrival(position, parts[1], parts[2], None)
-    return cache.attend(0, torch.tensor(list(counts)), parts[0], arrival)
-
-
-class Rule:
-    """One row of a policy, token by token, with Python sets.
-
-    Attributes:
-        held: Positions by KV head.
-    """
-
-    def __init__(self, data, row, request, **options):
-        self.query, self.key, self.value = (x[row] for x in data)
-        self.request, self.options = request, options
-        self.held = [set() for _ in range(HEADS)]
-        self.score = [{} for _ in range(HEADS)]
-        self.outputs, self.reads, self.after = [], [0] * HEADS, []
-
-    @property
-    def budget(self):
-        if "budget" in self.options:
-            return self.options["budget"]
-        whole = {
-            "total": self.request.limit,
-            "input": self.request.prompt,
-            "growing": max(self.request.prompt, len(self.outputs) + 1),
-        }[self.options.get("budget_mode", "total")]
-        return max(1, math.floor(whole / self.options["cr"]))
-
-    def weights(self, head, query, places):
-        """Attention of a query head over positions, in their order."""
-        scores = self.key[head // GROUP, places] @ self.query[head, query] * SCALE
-        return scores.softmax(0)
-
-    def visible(self, t, head):
-        """Positions that query head `head` reads at step t, the token itself included."""
-        return sorted(self.held[head // GROUP])
-
-    def go(self):
-        for t in range(LENGTH):
-            self.before(t)
-            for held in self.held:
-                held.add(t)
-            output, read = [], [set() for _ in range(HEADS)]
-            for head in range(HEADS * GROUP):
-                places = self.visible(t, head)
-                weights = self.weights(head, t, places)
-                output.append(weights @ self.value[head // GROUP, places])
-                read[head // GROUP].update(places)
-                self.seen(t, head, places, weights)
-            self.reads = [n + len(r) for n, r in zip(self.reads, read, strict=True)]
-            self.evict(t)
-            self.outputs.append(torch.stack(output))
-            self.after.append([set(held) for held in self.held])
-        return torch.stack(self.outputs, 1), torch.tensor(self.reads), self.after
-
-    def before(self, t):
-        pass
-
-    def seen(self, t, head, places, weights):
-        pass
-
-    def evict(self, t):
-        pass
-
-    def cut(self, g, score, protected, budget):
-        """Drop the lowest scores of a KV head, of equal ones the highest position."""
-        while len(self.held[g]) > budget:
-            free = self.held[g] - protected
-            self.held[g].remove(min(free, key=lambda j: (score[j], -j)))
+from tests.unit.inference.policies.rules import (
+    FREQUENCY,
+    GROUP,
+    HEADS,
+    LENGTH,
+    SCALE,
+    Rule,
+    compact,
+    dense,
+    run,
+    text,
+)
 
 
 class StreamingLLM(Rule):
@@ -159,6 +32,41 @@ class StreamingLLM(Rule):
         first = self.budget - last
         for g, held in enumerate(self.held):
             self.held[g] = {j for j in held if j < first or t - j < last}
+
+
+def turned(x, positions):
+    """Vectors [n, SIZE] turned by RoPE, with complex numbers."""
+    pairs = torch.complex(*x.chunk(2, -1)) * torch.exp(
+        1j * torch.as_tensor(positions).double()[:, None] * FREQUENCY.double()
+    )
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+class StreamingLLMByCache(StreamingLLM):
+    """Without RoPE, and then with the places among the tokens read as positions."""
+
+    def weights(self, head, query, places):
+        n, g = len(places), head // GROUP
+        key = turned(turned(self.key[g, places], [-j for j in places]), range(n))
+        own = turned(turned(self.query[head, query : query + 1], [-query]), [n - 1])[0]
+        return (key @ own / math.sqrt(len(own))).softmax(0)
+
+
+class MemoryPooling(Rule):
+    """Means of segments, of keys without RoPE, which then get the position of the newest token."""
+
+    def before(self, t):
+        if t == 0:
+            self.whole = self.key, self.value
+        cr = int(self.options["cr"])
+        self.held = [set(range(cr - 1, t, cr)) for _ in range(HEADS)]
+        self.key, self.value = (x.clone() for x in self.whole)
+        for last in [*self.held[0], t]:
+            segment = list(range(last // cr * cr, last + 1))
+            for g in range(HEADS):
+                plain = turned(self.whole[0][g, segment], [-j for j in segment]).mean(0)
+                self.key[g, last] = turned(plain[None], [last])[0]
+                self.value[g, last] = self.whole[1][g, segment].mean(0)
 
 
 class H2O(Rule):
@@ -188,6 +96,28 @@ class CaM(H2O):
             for k in targets:
                 values[k] += min(1.0, score[j] / mean) * self.value[g, j] / len(targets)
         self.value = torch.stack([values if n == g else v for n, v in enumerate(self.value)])
+
+
+class RoCo(Rule):
+    """Sums over queries and query heads; the queries since a token entered are all later ones."""
+
+    def seen(self, t, head, places, weights):
+        score = self.score[head // GROUP]
+        for place, weight in zip(places, weights.tolist(), strict=True):
+            score.setdefault(place, []).append(weight)
+
+    def evict(self, t):
+        if self.options.get("prefill") == "dense" and t + 1 < self.request.prompt:
+            return
+        budget = self.budget
+        recent = self.options.get("recent", budget // 4)
+        varied = min(self.options.get("varied", budget // 2), budget - recent)
+        for g in range(HEADS):
+            mean = {j: sum(self.score[g][j]) / len(self.score[g][j]) for j in self.held[g]}
+            deviation = {j: statistics.pstdev(self.score[g][j]) for j in self.held[g]}
+            last = set(range(t + 1 - recent, t + 1))
+            others = sorted(self.held[g] - last, key=lambda j, d=deviation: (-d[j], j))
+            self.cut(g, mean, last | set(others[:varied]), budget)
 
 
 class TOVA(Rule):
@@ -227,6 +157,45 @@ class SnapKV(Rule):
             last = set(range(t + 1 - min(window, self.kept()), t + 1))
             score = dict(enumerate(pooled)) | dict.fromkeys(range(first, t + 1), 0.0)
             self.cut(g, score, last, self.kept())
+
+
+class RKV(Rule):
+    def evict(self, t):
+        prompt, interval = self.request.prompt, self.options["interval"]
+        if t + 1 < prompt or (t + 1 - prompt) % interval:
+            return
+        window, kernel = self.options["window"], self.options["kernel"]
+        weight = self.options.get("importance", 0.07)
+        for g, held in enumerate(self.held):
+            places = sorted(held)
+            first = [j for j in places if j < t + 1 - window]
+            queries = range(max(0, t + 1 - window), t + 1)
+            importance = torch.zeros(len(first), dtype=torch.float64)
+            for query in queries:
+                own = self.query[g * GROUP : (g + 1) * GROUP, query]
+                importance += (own @ self.key[g, first].T * SCALE).amax(0).softmax(0)
+            pooled = [
+                float(importance[max(0, i - kernel // 2) : i + kernel // 2 + 1].max())
+                for i in range(len(first))
+            ]
+            repeated = self.redundancy(g, places)
+            score = {
+                j: weight * p / len(queries) - (1 - weight) * r
+                for j, p, r in zip(first, pooled, repeated, strict=False)
+            }
+            last = set(range(t + 1 - min(window, self.budget), t + 1))
+            self.cut(g, score | dict.fromkeys(queries, -math.inf), last, self.budget)
+
+    def redundancy(self, g, places):
+        unit = self.key[g, places] / self.key[g, places].norm(dim=1, keepdim=True)
+        cosine = [[float(a @ b) for b in unit] for a in unit]
+        for i, row in enumerate(cosine):
+            row[i] = 0.0
+            similar = [n for n, c in enumerate(row) if c > self.options.get("threshold", 0.5)]
+            if similar or not self.options.get("fix_empty_rows"):
+                row[max(similar, default=0)] = 0.0
+        mean = torch.tensor(cosine, dtype=torch.float64).mean(0)
+        return mean.softmax(0).tolist()
 
 
 class Knorm(Rule):
@@ -271,16 +240,39 @@ CASES = [
     ("streaming_llm", {"budget": 9, "sinks": 2}, StreamingLLM),
     ("streaming_llm", {"cr": 3.0}, StreamingLLM),
     ("streaming_llm", {"cr": 2.0, "sinks": 2, "budget_mode": "growing"}, StreamingLLM),
+    ("streaming_llm", {"budget": 9, "sinks": 2, "positions": "cache"}, StreamingLLMByCache),
+    (
+        "streaming_llm",
+        {"cr": 2.0, "sinks": 3, "budget_mode": "growing", "positions": "cache"},
+        StreamingLLMByCache,
+    ),
+    ("memory_pooling", {"cr": 4}, MemoryPooling),
     ("h2o", {"budget": 9}, H2O),
     ("h2o", {"cr": 2.0, "budget_mode": "growing"}, H2O),
     ("tova", {"cr": 2.0, "budget_mode": "input"}, TOVA),
     ("h2o", {"cr": 3.0, "prefill": "dense"}, H2O),
     ("cam", {"budget": 9, "expected": True, "targets": 3}, CaM),
     ("cam", {"cr": 3.0, "prefill": "dense", "expected": True, "targets": 20}, CaM),
+    ("roco", {"budget": 9}, RoCo),
+    ("roco", {"cr": 3.0, "prefill": "dense", "recent": 3, "varied": 20}, RoCo),
     ("tova", {"budget": 7}, TOVA),
     ("tova", {"cr": 4.0, "scope": "group", "protect_last": True}, TOVA),
     ("snapkv", {"budget": 12, **SNAP}, SnapKV),
     ("snapkv", {"cr": 3.0, **SNAP, "pool": "avg", "kernel": 5}, SnapKV),
+    ("r_kv", {"budget": 12, "window": 4, "kernel": 3, "interval": 5}, RKV),
+    (
+        "r_kv",
+        {
+            "cr": 3.0,
+            "window": 3,
+            "kernel": 5,
+            "interval": 7,
+            "importance": 0.5,
+            "threshold": 0.2,
+            "fix_empty_rows": True,
+        },
+        RKV,
+    ),
     ("knorm", {"budget": 8}, Knorm),
     ("keydiff", {"budget": 8}, KeyDiff),
     ("quest", {"budget": 12, "page": 4}, Quest),
@@ -292,7 +284,7 @@ CASES = [
 @pytest.mark.parametrize("chunk", [40, 7, 23])
 @pytest.mark.parametrize(("name", "options", "rule"), CASES, ids=lambda x: str(x)[:40])
 def test_the_rule_is_kept_in_mixed_batches(build, chunk, name, options, rule):
-    if rule is CaM and build is dense:
+    if rule in (CaM, MemoryPooling) and build is dense:
         pytest.skip("a masked cache merges nothing")
     data = text(len(REQUESTS))
     policy = build_policy(name, options, None)

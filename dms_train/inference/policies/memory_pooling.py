@@ -1,0 +1,91 @@
+"""Fixed memory pooling: every `cr` tokens become one (DMC paper, arXiv:2403.09636).
+
+The variant of Dynamic Memory Compression without decisions: a token starts a cache entry if its
+position is a multiple of `cr`; others are averaged into the entry before them, with equal weights.
+Keys are averaged before RoPE, and the entry has the position of its newest token, as in NVIDIA's
+code of the method at d36bf8d533 (A-DMC3). A query reads the entry of its own token as far as it
+has come. Prompts are computed one token at a time, because each token changes an entry that the
+next query reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import CachePolicy, Merge, PolicyKind, RequestSizes, Slots
+from dms_train.inference.policies.rotation import moved_by
+from dms_train.limits import AtLeast, Below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoolingOptions:
+    """Options of `memory_pooling`.
+
+    Attributes:
+        cr: Tokens of an entry, a whole number.
+    """
+
+    cr: Annotated[float | None, AtLeast(1), Below(2**31)] = None
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for no ratio, or for one that is not a whole number."""
+        if self.cr is None:
+            yield "needs cr, the tokens of a cache entry"
+        elif self.cr != int(self.cr):
+            yield f"cr={self.cr}: use a whole number"
+
+
+class MemoryPoolingPolicy(CachePolicy):
+    """An entry has the position of its newest token, so that it needs no state."""
+
+    needs_content = True
+    settles = False
+
+    def __init__(self, options: MemoryPoolingOptions) -> None:
+        self._size = int(options.cr or 1)
+
+    def max_tokens(self, request: RequestSizes, computed: int) -> int:
+        """One."""
+        return 1
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """Tokens that a later one of their entry takes in."""
+        position = slots.position[:, :, None, :]
+        return (position < at[:, None, :, None]) & ((position + 1) % self._size != 0)
+
+    def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
+        """Average the open entry and the token that arrives."""
+        sequences = slots.sequences
+        assert sequences is not None
+        assert sequences.frequency is not None
+        assert slots.key is not None
+        source = evicted.nonzero()
+        if not len(source):
+            return None
+        b, h, place = source.unbind(1)
+        newest = (slots.position == (sequences.end - 1)[:, None, None]).int().argmax(-1)[b, h]
+        heads, count = slots.position.shape[1:]
+        taken = slots.position[b, h, place] % self._size + 1  # tokens of the open entry
+        wide = torch.promote_types(slots.key.dtype, torch.float32)
+        share = taken.to(wide) / (taken + 1)
+        scale = torch.ones_like(slots.position, dtype=wide)
+        scale[b, h, newest] = 1 - share
+        target = (b * heads + h) * count + newest
+        one = torch.ones_like(taken)
+        return Merge(
+            source=(b * heads + h) * count + place,
+            target=target,
+            key_weight=share,
+            value_weight=share,
+            key_scale=scale,
+            value_scale=scale,
+            source_key=moved_by(slots.key[b, h, place], one, sequences.frequency),
+        )
+
+
+POLICY = PolicyKind(MemoryPoolingOptions, lambda options, spec: MemoryPoolingPolicy(options))

@@ -1,0 +1,80 @@
+"""RoCo: the least attended token of steady attention leaves (Ren and Zhu, 2024, arXiv:2402.06262).
+
+A token's score is the mean attention that it has received since it entered the cache. The newest
+tokens stay, and so do those whose attention varies most, whatever their score. The D2O paper only
+names the method; sizes are choices of this project (A-ROCO1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
+from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy
+from dms_train.limits import AtLeast, Below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoCoOptions(ScoredOptions):
+    """Options of `roco`.
+
+    Attributes:
+        recent: Newest tokens that stay; None for a quarter of the budget, rounded down.
+        varied: Tokens of the largest standard deviation that stay; None for half of the budget.
+            Both count against the budget, of which the newest tokens come first.
+    """
+
+    recent: Annotated[int | None, AtLeast(0), Below(2**31)] = None
+    varied: Annotated[int | None, AtLeast(0), Below(2**31)] = None
+
+
+class RoCoPolicy(ScoredPolicy):
+    """State: the attention received so far, and the sum of its squares.
+
+    Both are sums over the queries and over the query heads of a KV head.
+    """
+
+    state_width = 2
+
+    def __init__(self, options: RoCoOptions) -> None:
+        super().__init__(options)
+        self._recent, self._varied = options.recent, options.varied
+
+    def observe(self, slots: Slots, received: Received) -> Tensor:
+        """Add what the pass gave."""
+        heads = received.total.shape[2]
+        new = torch.stack([received.total.sum(2), received.squares.sum(2)], -1) / heads
+        return slots.state + new.to(slots.state)
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """The least mean of the tokens that are neither recent nor varied."""
+        sequences = slots.sequences
+        assert sequences is not None
+        budget = self.budget(sequences)
+        recent, varied = self._protected(budget)
+        mean, deviation = self._statistics(slots, sequences)
+        last = newest(slots.position, sequences.end, recent)
+        outside = deviation.masked_fill(last, torch.inf)
+        stays = ~beyond_budget(outside, slots.position, recent + varied)
+        score = mean.masked_fill(stays, torch.inf)
+        return beyond_budget(score, slots.position, budget)[:, :, None]
+
+    def _protected(self, budget: Tensor) -> tuple[Tensor, Tensor]:
+        """How many tokens stay because they are new and because they vary, int64 [b] each."""
+        recent = budget // 4 if self._recent is None else budget.clamp(max=self._recent)
+        varied = budget // 2 if self._varied is None else budget.new_tensor(self._varied)
+        return recent, torch.minimum(varied, budget - recent)
+
+    def _statistics(self, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the attention of each token, [b, h, s]."""
+        queries = (sequences.end[:, None, None] - slots.position).clamp(min=1)
+        mean, square = (slots.state / queries[..., None]).unbind(-1)
+        return mean, (square - mean * mean).clamp(min=0).sqrt()
+
+
+POLICY = PolicyKind(RoCoOptions, lambda options, spec: RoCoPolicy(options))

@@ -1,0 +1,23 @@
+"""RoPE on keys and queries that have it already: the same vectors at other positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def moved_by(x: Tensor, distance: Tensor, frequency: Tensor) -> Tensor:
+    """Vectors with RoPE, as they are `distance` positions further, at least float32.
+
+    Angles are computed in float64. Distances may be negative.
+
+    Args:
+        x: [..., d]; channel c is turned together with channel c + d / 2.
+        distance: Integers [...], or what broadcasts to it.
+        frequency: [d / 2], radians for each position.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    angle = distance.double()[..., None] * frequency.double()
+    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+    first, second = x.to(wide).chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
