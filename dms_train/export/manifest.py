@@ -14,7 +14,7 @@ from dms_train.families import FAMILIES
 from dms_train.hf.formats import ExportFormat
 from dms_train.inference.cache import allocator, base, compact, policy_state, pool
 from dms_train.inference.policies import base as policy
-from dms_train.inference.policies import dms
+from dms_train.inference.policies import dms, rotation
 from dms_train.kernels.decode import slots
 
 # Module: its name beside the modelling code.
@@ -26,6 +26,7 @@ CACHE_MODULES: dict[ModuleType, str] = {
     pool: "pool_dms",
     policy: "policy_dms",
     dms: "eviction_dms",
+    rotation: "rotation_dms",
     slots: "slots_dms",
 }
 _MODELING = Path(__file__).parent / "code"
