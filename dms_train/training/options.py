@@ -134,7 +134,7 @@ class RunOptions:
 
     Attributes:
         dir: Run folder: resolved config, metrics, checkpoints, exports.
-        seed: Data order and relaxation noise.
+        seed: Data order, relaxation noise, and the weights of a model trained from scratch.
         resume: `auto` continues from the newest valid checkpoint in `dir`, `never` refuses a
             folder that already holds one.
         load: Megatron checkpoint whose weights the student starts from, instead of the model's.

@@ -43,7 +43,8 @@ class RandomWeights:
         if name.endswith(".bias"):
             return torch.zeros(shape)
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        generator = torch.Generator().manual_seed((self._seed << 32) + zlib.crc32(name.encode()))
+        # torch's generator on the CPU reads the lower 32 bits of its seed only
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), self._seed))
         std = self._output_std if residual else self._std
         return torch.randn(shape, generator=generator) * std
 

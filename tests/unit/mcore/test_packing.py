@@ -99,6 +99,8 @@ def test_one_document_for_each_sample_is_the_unpacked_step(view: ParallelView, c
 def test_an_evaluation_counts_slots_of_documents(view: ParallelView) -> None:
     """cr_factor: tokens over slots at the last token of each document, padding left out."""
     step = Step(view, "cr1_step0", eviction="hard")
+    a, channel = step.architecture, step.spec.channel
+    step.engine.load_hf(tiny.SmallEvictionChannels(a, 1, channel, factor=0.02))  # evicts more
     found = step.engine.evaluate(step.plan, packs())
     held = seen = 0.0
     for batch, lengths in zip(packs(), LENGTHS, strict=True):
@@ -108,7 +110,7 @@ def test_an_evaluation_counts_slots_of_documents(view: ParallelView) -> None:
                 result = step.engine.evaluate(step.plan, [alone])
                 held += len(part) / result.cr_factor
                 seen += len(part)
-    assert 1.01 < found.cr_factor == pytest.approx(seen / held)
+    assert 1.2 < found.cr_factor == pytest.approx(seen / held)
     layers = torch.tensor(found.kept)
     assert layers.mean().item() == pytest.approx(held / seen)
 
