@@ -1,8 +1,8 @@
 """The DMS specification: every constant that defines what a retrofitted model computes.
 
 `MethodOptions` is the `method` block of a configuration, `DMSSpec` the same values after their
-check. A spec is stored with each checkpoint and export. `conf/method/NAME.yaml` holds the values of
-each preset; `PRESETS` is read from these files.
+check. A spec is stored with each checkpoint and export. `conf/method/NAME.yaml` holds all values of
+each preset, so that there are no defaults here; `PRESETS` is read from these files.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class MethodOptions:
     window: Annotated[int, AtLeast(1)]
     clear_after_rope: bool
     alpha_in_loss: Annotated[str, OneOf("soft", "hard_st")]
-    tau: float = 0.1
-    aux_form: Annotated[str, OneOf("mean", "sum")] = "mean"
-    eviction: Annotated[str, OneOf("delayed", "immediate")] = "delayed"
-    kl_direction: Annotated[str, OneOf("teacher_student", "student_teacher")] = "teacher_student"
-    kl_temperature: float = 1.0
+    tau: float
+    aux_form: Annotated[str, OneOf("mean", "sum")]
+    eviction: Annotated[str, OneOf("delayed", "immediate")]
+    kl_direction: Annotated[str, OneOf("teacher_student", "student_teacher")]
+    kl_temperature: float
 
     def check(self, path: str) -> Iterator[str]:
         """One line for every constant that no model can be trained with."""
