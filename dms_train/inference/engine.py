@@ -21,7 +21,7 @@ from dms_train.inference.policies.registry import check_policy
 from dms_train.inference.row_memory import RowMemory
 from dms_train.inference.runner import DecodeStep, ModelRunner
 from dms_train.inference.sampler import SampledToken, sample
-from dms_train.inference.scheduler import Scheduler
+from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
 
@@ -226,9 +226,10 @@ class InferenceEngine:
             Outputs of the requests that advanced or ended; empty if there are none.
         """
         allowed = self._sequences(request_ids)
-        plan = self._scheduler.schedule(time.monotonic(), allowed)
-        involved = [*(s for s, _ in plan.batch), *plan.ended, *self._on_their_way()]
+        plan: Schedule[Sequence] = Schedule()
+        on_their_way = self._on_their_way()
         try:
+            self._scheduler.schedule(time.monotonic(), allowed, plan)
             self._advance(plan.batch, plan.ended)
             taking_part = self._report(allowed)
             for sequence in taking_part:
@@ -239,7 +240,8 @@ class InferenceEngine:
             outputs = [self._output(r) for r in requests if r.finished or not r.final_only]
         except BaseException:
             self._launched = None
-            for sequence in involved:
+            computed = [sequence for sequence, _ in plan.batch]
+            for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
                 self.abort(sequence.request_id)
             raise
         for sequence in taking_part:

@@ -195,11 +195,13 @@ class Schedule(Generic[State]):
 
     Attributes:
         batch: Sequences that take part and the number of their tokens.
+        placed: Sequences that were given a row.
         preempted: Sequences whose cache was freed for others.
         ended: Sequences with a `finish_reason` set by the scheduler; their cache is still theirs.
     """
 
     batch: list[tuple[State, int]] = field(default_factory=list)
+    placed: list[State] = field(default_factory=list)
     preempted: list[State] = field(default_factory=list)
     ended: list[State] = field(default_factory=list)
 
@@ -283,17 +285,24 @@ class Scheduler(Generic[State]):
         shared = max(0, self.expected_pages(cached) - window)
         return self.expected_pages(len(sequence.tokens)) - shared
 
-    def schedule(self, now: float, allowed: Collection[State] | None = None) -> Schedule[State]:
+    def schedule(
+        self,
+        now: float,
+        allowed: Collection[State] | None = None,
+        plan: Schedule[State] | None = None,
+    ) -> Schedule[State]:
         """Plan the next step.
 
         Args:
             now: Seconds, on the clock of the deadlines.
             allowed: Sequences that may take part; None for all.
+            plan: An empty one to fill, which has what was decided if the cache raises an error;
+                None makes one.
 
         Returns:
             The step; its batch is empty if there is nothing to do.
         """
-        step = _Step(self, allowed)
+        step = _Step(self, allowed, Schedule() if plan is None else plan)
         step.end_late(now)
         step.extend()
         step.admit()
@@ -307,8 +316,13 @@ class _Step(Generic[State]):
         plan: What is decided so far.
     """
 
-    def __init__(self, scheduler: Scheduler[State], allowed: Collection[State] | None) -> None:
-        self.plan: Schedule[State] = Schedule()
+    def __init__(
+        self,
+        scheduler: Scheduler[State],
+        allowed: Collection[State] | None,
+        plan: Schedule[State],
+    ) -> None:
+        self.plan = plan
         self._scheduler, self._limits = scheduler, scheduler.limits
         self._allowed = allowed
         self._budget = scheduler.limits.batch_tokens
@@ -348,6 +362,7 @@ class _Step(Generic[State]):
                 return
             if not scheduler.free_rows and not self._preempt(self._idle()):
                 return
+            self.plan.placed.append(sequence)  # before, as the cache may raise an error
             scheduler.place(sequence)
             planned = self._planned
             self._compute(sequence)

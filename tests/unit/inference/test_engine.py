@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -213,3 +214,34 @@ def test_logits_of_the_longest_text(llm):
     assert llm.logits(random_ids(1024)).shape == (1024, 61)
     with pytest.raises(InferenceError, match="1025 tokens"):
         llm.logits(random_ids(1025))
+
+
+@pytest.mark.parametrize("decoding", [False, True], ids=["alone", "beside-another"])
+def test_a_cache_that_fails_while_a_step_is_planned_loses_the_requests_of_the_step_only(
+    folder, monkeypatch, decoding
+):
+    directory = folder("llama", small_spec("dms"))
+    engine = InferenceEngine(directory, EngineOptions(max_num_seqs=2))
+    if decoding:
+        engine.add_request(random_ids(5), GREEDY)
+        engine.step()
+    lost = engine.add_request(random_ids(6), GREEDY)
+    later = engine.add_request(random_ids(7), GREEDY)
+    assign = engine._runner.cache.assign
+
+    def fails(*_arguments):
+        monkeypatch.setattr(engine._runner.cache, "assign", assign)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._runner.cache, "assign", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    assert engine.free_rows == 2
+    assert not engine.has_request(lost)
+    assert engine.has_request(later)
+    tokens = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens = output.outputs[0].token_ids
+    assert engine.free_rows == 2
+    assert tokens == LLM(directory).generate(random_ids(7), GREEDY)[0].outputs[0].token_ids
