@@ -53,8 +53,10 @@ class IncrementalDetokenizer:
     """Text of generated tokens, one token at a time.
 
     A text that was returned never changes: bytes of a character whose rest has not come yet are
-    held back. Bytes that form no character are left out, so that no replacement character is
-    returned.
+    held back. Bytes that can form no character any more become U+FFFD, as in the text of all tokens
+    at once. Tokenizers with byte fallback (Llama 2, Mistral) differ in one point: all at once, they
+    give U+FFFD for every byte of a run of byte tokens with one wrong byte, also for the characters
+    before it, which were returned already here.
 
     Args:
         tokenizer: Of the model.
@@ -74,17 +76,22 @@ class IncrementalDetokenizer:
             return ""
         before = self._known if head.endswith(_REPLACEMENT) else []  # the start of a character
         self._known, self._pending = before + self._pending, []
-        return text.replace(_REPLACEMENT, "")
+        return text
 
     def finish(self) -> str:
-        """What was held back, without an incomplete character at its end."""
-        return self._decoded()[1].replace(_REPLACEMENT, "")
+        """What was held back; U+FFFD for an incomplete character at its end."""
+        return self._decoded()[1] if self._pending else ""
 
     def _decoded(self) -> tuple[str, str]:
         """Text of the known tokens and of the pending ones behind them."""
         head = self._tokenizer.decode(self._known)
         whole = self._tokenizer.decode(self._known + self._pending)
-        return head, whole[len(head.rstrip(_REPLACEMENT)) :]
+        known = len(head.rstrip(_REPLACEMENT))
+        if head[:known] != whole[:known]:  # a wrong byte behind those of `head`
+            return head, self._tokenizer.decode(self._pending)
+        while known < len(head) and whole.startswith(_REPLACEMENT, known):
+            known += 1  # those of `head` that the pending tokens do not complete
+        return head, whole[known:]
 
 
 def _context(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:

@@ -29,7 +29,8 @@ def test_a_completion_is_what_the_engine_generates(client, llm):
     answer = client.completions.create(prompt="the river", max_tokens=40, **GREEDY)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     output = llm.generate("the river", params)[0]
-    assert answer.choices[0].text == output.outputs[0].text.replace("\ufffd", "")
+    assert answer.choices[0].text == output.outputs[0].text
+    assert answer.choices[0].text == llm.tokenizer.decode(output.outputs[0].token_ids)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.prompt_tokens == len(output.prompt_token_ids)
     assert answer.usage.completion_tokens == 40
@@ -49,7 +50,7 @@ def test_a_chat_is_the_completion_of_its_template(client, llm):
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     output = llm.generate([ids], params)[0]
     assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == output.outputs[0].text.replace("\ufffd", "")
+    assert answer.choices[0].message.content == output.outputs[0].text
     assert answer.usage.prompt_tokens == len(ids)
 
 
@@ -83,12 +84,22 @@ def test_the_parts_of_a_stream_are_the_whole_answer(client, seed, stop, n, chat)
     for chunk in create(**options, stream=True):
         for choice in chunk.choices:
             piece = (choice.delta.content or "") if chat else choice.text
-            assert "\ufffd" not in piece
             texts[choice.index] += piece
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert texts == [c.message.content if chat else c.text for c in whole.choices]
     assert reasons == [c.finish_reason for c in whole.choices]
     assert not any(text in found for text in stop for found in texts)
+
+
+def test_bytes_that_form_no_character_are_held_back_until_the_end(client, llm):
+    half = llm.tokenizer.encode("🦀")[0]
+    options = {**GREEDY, "prompt": "the", "max_tokens": 3, "logit_bias": {str(half): 100}}
+    whole = client.completions.create(**options)
+    assert whole.choices[0].text == llm.tokenizer.decode([half] * 3) == "\ufffd" * 3
+    pieces = [c.choices[0].text for c in client.completions.create(**options, stream=True)]
+    assert [piece for piece in pieces if piece] == ["\ufffd" * 3]
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logit_bias={half: 100})
+    assert llm.generate("the", params)[0].outputs[0].text == "\ufffd" * 3
 
 
 def test_several_prompts_and_continuations_are_numbered_in_order(client):
