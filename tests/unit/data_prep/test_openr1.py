@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from dms_train.data.manifest import read_manifest
 from dms_train.data.reader import ShardReader
 from dms_train.data_prep.prepare import main
-from tests.support import launch
+from tests.support import dataset_hub, launch
 from tests.unit.data_prep.conftest import STOPS, row, trace
 
 WriteRows = Callable[..., str]
@@ -410,6 +410,43 @@ def test_a_data_set_of_the_local_hub_cache_is_read(
     assert texts(tmp_path, r1) == texts(tmp_path, r1, "local")
     (source,) = read_manifest(tmp_path / "out").sources
     assert source.name == f"owner/name:default:train@{commit}"
+
+
+def parquet_bytes(rows: list[dict[str, Any]]) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    stream = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), stream, row_group_size=100)
+    return stream.getvalue().to_pybytes()
+
+
+def test_a_data_set_of_the_hub_is_streamed_with_consent_and_continued(
+    tmp_path: Path, r1: str, write_rows: WriteRows
+) -> None:
+    rows = [row(number) for number in range(330)]
+    parts = {f"data/train-0000{n}-of-00002.parquet": rows[300 * n :][:300] for n in (0, 1)}
+    words = ["openr1", dataset_hub.NAME, "--tokenizer", r1, "--output", str(tmp_path / "out")]
+    files = {name: parquet_bytes(part) for name, part in parts.items()}
+    with dataset_hub.dataset_hub(files) as hub:
+        settings = hub.environment(str(tmp_path / "home"))
+        hub.lost = {max(files)}
+        command = ("-m", "dms_train.data_prep.prepare", *words)
+        done = launch.python(*command, **settings)
+        assert (done.returncode, hub.requests) == (2, [])
+        assert "stream it with --allow-network" in done.stderr
+        done = launch.python(*command, "--allow-network", **settings)
+        assert done.returncode == 2
+        assert "owner/name: row 300 cannot be read" in done.stderr
+        state = json.loads((tmp_path / "out.work" / "state.json").read_text())
+        assert 0 < state["next_row"] <= 300
+        hub.lost = set()
+        launch.checked(launch.python(*command, "--allow-network", **settings))
+    assert main(["openr1", write_rows(rows), *words[2:5], str(tmp_path / "local")]) == 0
+    assert texts(tmp_path, r1) == texts(tmp_path, r1, "local")
+    (source,) = read_manifest(tmp_path / "out").sources
+    assert source.name == f"owner/name:default:train@{dataset_hub.COMMIT}"
+    assert not list((tmp_path / "home").rglob("*.parquet"))  # streamed, not downloaded
 
 
 @pytest.mark.parametrize(("rule", "kept"), [("flag", 25), ("reverify", 28), ("strict", 23)])
