@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from dms_train.training.engine import TrainEngine
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
 from dms_train.training.state import TrainState
+
+# On slow storage the files of a checkpoint take longer to delete than other ranks wait for rank 0.
+_REMOVAL_PATIENCE_SECONDS = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class Saver:
     provenance: dict[str, Any]
     _failures: int = field(default=0, init=False)
     _held_up: float = field(default=0.0, init=False)  # seconds that training waited for the save
+    _removals: Removals = field(default_factory=lambda: Removals(), init=False)
 
     def path(self, state: TrainState) -> Path:
         """Folder of the checkpoint of this position."""
@@ -47,6 +52,8 @@ class Saver:
         self, state: TrainState, *, permanent: bool, required: bool, wait: bool = False
     ) -> None:
         """Save the position of the run, after finishing what is still being written.
+
+        What is being deleted has some time to make room first.
 
         Args:
             state: The position.
@@ -59,7 +66,8 @@ class Saver:
         """
         self.settle(state.step)
         if self.is_main_rank:
-            remove_unfinished(self.folder)
+            remove_unfinished(self.folder, self._removals)
+            self._removals.wait(_REMOVAL_PATIENCE_SECONDS)
         described = {**state.to_dict(), "permanent": permanent, **self.provenance}
         waits = wait or required or not self.options.async_save
         try:
@@ -110,12 +118,32 @@ class Saver:
     def _saved(self, step: int, path: Path) -> None:
         self.reporter.saved(step, path, self._held_up)
         if self.is_main_rank:
-            remove_old(path, self.options.keep_checkpoints)
+            remove_old(path, self.options.keep_checkpoints, self._removals)
 
     def _failed(self, step: int, error: ValueError) -> None:
         self._failures += 1
         if self.is_main_rank:
             self.reporter.save_failed(step, self._failures, str(error).rpartition(": ")[0])
+
+
+class Removals:
+    """Deletes folders in a thread, one after the other, while training goes on.
+
+    The process ends after the last one. What an interrupted one leaves is an unfinished save to the
+    next run.
+    """
+
+    def __init__(self) -> None:
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="removal")
+        self._pending: set[futures.Future[None]] = set()
+
+    def add(self, folder: Path) -> None:
+        """Delete a folder, later; what cannot be deleted stays."""
+        self._pending.add(self._thread.submit(shutil.rmtree, folder, ignore_errors=True))
+
+    def wait(self, seconds: float) -> None:
+        """Until all of them are deleted, but no longer than this."""
+        self._pending = futures.wait(self._pending, seconds).not_done
 
 
 def _is_temporary(path: Path) -> bool:
@@ -126,10 +154,10 @@ def _is_temporary(path: Path) -> bool:
         return False
 
 
-def remove_old(saved: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` temporary checkpoints; returns what was deleted.
+def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
+    """Have all but the newest `keep` temporary checkpoints deleted; returns which.
 
-    A folder that cannot be deleted is logged and left.
+    A folder that cannot be renamed is logged and left.
 
     Folders of later steps than `saved` do not count: a run that resumed before a damaged
     checkpoint must not delete its own checkpoints in favour of that one.
@@ -143,16 +171,16 @@ def remove_old(saved: Path, keep: int) -> list[Path]:
             path.rename(left)
         except OSError as error:
             logger().warning("%s: cannot be deleted (%s)", path, error.strerror)
-        shutil.rmtree(left, ignore_errors=True)
+        removals.add(left)
     return old
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Delete what interrupted saves left, except a checkpoint that was not replaced yet."""
+def remove_unfinished(folder: Path, removals: Removals) -> None:
+    """Have deleted what interrupted saves left, except a checkpoint that was not replaced yet."""
     for path in folder.glob("step_*.partial"):
         whole = path.with_name(path.name.partition(".")[0])
         if path.name.endswith(".old.partial") and not whole.exists():
             with contextlib.suppress(OSError):
                 path.rename(whole)
             continue
-        shutil.rmtree(path, ignore_errors=True)
+        removals.add(path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import NoProgress
+from dms_train.training import saving
 from dms_train.training.options import RunOptions
 from dms_train.training.reporting import Reporter
-from dms_train.training.saving import Saver, remove_old
+from dms_train.training.saving import Removals, Saver, remove_old
 from dms_train.training.state import TrainState
 
 
@@ -85,6 +88,11 @@ class Workspace:
     def save(self, step: int, **how: bool) -> None:
         how = {"permanent": False, "required": False, **how}
         self.saver.save(TrainState(step=step), **how)
+
+    def unfinished(self) -> list[str]:
+        """What is left when everything is deleted."""
+        self.saver._removals.wait(60)
+        return [path.name for path in self.folder.glob("*.partial")]
 
     @property
     def steps(self) -> list[int]:
@@ -166,14 +174,34 @@ def test_checkpoints_that_cannot_be_deleted_do_not_stop_training(
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", busy)
         workspace.save(3, wait=True)
-    assert workspace.steps == [2, 3]  # what is left of 1 is no checkpoint
+        assert workspace.unfinished() == ["step_00000001.removed.partial"]
+    assert workspace.steps == [2, 3]
     with monkeypatch.context() as patched, caplog.at_level("WARNING", "dms_train"):
         patched.setattr(Path, "rename", busy)
-        assert remove_old(workspace.folder / "step_00000003", 1)
+        assert remove_old(workspace.folder / "step_00000003", 1, Removals())
     assert "step_00000002: cannot be deleted (Device or resource busy)" in caplog.text
     workspace.save(4, wait=True)
     assert workspace.steps == [3, 4]
-    assert not list(workspace.folder.glob("*.partial"))
+    assert workspace.unfinished() == []
+
+
+def test_training_does_not_wait_for_storage_that_deletes_slowly(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, delete = threading.Event(), shutil.rmtree
+
+    def slow(folder: Path, **how: Any) -> None:
+        assert goes_on.wait(60)
+        delete(folder, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    monkeypatch.setattr(saving, "_REMOVAL_PATIENCE_SECONDS", 0.0)
+    for step in range(1, 6):
+        workspace.save(step, wait=True)
+    assert workspace.steps == [4, 5]
+    assert len(list(workspace.folder.glob("*.removed.partial"))) == 3
+    goes_on.set()
+    assert workspace.unfinished() == []
 
 
 def test_an_annotation_that_cannot_be_written_does_not_stop_training(
