@@ -36,8 +36,8 @@ OF_THE_MACHINE = (
 
 
 def train(processes: int, *overrides: str) -> str:
-    """Run `python -m dms_train` in that many ranks; its log."""
-    result = launch.torchrun(processes, "-m", "dms_train", *overrides, timeout=400)
+    """Run `dms-train` in that many ranks; its log."""
+    result = launch.workers(processes, "tests.support.train_worker", *overrides, timeout=400)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     return result.stderr
 

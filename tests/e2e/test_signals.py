@@ -26,11 +26,12 @@ STEPS = 16
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exam sheets, and an undisturbed run over them."""
+    """Exam sheets, and an undisturbed run over them on one node without a scheduler."""
     root = tmp_path_factory.mktemp("signals")
     sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
     launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
-    launch.checked(launch.torchrun(2, *command(root, "whole")))
+    code, stderr = ended(script(root, "local.sh", "2", *command(root, "whole")[2:]))
+    assert code == 0, stderr
     return root
 
 
@@ -90,25 +91,35 @@ def signalled(root: Path, name: str, number: int, rank: str) -> str:
         process.kill()
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "rank"),
-    [("usr1", signal.SIGUSR1, "1"), ("term", signal.SIGTERM, "torchrun")],
-)
-def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(
-    workspace: Path, name: str, number: int, rank: str
-) -> None:
-    log = signalled(workspace, name, number, rank)
-    run = workspace / name
+def assert_both_ranks_stop_after_one_step(log: str, run: Path) -> None:
     assert "stopped after step" in log
     assert "Signal 10" not in log
-    (step,) = steps_saved(run)
-    assert step == 5
-    assert (run / "state" / "STOPPED").read_text() == f"step {step}\n"
+    assert steps_saved(run) == [5]
+    assert (run / "state" / "STOPPED").read_text() == "step 5\n"
     assert not (run / "state" / "pretrain.done").exists()
-    launch.checked(launch.torchrun(2, *command(workspace, name)))
+
+
+def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(workspace: Path) -> None:
+    """Resumed with `--until`, and then continued from its own file."""
+    run = workspace / "usr1"
+    log = signalled(workspace, "usr1", signal.SIGUSR1, "1")
+    assert_both_ranks_stop_after_one_step(log, run)
+    launch.checked(launch.torchrun(2, *command(workspace, "usr1"), "--until", "pretrain"))
     assert not (run / "state" / "STOPPED").exists()
+    assert (run / "state" / "pretrain.done").is_file()
+    assert losses(run) == losses(workspace / "whole")
+    assert not (run / "state" / "DONE").exists()
+    assert not (run / "exports").exists()
+    frozen = ("-m", "dms_train", "--frozen", str(run / "config.yaml"))
+    launch.checked(launch.torchrun(2, *frozen, "--until", "export"))
+    assert (run / "exports" / "final").exists()
     assert (run / "state" / "DONE").is_file()
     assert losses(run) == losses(workspace / "whole")
+
+
+def test_both_ranks_stop_after_one_step_when_their_launcher_is_ended(workspace: Path) -> None:
+    log = signalled(workspace, "term", signal.SIGTERM, "torchrun")
+    assert_both_ranks_stop_after_one_step(log, workspace / "term")
 
 
 def test_a_rank_that_hangs_is_reported_and_the_run_ends(workspace: Path) -> None:
@@ -150,19 +161,6 @@ def test_a_rank_that_stalls_reading_data_is_reported(workspace: Path) -> None:
     )
 
 
-def test_a_run_can_leave_after_a_stage_and_be_continued_from_its_own_file(workspace: Path) -> None:
-    launch.checked(launch.torchrun(2, *command(workspace, "parts"), "--until", "pretrain"))
-    run = workspace / "parts"
-    assert (run / "state" / "pretrain.done").is_file()
-    assert not (run / "state" / "DONE").exists()
-    assert not (run / "exports").exists()
-    frozen = ("-m", "dms_train", "--frozen", str(run / "config.yaml"))
-    launch.checked(launch.torchrun(2, *frozen, "--until", "export"))
-    assert (run / "exports" / "final").exists()
-    assert (run / "state" / "DONE").is_file()
-    assert losses(run) == losses(workspace / "whole")
-
-
 def test_a_stage_that_is_not_in_the_configuration_is_refused(workspace: Path) -> None:
     result = launch.python(*command(workspace, "wrong"), "parallel=single", "--until", "retrofit")
     assert result.returncode == 2
@@ -190,9 +188,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_one_node_without_a_scheduler(workspace: Path) -> None:
-    code, stderr = ended(script(workspace, "local.sh", "2", *command(workspace, "local")[2:]))
-    assert code == 0, stderr
-    assert losses(workspace / "local") == losses(workspace / "whole")
+    assert [step for step, _ in losses(workspace / "whole")] == [*range(1, STEPS + 1)]
+    assert (workspace / "whole" / "state" / "DONE").is_file()
     assert ended(script(workspace, "local.sh", "experiment=demo"))[0] == 2
 
 
