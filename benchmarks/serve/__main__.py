@@ -89,8 +89,6 @@ def _ours(shape: str, device: torch.device, new_tokens: int) -> list[dict[str, A
         if "cache_dtype" in how and not on_gpu:
             continue
         cases: tuple[Case, ...] = CASES if on_gpu else SMALL
-        if "cache_dtype" in how:
-            cases = CASES[:1]  # prompts are computed by torch operations, which takes long
         options = EngineOptions(
             device=str(device),
             max_num_seqs=max(case.sequences for case in cases),

@@ -98,7 +98,8 @@ def _paged(
     a = model.architecture
     pool = DevicePool(
         head_size=a.kv_channels,
-        dtype=_stored(model, options),
+        dtype=model.dtype,
+        stored=_stored(model, options),
         device=torch.device(options.device),
         page_slots=options.page_slots,
         pages=pages,

@@ -80,18 +80,14 @@ class _Captured(NamedTuple):
 
     Attributes:
         replay: Runs the step.
-        inputs: int64 [5, b] on the device, the fields of `DecodeInputs`.
-        status: int32 on the device.
-        sent: Copies of `inputs` on the host, used in turn.
-        received: Copies of `status` on the host, used in turn.
+        sent: int64 [5, b] on the host, the fields of `DecodeInputs`.
+        received: int32 on the host, what `StepStatus` is made of.
         step: What was captured; it holds the rest of the memory.
     """
 
     replay: Callable[[], None]
-    inputs: Tensor
-    status: Tensor
-    sent: list[Tensor]
-    received: list[Tensor]
+    sent: Tensor
+    received: Tensor
     step: Callable[[], None]
 
 
@@ -116,7 +112,9 @@ class DecodeGraphs:
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
         with torch.no_grad(), cache.recording():
-            self._graphs = {size: self._capture(size) for size in reversed(sizes)}
+            self._graphs = {
+                size: [self._capture(size) for _ in range(_AHEAD)] for size in reversed(sizes)
+            }
 
     def launch(self, inputs: list[list[int]], temperature: list[float]) -> LaunchedStep:
         """Run one token of every sequence and sample the next; the host does not wait.
@@ -129,15 +127,13 @@ class DecodeGraphs:
         """
         b = len(temperature)
         self._cache.prepare(b)
-        captured = self._graphs[1 << _power(b)]
         self._turn = (self._turn + 1) % _AHEAD
-        sent, received = captured.sent[self._turn], captured.received[self._turn]
+        captured = self._graphs[1 << _power(b)][self._turn]
+        sent, received = captured.sent, captured.received
         sent[2].fill_(-1)
         sent[:4, :b] = torch.tensor(inputs)
         sent[4].view(torch.float64)[:b] = torch.tensor(temperature, dtype=torch.float64)
-        captured.inputs.copy_(sent, non_blocking=True)
         captured.replay()
-        received.copy_(captured.status, non_blocking=True)
         event = None
         if received.is_pinned():
             event = torch.cuda.Event()
@@ -149,13 +145,17 @@ class DecodeGraphs:
         """Record a step of `size` sequences."""
         device = self._cache.pool.device
         inputs = torch.zeros(5, size, dtype=torch.int64, device=device)
-        inputs[2] = -1
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
         layers = self._fused if suits(self._decoder, size) else self._layers
         parts = [*self._cache.status(), tokens.view(torch.int32)]
         status = torch.empty(sum(map(len, parts)), dtype=torch.int32, device=device)
+        sent, received = [torch.zeros_like(x, device="cpu") for x in (inputs, status)]
+        sent[2] = -1
+        if device.type == "cuda":
+            sent, received = sent.pin_memory(), received.pin_memory()
 
         def step() -> None:
+            inputs.copy_(sent, non_blocking=True)
             tokens_in, position, rows, keys, bits = inputs.unbind()
             fields = DecodeInputs(tokens_in, position, rows, keys, bits.view(torch.float64))
             self._sampler.sample(
@@ -168,13 +168,10 @@ class DecodeGraphs:
                 memory=self._memory,
             )
             torch.cat(parts, out=status)
+            received.copy_(status, non_blocking=True)
 
-        sent = [torch.zeros(5, size, dtype=torch.int64) for _ in range(_AHEAD)]
-        received = [torch.empty_like(status, device="cpu") for _ in range(_AHEAD)]
-        if device.type != "cuda":
-            return _Captured(step, inputs, status, sent, received, step)
-        sent, received = [[x.pin_memory() for x in side] for side in (sent, received)]
-        return _Captured(_graph(step, device), inputs, status, sent, received, step)
+        replay = _graph(step, device) if device.type == "cuda" else step
+        return _Captured(replay, sent, received, step)
 
 
 class _Layers:

@@ -87,7 +87,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(
                 model.decoder, self.cache, options.max_num_seqs, self.longest
             )
-            if self._device.type == "cuda" and options.cache_dtype == "auto":
+            if self._device.type == "cuda":
                 chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
                 with torch.no_grad():
                     self._prompts = PromptGraphs(model.decoder, self.cache, chunk, self.longest)

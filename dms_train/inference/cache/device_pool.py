@@ -20,15 +20,17 @@ class DevicePool:
 
     Args:
         head_size: Channels of a key and of a value.
-        dtype: Of keys and values.
+        dtype: Of keys and values as the model computes them.
         device: Where the pages live.
         page_slots: Slots of one page.
         pages: How many there are, besides page 0.
+        stored: Of keys and values in the pages, if it is another one.
 
     Attributes:
         pages: All of them, [pages + 1, 2, page_slots, head_size].
         free: Which of them are free.
         page_slots: As given.
+        dtype: As given.
         max_pages: Pages that can be allocated.
         peak_pages: Most pages in use, as far as the host has asked.
         slot_bytes: Bytes of one slot.
@@ -44,12 +46,13 @@ class DevicePool:
         device: torch.device,
         page_slots: int,
         pages: int,
+        stored: torch.dtype | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.dtype = device, dtype
         self.page_slots, self.max_pages = page_slots, pages
-        self.slot_bytes = 2 * head_size * dtype.itemsize
         shape = (pages + 1, 2, page_slots, head_size)
-        self.pages = torch.empty(shape, dtype=dtype, device=device)
+        self.pages = torch.empty(shape, dtype=stored or dtype, device=device)
+        self.slot_bytes = 2 * head_size * self.pages.itemsize
         self.free = FreePages.all_of(pages, device)
         assert self.free.holders is not None
         self._holders = self.free.holders

@@ -2,8 +2,8 @@
 
 It holds the same tokens as `CompactCache`, for policies that decide about a token by the time it
 leaves the window, so that only tokens in the window need a position. Prompts are computed by the
-kernels of `kernels.prefill`, and their pages are claimed and released on the device as well. With
-FP8 pages, prompts are computed by torch operations instead. All memory is taken once.
+kernels of `kernels.prefill`, where the cache holds FP8 in other pages of the model's dtype. Pages
+are claimed and released on the device as well. All memory is taken once.
 
 Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, w window, d head size.
 """
@@ -15,15 +15,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
-from dms_train.inference.cache.compact import join
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
+from dms_train.inference.cache.wide_pages import WidePages
+from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
@@ -39,7 +38,6 @@ from dms_train.kernels.decode.paged import (
     PagedCache,
     Step,
 )
-from dms_train.kernels.decode.slots import attend_slots
 from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.spec import DMSSpec
@@ -90,8 +88,10 @@ class PagedKVCache:
         self._lengths = torch.zeros(kv_lists, **put)
         self._rings = torch.zeros(*kv_lists, window + 1, **put)
         self._exponents: Tensor | None = None  # of FP8 pages
+        self._wide: WidePages | None = None
         if pool.pages.dtype == FP8:
             self._exponents = torch.zeros(*kv_lists, places, 2, dtype=torch.int8).to(pool.device)
+            self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
         self._recording = False
         self._memory: dict[int, Any] = {}  # by sequences of a step
 
@@ -107,9 +107,10 @@ class PagedKVCache:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of what describes the rows."""
+        """Bytes of what describes the rows, and of the pages in which prompts are computed."""
         tables = (self._tables, self._lengths, self._rings, self._exponents)
-        return sum(x.numel() * x.itemsize for x in tables if x is not None)
+        wide = 0 if self._wide is None else self._wide.nbytes
+        return wide + sum(x.numel() * x.itemsize for x in tables if x is not None)
 
     @property
     def slot_bytes(self) -> int:
@@ -184,9 +185,18 @@ class PagedKVCache:
         if step.position.shape[1] == 1:
             return self._decode(layer, step)
         query, arrival = step.rotated_by_kernel()
-        if arrival.key.dtype == self.pool.pages.dtype:
-            return self._prefill(layer, step.rows, query, arrival, begins=step.begins)
-        return self._prefill_in_torch(layer, step.rows, query, arrival)
+        b, n = step.position.shape
+        together = b
+        if self._wide is not None:
+            together = self._wide.sequences(n) if step.begins else 1
+        parts = [
+            self._prefill(layer, step.rows[part], query[part], arrival.of(part), begins=step.begins)
+            for part in map(slice, range(0, b, together), range(together, b + together, together))
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        outputs, reads = zip(*parts, strict=True)
+        return Attended(torch.cat(outputs), torch.cat(reads))
 
     def _decode(self, layer: int, step: AttentionStep) -> Attended:
         """One token per sequence; the kernels apply RoPE and decide."""
@@ -254,21 +264,6 @@ class PagedKVCache:
         source = EVICTION_CHANNEL if self._rule.source == SIGNAL else self._rule.source
         return decisions._replace(source=source, shift=self._rule.shift)
 
-    def _prefill_in_torch(
-        self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival
-    ) -> Attended:
-        """A chunk of prompts with torch operations, for pages that the kernels do not take."""
-        slots = join(self._stored(layer, rows, arrival), arrival)
-        slots = slots._replace(state=self.policy.admit(slots, arrival))
-        assert slots.key is not None
-        assert slots.value is not None
-        position = slots.position[:, :, None, :]
-        mask = (position >= 0) & (position <= arrival.position[:, None, :, None])
-        mask &= ~self.policy.expired(slots, arrival.position)
-        output, _ = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2))
-        self._settle(rows, slots, arrival.position.amax(1, keepdim=True))
-        return Attended(output.to(query.dtype), mask.sum((2, 3)))
-
     def _prefill(
         self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival, *, begins: bool = False
     ) -> Attended:
@@ -284,10 +279,13 @@ class PagedKVCache:
         chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
         size, lists = self.pool.page_slots, self._lists(layer, rows)
         table = self._claim(layer, rows, lists, chunk.lengths, query.shape[2])
-        if self.pool.sharing and not begins:
+        changed = None
+        if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
-            table = self._own(layer, rows, table, changed)
-        tokens, pages = Tokens(query, arrival.key, arrival.value), Pages(self.pool.pages, table)
+            if self.pool.sharing:
+                table = self._own(layer, rows, table, changed)
+        tokens = Tokens(query, arrival.key, arrival.value)
+        pages = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
             output, after = prefill.extend_prompt(
                 tokens, chunk, before, pages, window=window, scale=d**-0.5
@@ -295,10 +293,24 @@ class PagedKVCache:
         except BaseException:  # `free` finds the pages of a KV list by its length
             self._lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)
             raise
+        if self._wide is not None and self._exponents is not None:
+            exponents = self._exponents[layer, rows]
+            self._wide.write(table, exponents, chunk.lengths, changed)
+            self._exponents[layer, rows] = exponents
         self._release(lists, chunk.lengths.flatten().contiguous())
         if self._rule.source != NEVER:
             self._rings[layer, rows] = prompt.ring_after(after, window + 1)
         return Attended(output, prompt.reads(chunk, before, window))
+
+    def _prompt_pages(
+        self, layer: int, rows: Tensor, table: Tensor, lengths: Tensor | None
+    ) -> Pages:
+        """Pages for a chunk of prompts, with the `lengths` [b, h] slots before it if any."""
+        if self._wide is None or self._exponents is None:
+            return Pages(self.pool.pages, table)
+        if lengths is None:
+            return self._wide.empty(len(rows))
+        return self._wide.read(table, self._exponents[layer, rows], lengths)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -380,80 +392,6 @@ class PagedKVCache:
     def _place(self) -> Tensor:
         return torch.arange(self._tables.shape[-1], device=self.pool.device)
 
-    def _stored(self, layer: int, rows: Tensor, arrival: Arrival) -> Slots:
-        """Stored tokens, in the dtype of the arrival. Tokens that left the window get position 0.
-
-        They are never evicted, so their position is not needed any more.
-        """
-        lengths = self._lengths[layer, rows]
-        places = int(self._pages(lengths).max())
-        table = self._tables[layer, rows][..., :places]
-        wide = self.pool.pages[table].to(arrival.key.dtype)
-        if self._exponents is not None:
-            exponents = self._exponents[layer, rows][..., :places, :, None, None]
-            wide = wide * exponents.to(wide.dtype).exp2()
-        held = torch.arange(places * self.pool.page_slots, device=table.device) < lengths[..., None]
-        pair = wide.movedim(3, 0).flatten(3, 4).masked_fill(~held[..., None], 0)  # [2, b, h, s, d]
-        position, marks = held.long() - 1, torch.zeros_like(held, dtype=torch.int64)
-        if self._rule.source != NEVER:
-            far = torch.iinfo(torch.int64).max
-            first = arrival.position.masked_fill(arrival.position < 0, far).amin(1, keepdim=True)
-            position, marks = prompt.stored_window(self._rings[layer, rows], held, first - 1)
-        state = marks[..., None].expand(*marks.shape, self.policy.state_width)
-        return Slots(layer, position, state.to(torch.float32), pair[0], pair[1])
-
-    def _settle(self, rows: Tensor, slots: Slots, newest: Tensor) -> None:
-        """Store the tokens that are kept at the newest position, int64 [b, 1], in their order."""
-        layer, size = slots.layer, self.pool.page_slots
-        keep = (slots.position >= 0) & ~self.policy.expired(slots, newest)[:, :, 0]
-        lengths = keep.sum(-1)
-        table, spare = self._grow(layer, rows, lengths)
-        if self.pool.sharing:
-            table = self._own(layer, rows, table, torch.ones_like(table, dtype=torch.bool))
-        self._settled(layer, rows, lengths, spare=spare)
-        if self._rule.source != NEVER:
-            marks = keep if self._rule.source == ALWAYS else slots.state[..., 0] > 0
-            ring = self._rings[layer, rows]
-            self._rings[layer, rows] = prompt.survivors_ring(
-                ring, slots.position, keep, marks, newest
-            )
-        need = self._pages(lengths)
-        places = int(need.max())
-        order = keep.int().argsort(stable=True, descending=True)[..., : places * size]
-        assert slots.key is not None
-        assert slots.value is not None
-        pair = torch.stack([slots.key, slots.value], 2)  # [b, h, 2, s, d]
-        pair = pair.gather(3, order[:, :, None, :, None].expand(*pair.shape[:3], -1, pair.shape[4]))
-        pair = F.pad(pair, (0, 0, 0, places * size - pair.shape[3]))
-        unused = torch.arange(places * size, device=keep.device) >= lengths[..., None]
-        pair = pair.masked_fill(unused[:, :, None, :, None], 0)
-        # [b, h, places, 2, size, d]
-        content = pair.view(*pair.shape[:3], places, size, -1).movedim(3, 2)
-        used = self._place()[:places] < need[..., None]
-        self.pool.pages[table[..., :places][used]] = self._packed(layer, rows, content)[used]
-
-    def _grow(self, layer: int, rows: Tensor, lengths: Tensor) -> tuple[Tensor, bool]:
-        """Allocate pages for `lengths` [b, h]; nothing moves. The host waits for the number needed.
-
-        Returns:
-            Page table of the rows up to their longest list before or after, [b, h, p], and whether
-            pages at the end of a list become unused.
-        """
-        change = self._pages(lengths) - self._pages(self._lengths[layer, rows])
-        missing = change.clamp(min=0)
-        longest = torch.maximum(lengths, self._lengths[layer, rows]).max()
-        asked = torch.stack([self._pages(longest), missing.sum(), (change < 0).any()])
-        places, count, spare = asked.tolist()
-        table = self._tables[layer, rows, :, :places]
-        if count:
-            have = self._pages(self._lengths[layer, rows])[..., None]
-            place = self._place()[:places]
-            fresh = (place >= have) & (place < have + missing[..., None])
-            number = fresh.flatten().cumsum(0).view(fresh.shape) - 1
-            table = torch.where(fresh, self.pool.take(count)[number.clamp(min=0)], table)
-            self._tables[layer, rows, :, :places] = table
-        return table, bool(spare)
-
     def _own(self, layer: int, rows: Tensor, table: Tensor, changed: Tensor) -> Tensor:
         """Copy shared pages before they change.
 
@@ -473,24 +411,6 @@ class PagedKVCache:
             table = table.masked_scatter(copied, self.pool.unshare(pages))
             self._tables[layer, rows, :, : table.shape[-1]] = table
         return table
-
-    def _settled(self, layer: int, rows: Tensor, lengths: Tensor, *, spare: bool) -> None:
-        """Set the lengths [b, h] and give back the pages behind them, if there are any."""
-        need, have = self._pages(lengths), self._pages(self._lengths[layer, rows])
-        self._lengths[layer, rows] = lengths.int()
-        if spare:
-            place = self._place()
-            unused = (place < have[..., None]) & (place >= need[..., None])
-            self.pool.release(self._tables[layer, rows][unused])
-
-    def _packed(self, layer: int, rows: Tensor, content: Tensor) -> Tensor:
-        """Pages [b, h, p, 2, size, d] as they are stored."""
-        if self._exponents is None:
-            return content.to(self.pool.pages.dtype)
-        # the rule of kernels.decode.paged: at most 256, with one power of two to spare
-        exponents = (torch.frexp(content.float().abs().amax((4, 5)))[1] - 7).clamp(-99, 101)
-        self._exponents[layer, rows, :, : content.shape[2]] = exponents.to(torch.int8)
-        return (content.float() * (-exponents.float()).exp2()[..., None, None]).to(FP8)
 
 
 class PagedSnapshot:

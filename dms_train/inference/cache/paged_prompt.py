@@ -111,39 +111,3 @@ def reads(chunk: PrefillChunk, before: PrefillState, window: int) -> Tensor:
         return near
     older = before.lengths - before.seen.clamp(max=window + 1)[:, None]
     return near + older * (stop - k)
-
-
-def stored_window(ring: Tensor, held: Tensor, newest: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions and marks of stored tokens, int64 [b, h, s]; position 0 for all behind the window.
-
-    Args:
-        ring: int32 [b, h, w + 1].
-        held: bool [b, h, s], slots that are in use.
-        newest: int64 [b, 1], position of the last stored token.
-    """
-    size = ring.shape[-1]
-    index = torch.arange(size, device=ring.device)
-    at = (newest - (newest - index) % size)[:, None].expand_as(ring)
-    slot = torch.where(at >= 0, ring.long() // 2, held.shape[-1])  # the rest into one more column
-    position = F.pad(held.long() - 1, (0, 1)).scatter(2, slot, at)
-    marks = F.pad(torch.zeros_like(held, dtype=torch.int64), (0, 1))
-    return position[..., :-1], marks.scatter(2, slot, ring.long() % 2)[..., :-1]
-
-
-def survivors_ring(
-    ring: Tensor, position: Tensor, keep: Tensor, marks: Tensor, newest: Tensor
-) -> Tensor:
-    """The ring, int32 [b, h, w + 1], once the kept tokens lie behind each other in their order.
-
-    Args:
-        ring: Before.
-        position: int64 [b, h, s].
-        keep: bool [b, h, s], tokens that are kept.
-        marks: bool [b, h, s], tokens that are evicted when they leave the window.
-        newest: int64 [b, 1], position of the last token.
-    """
-    size = ring.shape[-1]
-    recent = keep & (newest[:, None] - position < size)
-    index = torch.where(recent, position % size, size)  # the rest into one more column
-    entry = 2 * (keep.cumsum(-1) - 1) + marks.long()
-    return F.pad(ring, (0, 1)).scatter(2, index, entry.int())[..., :-1]

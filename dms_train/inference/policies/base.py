@@ -113,6 +113,10 @@ class Arrival(NamedTuple):
     value: Tensor
     signal: Tensor | None
 
+    def of(self, sequences: slice) -> Arrival:
+        """Those of some sequences."""
+        return Arrival(*(None if x is None else x[sequences] for x in self))  # type: ignore[arg-type]
+
 
 class Received(NamedTuple):
     """Attention that the slots received in a pass, at least float32; padding gives none.

@@ -61,45 +61,51 @@ def _raised_exponent(
 
 
 @triton.jit
-def _claim(
-    entry_ptr,
-    time,
-    length,
-    bit,
-    SOURCE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    RING: tl.constexpr,
+def _slot(
+    leaving, time, length, bit, SOURCE: tl.constexpr, SHIFT: tl.constexpr, RING: tl.constexpr
 ):
-    """Mark the governed token and evict the leaving one if marked.
+    """Slot of the arriving token, and whether it is a new one.
 
-    Returns the slot of the arriving token, whether it is new, and its ring entry.
-
-    entry_ptr is the KV list's ring; bit is 1 for a decision to evict.
+    leaving is the ring entry of the token that leaves the window; bit is 1 for a decision to evict,
+    which counts for that token if SHIFT is RING.
     """
-    slot, grown, entry = length, True, 0
+    slot, grown = length, True
     if SOURCE != _NEVER:
-        leaving = tl.load(entry_ptr + time % RING, mask=time >= RING, other=0)
+        marked = leaving % 2
         if SHIFT == RING:
-            leaving = leaving | bit
-        elif SHIFT > 0:
-            governed_ptr = entry_ptr + (time + RING - SHIFT) % RING
-            governed = tl.load(governed_ptr, mask=time >= SHIFT, other=0)
-            tl.debug_barrier()
-            tl.store(governed_ptr, governed | bit, mask=time >= SHIFT)
-        evicts = (time >= RING) & (leaving % 2 == 1)
+            marked = marked | bit
+        evicts = (time >= RING) & (marked == 1)
         slot = tl.where(evicts, leaving // 2, length)
         grown = evicts == 0
-        entry = slot * 2
-        if SHIFT == 0:
-            entry += bit
-    return slot, grown, entry
+    return slot, grown
 
 
 @triton.jit
-def _page_of(table_ptr, numbers_ptr, count_ptr, fault_ptr, place, places, fresh):
-    """Page at a place of a KV list's table, from the free list if fresh, and whether it is."""
+def _mark(entry_ptr, time, bit, SHIFT: tl.constexpr, RING: tl.constexpr):
+    """Mark the governed token if it has arrived before; the mark of the arriving token itself."""
+    mark = 0
+    if SHIFT == 0:
+        mark = bit
+    elif SHIFT < RING:
+        governed_ptr = entry_ptr + (time + RING - SHIFT) % RING
+        governed = tl.load(governed_ptr, mask=time >= SHIFT, other=0)
+        tl.debug_barrier()
+        tl.store(governed_ptr, governed | bit, mask=time >= SHIFT)
+    return mark
+
+
+@triton.jit
+def _page_of(
+    table_ptr, numbers_ptr, count_ptr, fault_ptr, holders_ptr, slot, grown, places,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Page of a slot, whether it is fresh and whether there is one, and how many lists hold it."""
+    place, fresh = slot // PAGE, grown & (slot % PAGE == 0)
     stored = place < places
     page = tl.load(table_ptr + place, mask=stored & (fresh == 0), other=0)
+    held = 1
+    if holders_ptr is not None:
+        held = tl.load(holders_ptr + page, mask=stored & (fresh == 0), other=1)
     if stored == 0:
         tl.atomic_or(fault_ptr, _LIST_FULL)
     elif fresh:
@@ -109,7 +115,7 @@ def _page_of(table_ptr, numbers_ptr, count_ptr, fault_ptr, place, places, fresh)
         tl.store(table_ptr + place, page, mask=stored)
         if left < 0:
             tl.atomic_or(fault_ptr, _OUT_OF_PAGES)
-    return page, stored
+    return page, fresh, stored, held
 
 
 @triton.jit
@@ -303,17 +309,32 @@ def _append_kernel(
 ):
     if OVERLAP:  # launched while the kernel before runs; the attention may be launched as well
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     batch, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows_ptr + batch)
     if row < 0:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         return
     HALF: tl.constexpr = D // 2
+    LATE: tl.constexpr = (SOURCE != _NEVER) and (SOURCE != _ALWAYS) and (SHIFT == RING)
     half = tl.arange(0, D_PAD // 2)
     inside = half < HALF
+    # no kernel since the step before has written what describes the KV list: read it without a wait
     kv_list = (row * heads + head).to(tl.int64)
+    list_ptr = table_ptr + kv_list * places
     time = tl.load(position_ptr + batch)
     length = tl.load(length_ptr + kv_list)
+    entry_ptr = ring_ptr + kv_list * RING
+    leaving, bit = 0, 1
+    if SOURCE != _NEVER:
+        leaving = tl.load(entry_ptr + time % RING, mask=time >= RING, other=0)
+    if not LATE:
+        slot, grown = _slot(leaving, time, length, bit, SOURCE, SHIFT, RING)
+        page, fresh, stored, held = _page_of(
+            list_ptr, numbers_ptr, count_ptr, fault_ptr, holders_ptr, slot, grown, places, PAGE
+        )
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     cos = tl.load(cos_ptr + batch * angle_stride + half, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + batch * angle_stride + half, mask=inside, other=0.0).to(tl.float32)
     key_at = key_ptr + batch.to(tl.int64) * key_stride + head * D + half
@@ -327,34 +348,33 @@ def _append_kernel(
     if query_norm_ptr is not None:
         first, second = _normed_query(first, second, query_norm_ptr, epsilon, half, D)
         raw_1, raw_2 = _normed_key(raw_1, raw_2, key_norm_ptr, epsilon, half, D)
-    bit = 1
     if SOURCE == _EVICTION_CHANNEL:
         list_value = _borrowed(first, second, half, CHANNEL, R_PAD, D)
         bit = (list_value * scale - offset > 0).to(tl.int32)
     if SOURCE == _SIGNAL:
         bit = (tl.load(signal_ptr + batch * heads + head) != 0).to(tl.int32)
-    entry_ptr = ring_ptr + kv_list * RING
-    slot, grown, entry = _claim(entry_ptr, time, length, bit, SOURCE, SHIFT, RING)
+    if LATE:
+        slot, grown = _slot(leaving, time, length, bit, SOURCE, SHIFT, RING)
+        page, fresh, stored, held = _page_of(
+            list_ptr, numbers_ptr, count_ptr, fault_ptr, holders_ptr, slot, grown, places, PAGE
+        )
+    rotated_at = rotated_ptr + (batch * heads + head).to(tl.int64) * R * D
+    _rotate_query(
+        first, second, rotated_at, cos, sin, half, CHANNEL, CLEAR, CLEAR_AFTER, R, R_PAD, D
+    )
     place = slot // PAGE
-    fresh = grown & (slot % PAGE == 0)
-    if QUANTISED:  # with the page's number, not after it
+    if QUANTISED:
         pair_ptr = exponent_ptr + (kv_list * places + place) * 2
         used_key = tl.load(pair_ptr, mask=place < places, other=0).to(tl.int32)
         used_value = tl.load(pair_ptr + 1, mask=place < places, other=0).to(tl.int32)
-    page, stored = _page_of(
-        table_ptr + kv_list * places, numbers_ptr, count_ptr, fault_ptr, place, places, fresh
-    )
-    if holders_ptr is not None:
-        held = tl.load(holders_ptr + page, mask=stored & (fresh == 0), other=1)
-    rotated_at = rotated_ptr + (batch * heads + head).to(tl.int64) * R * D
-    _rotate_query(  # while the page's number is on its way
-        first, second, rotated_at, cos, sin, half, CHANNEL, CLEAR, CLEAR_AFTER, R, R_PAD, D
-    )
     if holders_ptr is not None:
         page, stored = _own_page(
-            table_ptr + kv_list * places, pages_ptr, numbers_ptr, count_ptr, fault_ptr,
+            list_ptr, pages_ptr, numbers_ptr, count_ptr, fault_ptr,
             holders_ptr, place, page, held, stored, 2 * PAGE * D, 512,
         )  # fmt: skip
+    entry = slot * 2
+    if SOURCE != _NEVER:
+        entry += _mark(entry_ptr, time, bit, SHIFT, RING)
     tl.debug_barrier()  # every warp has read the KV list's state
     tl.store(length_ptr + kv_list, length + 1, mask=stored & grown)
     if SOURCE != _NEVER:

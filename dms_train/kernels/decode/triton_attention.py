@@ -21,7 +21,6 @@ from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.paged import PagedCache
 
 _LOG2E = 1.4426950408889634
-_FEWEST = tl.constexpr(3)  # tiles of a program that has any
 _LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite, so that differences are numbers
 
 
@@ -99,8 +98,10 @@ def _share(
     heads,
     TILE: tl.constexpr,
     KV_LISTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """This program's part of all tiles.
+    """This program's part of all tiles; waits for the kernel before.
 
     Returns:
         Its first tile, its end, the KV list of its first tile, that KV list's first tile, the
@@ -109,13 +110,16 @@ def _share(
     kv_list = tl.arange(0, KV_LISTS)
     inside = kv_list < kv_lists
     row = tl.load(rows_ptr + kv_list // heads, mask=inside, other=-1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     length = tl.load(length_ptr + row * heads + kv_list % heads, mask=row >= 0, other=0)
     tiles = tl.where(inside, tl.maximum(tl.cdiv(length, TILE), 1), 0)
     ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0).to(tl.int64)
+    total = tl.sum(tiles, 0)
+    if WIDE:
+        total = total.to(tl.int64)
     program = tl.program_id(0)
-    # so many tiles at least that the parts of a KV list are few
-    busy = tl.minimum(tl.num_programs(0), tl.maximum(total // _FEWEST, 1))
+    busy = tl.minimum(tl.num_programs(0), total)
     begin = (program * total // busy).to(tl.int32)
     end = tl.minimum((program + 1) * total // busy, total).to(tl.int32)  # none for idle programs
     done = ends <= begin
@@ -130,32 +134,34 @@ def _merge(
     out_ptr,
     count,
     R: tl.constexpr,
+    R_PAD: tl.constexpr,
     D: tl.constexpr,
-    FLAT: tl.constexpr,
+    D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Output of a KV list, [R, D], from `count` parts that follow each other."""
-    flat = tl.arange(0, FLAT)[None, :]
-    chunk = tl.arange(0, CHUNK)[:, None]
-    member = flat // D
-    peak = tl.full([FLAT], _LOWEST, tl.float32)
-    total = tl.zeros([FLAT], tl.float32)
-    weight = tl.zeros([FLAT], tl.float32)
+    piece, member = tl.arange(0, CHUNK)[:, None], tl.arange(0, R_PAD)[None, :]
+    channel = tl.arange(0, D_PAD)[None, None, :]
+    peak = tl.full([R_PAD], _LOWEST, tl.float32)
+    total = tl.zeros([R_PAD, D_PAD], tl.float32)
+    weight = tl.zeros([R_PAD], tl.float32)
     for start in range(0, count, CHUNK):
-        real = (start + chunk < count) & (flat < R * D)
-        at = weight_ptr + (start + chunk) * 2 * R + member
+        real = (start + piece < count) & (member < R)
+        at = weight_ptr + (start + piece) * (2 * R) + member
         peaks = tl.load(at, mask=real, other=_LOWEST, cache_modifier=".cg")
         weights = tl.load(at + R, mask=real, other=0.0, cache_modifier=".cg")
-        part_at = part_ptr + (start + chunk) * R * D + flat
-        parts = tl.load(part_at, mask=real, other=0.0, cache_modifier=".cg")
+        part_at = part_ptr + ((start + piece) * (R * D) + member * D)[:, :, None] + channel
+        inside = real[:, :, None] & (channel < D)
+        parts = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
         higher = tl.maximum(peak, tl.max(peaks, 0))
         factor, fade = tl.exp2(peaks - higher[None, :]), tl.exp2(peak - higher)
-        total = total * fade + tl.sum(parts * factor, 0)
+        total = total * fade[:, None] + tl.sum(parts * factor[:, :, None], 0)
         weight = weight * fade + tl.sum(weights * factor, 0)
         peak = higher
-    out_at = tl.arange(0, FLAT)
-    output = tl.where(weight > 0, total / weight, 0.0)
-    tl.store(out_ptr + out_at, output.to(out_ptr.dtype.element_ty), mask=out_at < R * D)
+    output = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0)
+    within = tl.arange(0, R_PAD)[:, None] * D + tl.arange(0, D_PAD)[None, :]
+    real = (tl.arange(0, R_PAD)[:, None] < R) & (tl.arange(0, D_PAD)[None, :] < D)
+    tl.store(out_ptr + within, output.to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -358,8 +364,9 @@ def _decode_kernel(
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    FLAT: tl.constexpr,
+    MERGED: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     QUANTISED: tl.constexpr,
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -367,9 +374,8 @@ def _decode_kernel(
 ):
     if OVERLAP:  # launched while the append kernel runs; the next kernel may be launched as well
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     at, end, kv_list, first, total, busy = _share(
-        rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS
+        rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS, WIDE, OVERLAP
     )
     member, channel = tl.arange(0, R_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
     real = (member < R) & (channel < D)
@@ -412,15 +418,16 @@ def _decode_kernel(
             count = ((last * busy - 1) // total - opener + 1).to(tl.int32)
             seen = tl.atomic_add(arrived_ptr + kv_list, 1, sem="acq_rel", scope="gpu")
             if seen == count - 1:
-                part = opener + kv_list
+                part = (opener + kv_list).to(tl.int64)
                 _merge(
                     part_ptr + part * (R * D),
                     weight_ptr + part * (2 * R),
                     out_at,
                     count,
                     R,
+                    MERGED,
                     D,
-                    FLAT,
+                    D_PAD,
                     CHUNK,
                 )
                 tl.store(arrived_ptr + kv_list, 0)
@@ -455,7 +462,8 @@ def attend(
     group, tuning = all_heads // h, memory.tuning
     output = torch.empty_like(query) if output is None else output
     quantised = cache.exponents is not None
-    flat = triton.next_power_of_2(group * d)
+    flat = triton.next_power_of_2(group) * triton.next_power_of_2(d)
+    tiles = b * h * cache.table.shape[-1] * cache.page_slots // tuning.tile
     _decode_kernel[(memory.programs,)](
         query,
         cache.pages.view(torch.int16) if quantised else cache.pages,
@@ -478,8 +486,9 @@ def attend(
         D_PAD=max(32 if quantised else 16, triton.next_power_of_2(d)),
         PAGE=cache.page_slots,
         TILE=tuning.tile,
-        FLAT=flat,
-        CHUNK=max(1, 1024 * tuning.warps // flat),  # 32 numbers of a part in every thread
+        MERGED=triton.next_power_of_2(group),
+        CHUNK=max(1, min(triton.next_power_of_2(d) // 4, 2**14 // flat)),
+        WIDE=memory.programs * tiles >= 2**31,
         QUANTISED=quantised,
         ASM=query.device.type == "cuda",
         OVERLAP=overlaps(query.device),

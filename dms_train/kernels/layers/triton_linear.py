@@ -31,7 +31,6 @@ _TOKENS = 64  # most tokens of a program
 _PROGRAMS = 96  # products with fewer are split
 _SMALL = 132  # with fewer, which leave multiprocessors idle, blocks are smaller for few tokens
 _FETCHED = 128  # columns brought into the L2 cache before the kernel before has ended
-_FETCHED_MOST = 1024  # the same behind attention, which leaves the memory idle
 
 
 class Normed(NamedTuple):
@@ -316,7 +315,6 @@ def _launch(
     norm: Tensor | None = None,
     after: Normed | None = None,
     out: Tensor | None = None,
-    fetched: int = _FETCHED,
 ) -> None:
     m, k = x.shape
     pair = weight.shape[0] > n
@@ -349,7 +347,7 @@ def _launch(
         EVEN=k % (tiling.columns * tiling.split) == 0,
         STAGES=tiling.stages,
         PAIR=pair,
-        FETCH=fetched,
+        FETCH=_FETCHED,
         OVERLAP=overlap,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -394,7 +392,6 @@ def add_linear(
     residual: Tensor,
     norm: Tensor,
     after: Normed,
-    behind_attention: bool = False,
 ) -> None:
     """Add a product to the residual stream, and prepare the next RMSNorm.
 
@@ -405,12 +402,7 @@ def add_linear(
         residual: [m, n], updated in place.
         norm: [n], the next norm's weight.
         after: Of the residual stream; written.
-        behind_attention: Whether the kernel before leaves the memory idle, so that more of the
-            weights can be fetched meanwhile.
     """
-    fetched = _FETCHED
-    while behind_attention and 2 * fetched <= min(_FETCHED_MOST, x.shape[1] // 4):
-        fetched *= 2
     _launch(
         x,
         weight,
@@ -419,5 +411,4 @@ def add_linear(
         residual=residual,
         norm=norm,
         after=after,
-        fetched=fetched,
     )

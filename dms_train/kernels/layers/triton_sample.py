@@ -19,8 +19,8 @@ from dms_train.kernels.decode.kernels import overlaps
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-_BLOCK = 4096
-_PARTS = 32  # most programs of a sequence
+_BLOCK = 1024
+_PARTS = 128  # most programs of a sequence
 
 
 class Workspace(NamedTuple):

@@ -29,9 +29,14 @@ needs_triton = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs trit
 pytestmark = needs_triton
 
 
-def paged(policy, *, rows=2, dtype=torch.float32, pages=200):
+def paged(policy, *, rows=2, stored=None, pages=200):
     pool = DevicePool(
-        head_size=readable.SIZE, dtype=dtype, device=DEVICE, page_slots=4, pages=pages
+        head_size=readable.SIZE,
+        dtype=torch.float32,
+        stored=stored,
+        device=DEVICE,
+        page_slots=4,
+        pages=pages,
     )
     sizes = {"layers": 1, "rows": rows, "heads": readable.HEADS}
     return PagedKVCache(pool, policy, longest=64, **sizes)
@@ -85,7 +90,7 @@ def test_fp8_pages_survive_chunks_and_steps():
     """Stored at two bits less than bf16, rewritten by every chunk without losing more."""
     data = text(LENGTH)
     chunks = (9, 6, 1, 1, 1, 6) if DEVICE.type == "cuda" else (9, 6, 9)
-    output, _, _ = feed(paged(KeepAllPolicy(), dtype=FP8), data, chunks)
+    output, _, _ = feed(paged(KeepAllPolicy(), stored=FP8), data, chunks)
     i = torch.arange(LENGTH)
     causal = (i[None] <= i[:, None]).expand(2, readable.HEADS, LENGTH, LENGTH)
     assert (output - readable.masked(data, causal)).abs().max() < 0.2

@@ -69,20 +69,14 @@ def test_swiglu_behind_a_pair_of_products(m: int, f: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 64, 64), (4, 130, 300), (3, 64, 2100), (66, 70, 1100)]
 )
-@pytest.mark.parametrize("behind_attention", [False, True])
-def test_a_product_added_to_the_residual_stream(
-    m: int, n: int, k: int, behind_attention: bool
-) -> None:
+def test_a_product_added_to_the_residual_stream(m: int, n: int, k: int) -> None:
     """Split products leave their counters at 0, so that a second call adds the same again."""
     torch.manual_seed(n)
     x, weight, norm, residual = normal(m, k), normal(n, k, scale=0.1), normal(n), normal(m, n)
     memory, after = triton_linear.Workspace.of(m, DEVICE), triton_linear.Normed.like(residual, 0.0)
     expected = residual.double()
     for _ in range(2):
-        triton_linear.add_linear(
-            x, weight, memory, residual=residual, norm=norm, after=after,
-            behind_attention=behind_attention,
-        )  # fmt: skip
+        triton_linear.add_linear(x, weight, memory, residual=residual, norm=norm, after=after)
         expected = expected + x.double() @ weight.double().T
         close(residual, expected)
         close(after.scaled, expected * norm.double())
