@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from dms_train.inference.exports import load_export
     from dms_train.inference.llm import LLM
     from dms_train.inference.options import SamplingParams
-    from dms_train.method.spec import DMSSpec
+    from dms_train.method.dms.spec import DMSSpec
 
 __all__ = ["LLM", "DMSSpec", "SamplingParams", "__version__", "load_export"]
 
 _MODULES = {
     "LLM": "dms_train.inference.llm",
-    "DMSSpec": "dms_train.method.spec",
+    "DMSSpec": "dms_train.method.dms.spec",
     "SamplingParams": "dms_train.inference.options",
     "load_export": "dms_train.inference.exports",
 }

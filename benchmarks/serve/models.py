@@ -9,8 +9,9 @@ import torch
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
 from dms_train.inference.models.loader import LoadedModel
+from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_channel
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.spec import PRESETS
 
 WINDOW = 256
 LONGEST = 33000  # tokens of a sequence
@@ -84,7 +85,7 @@ def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dty
 
 
 @torch.no_grad()
-def _offset(decoder: Decoder, spec: DMSSpec, kept: float) -> float:
+def _offset(decoder: Decoder, spec: MethodSpec, kept: float) -> float:
     """The offset of the decision logit with which the first layer keeps this share."""
     layer, a = decoder.layers[0], decoder.architecture
     assert isinstance(layer, DecoderLayer)

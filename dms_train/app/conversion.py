@@ -19,7 +19,8 @@ from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.model.weights import WeightSource
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.base import MethodSpec
+from dms_train.method.spec import PRESETS
 from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
 
@@ -28,7 +29,7 @@ _SELFTEST_TOKENS = 128  # behind the window, so that evictions show
 
 @contextmanager
 def open_engine(
-    architecture: Architecture, spec: DMSSpec, dtype: str, source: WeightSource | None
+    architecture: Architecture, spec: MethodSpec, dtype: str, source: WeightSource | None
 ) -> Iterator[McoreEngine]:
     """An engine without optimizer; the parallel groups exist inside the block.
 

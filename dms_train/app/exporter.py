@@ -19,8 +19,8 @@ from dms_train.hf.selftest import SelfTest
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.engine import McoreEngine
 from dms_train.method.accounting import cr_factor
+from dms_train.method.base import MethodSpec
 from dms_train.method.plan import StepPlan
-from dms_train.method.spec import DMSSpec
 from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 
@@ -28,12 +28,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INFERENCE_PLAN = StepPlan(neuron_scale=0.0, eviction="hard")
 
 
-def export_format(options: ExportOptions, spec: DMSSpec) -> str:
+def export_format(options: ExportOptions, spec: MethodSpec) -> str:
     """The format of an export; by default the one of the method's preset."""
     return options.format or formats.default_format(spec)
 
 
-def export_dtype(options: ExportOptions, spec: DMSSpec | None, params_dtype: str) -> torch.dtype:
+def export_dtype(options: ExportOptions, spec: MethodSpec | None, params_dtype: str) -> torch.dtype:
     """Dtype of exported weights: that of an interop format, else that of the training."""
     if options.dtype is None and spec is not None:
         required = formats.find_format(export_format(options, spec)).dtype
@@ -44,7 +44,7 @@ def export_dtype(options: ExportOptions, spec: DMSSpec | None, params_dtype: str
 
 def check_format(
     options: ExportOptions,
-    spec: DMSSpec,
+    spec: MethodSpec,
     architecture: Architecture,
     params_dtype: str,
     target_cr: float,

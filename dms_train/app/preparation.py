@@ -19,7 +19,8 @@ from dms_train.data.manifest import file_sha256
 from dms_train.data.tokens import check_files
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.model.model import rope_arguments
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
+from dms_train.method.spec import spec_of
 from dms_train.observe import log
 from dms_train.training.stages import Action, Stage, build_stages
 
@@ -30,7 +31,7 @@ class Prepared:
 
     config: RunConfig
     architecture: Architecture
-    spec: DMSSpec
+    spec: MethodSpec
     start: StartPoint
     stages: list[Stage | Action]
     folder: Path
@@ -48,7 +49,7 @@ def prepare(config: RunConfig) -> Prepared:
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
     rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
-    spec = DMSSpec.from_options(config.method)
+    spec = spec_of(config.method)
     start = run_folder.resume_point(config, original)
     if start is None:
         load = config.run.load
@@ -126,7 +127,7 @@ def _check_packing(config: RunConfig) -> None:
 
 
 def _check_export(
-    config: RunConfig, spec: DMSSpec, start: StartPoint, stages: list[Stage | Action]
+    config: RunConfig, spec: MethodSpec, start: StartPoint, stages: list[Stage | Action]
 ) -> None:
     """Refuse an export that would be misread or replace something else, before the training."""
     if "export" not in config.stage.run:

@@ -18,7 +18,7 @@ from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints.state import STATE_FILE, read_state
 from dms_train.mcore.errors import DamagedError
 from dms_train.mcore.groups import ParallelView
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 from dms_train.observe.log import logger
 from dms_train.training.state import TrainState
 
@@ -67,9 +67,14 @@ def resume_point(
     return replace(start, student=newest, spec=None, state=state, resumes=True)
 
 
-def _require_same_method(config: RunConfig, path: Path, trained: DMSSpec) -> None:
+def _require_same_method(config: RunConfig, path: Path, trained: MethodSpec) -> None:
     """Refuse to resume a checkpoint with other constants of the method than it was trained with."""
     configured, stored = asdict(config.method), trained.to_dict()
+    if config.method.kind != trained.kind:
+        raise ConfigError(
+            f"method={config.method.preset}: {path} was trained with method={trained.preset}; "
+            "write that, or choose another run.dir"
+        )
     differing = [key for key in stored if configured[key] != stored[key]]
     if differing:
         raise ConfigError(

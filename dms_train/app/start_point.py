@@ -15,18 +15,9 @@ from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.checkpoints.state import STATE_FILE
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import CheckpointError
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
+from dms_train.method.spec import spec_from_dict
 from dms_train.training.state import TrainState
-
-_INFERENCE_KEYS = (
-    "channel",
-    "alpha_scale",
-    "alpha_offset",
-    "decision_shift",
-    "window",
-    "clear_after_rope",
-    "eviction",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +38,20 @@ class StartPoint:
     model_dir: Path | None
     tokenizer_dir: Path | None
     student: Path | None = None
-    spec: DMSSpec | None = None
+    spec: MethodSpec | None = None
     state: TrainState
     resumes: bool = False
 
-    def require(self, spec: DMSSpec) -> None:
+    def require(self, spec: MethodSpec) -> None:
         """Refuse to continue a student with other constants than it was trained with."""
         if self.spec is None:
             return
         ours, theirs = spec.to_dict(), self.spec.to_dict()
-        differing = [key for key in _INFERENCE_KEYS if ours[key] != theirs[key]]
+        if spec.kind != self.spec.kind:
+            raise ConfigError(
+                f"run.load={self.student}: it was trained with method={self.spec.preset}; add that"
+            )
+        differing = [key for key in spec.inference_fields if ours[key] != theirs[key]]
         if differing:
             wanted = " ".join(f"method.{key}={as_override(theirs[key])}" for key in differing)
             raise ConfigError(
@@ -130,11 +125,11 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
     return replace(start, student=student, spec=spec, state=state)
 
 
-def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, DMSSpec]:
+def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, MethodSpec]:
     """The model that the JSON state of a checkpoint describes; CheckpointError if it does not."""
     try:
         architecture = build_dataclass(Architecture, state["architecture"], "architecture")
-        return architecture, DMSSpec.from_dict(state["spec"])
+        return architecture, spec_from_dict(state["spec"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE_FILE} does not describe its model ({error}); "

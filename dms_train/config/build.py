@@ -13,6 +13,8 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from dms_train.config.schema import RunConfig
+from dms_train.method.base import MethodOptions
+from dms_train.method.spec import OPTIONS, options_of
 
 T = TypeVar("T")
 _MISSING_MARK = "???"
@@ -64,7 +66,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 def valid_paths(cls: type = RunConfig, path: str = "") -> Iterator[str]:
     """Dotted path of every key below a dataclass, blocks before what they contain."""
-    for name, hint in _hints(cls).items():
+    for name, hint in _all_hints(cls).items():
         here = f"{path}.{name}" if path else name
         yield here
         nested = _dataclass_in(hint)
@@ -99,6 +101,21 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+def _all_hints(cls: type) -> dict[str, Any]:
+    """Those of every method together, where a block is that of the method."""
+    if cls is not MethodOptions:
+        return _hints(cls)
+    return {key: hint for options in OPTIONS.values() for key, hint in _hints(options).items()}
+
+
+def _unknown(path: str, cls: type, known: list[str]) -> str:
+    """The line that refuses a key; a key of another method is not suggested."""
+    block, _, key = path.rpartition(".")
+    if path not in known:
+        return unknown_key(path, known)
+    return f"{path}: unknown key; {block} here has {', '.join(_hints(cls))}, not {key}"
+
+
 def _dataclass_in(hint: Any) -> type | None:
     options = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return next((h for h in options if isinstance(h, type) and is_dataclass(h)), None)
@@ -110,9 +127,15 @@ def _dataclass(cls: type, mapping: Any, path: str, refused: _Refused) -> Any:
             f"{path}={mapping!r}: expected a block with keys {', '.join(_hints(cls))}"
         )
         return None
+    if cls is MethodOptions:
+        try:
+            cls = options_of(mapping)
+        except ValueError as error:
+            refused.lines.append(str(error))
+            return None
     dotted = {name: f"{path}.{name}" if path else name for name in (*_hints(cls), *mapping)}
     unknown = [str(key) for key in mapping if key not in _hints(cls)]
-    refused.lines += [unknown_key(dotted[key], refused.known) for key in unknown]
+    refused.lines += [_unknown(dotted[key], cls, refused.known) for key in unknown]
     values = {}
     for item in fields(cls):
         here, value = dotted[item.name], mapping.get(item.name, item.default)

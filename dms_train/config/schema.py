@@ -12,7 +12,7 @@ from dms_train.hf.options import ModelOptions
 from dms_train.kernels.options import KERNELS
 from dms_train.limits import OneOf
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.method.spec import MethodOptions
+from dms_train.method.base import MethodOptions
 from dms_train.observe.options import ObserveOptions
 from dms_train.training.options import RunOptions, StageOptions
 

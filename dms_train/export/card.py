@@ -18,7 +18,7 @@ import yaml
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 CARD_FILE = "README.md"
 UNKNOWN = "unknown"
@@ -149,7 +149,7 @@ def render(
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(spec: DMSSpec) -> str:
+def _summary(spec: MethodSpec) -> str:
     return (
         "Retrofitted with [Dynamic Memory Sparsification](https://arxiv.org/abs/2506.05345) (DMS) "
         "by dms-train: each KV head decides for every token whether the token is evicted from the "

@@ -23,7 +23,7 @@ from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find
 from dms_train.hf.json_files import read_config, write_json
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 # Marks a directory as written here, and therefore safe to replace.
 MARKER_FILE = "export.json"
@@ -96,7 +96,7 @@ def write_export(  # noqa: PLR0913 - all named
     out_dir: str | Path,
     *,
     architecture: Architecture,
-    spec: DMSSpec | None,
+    spec: MethodSpec | None,
     cr_factor: float | None,
     target_cr: float,
     dtype: torch.dtype,

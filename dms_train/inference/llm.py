@@ -16,7 +16,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.tokenizer import Tokenizer
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 Prompts = Prompt | list[Prompt] | list[str] | list[list[int]]
 
@@ -52,7 +52,7 @@ class LLM:
         return self.engine.architecture
 
     @property
-    def spec(self) -> DMSSpec | None:
+    def spec(self) -> MethodSpec | None:
         """What the model was trained for; None for a dense model."""
         return self.engine.spec
 

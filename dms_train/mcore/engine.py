@@ -30,8 +30,8 @@ from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
 from dms_train.mcore.schedule.step import PassContext, PassTotals, run_pass, to_device, token_scale
+from dms_train.method.base import MethodSpec
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
-from dms_train.method.spec import DMSSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class McoreEngine:
     def __init__(
         self,
         architecture: Architecture,
-        spec: DMSSpec,
+        spec: MethodSpec,
         view: ParallelView,
         options: TrainEngineOptions,
         source: weights.WeightSource | None,
@@ -120,7 +120,7 @@ class McoreEngine:
         scale = token_scale(batches, self.view)
         seed = self._options.seed
         return PassContext(
-            self.spec, plan, self.architecture, self.view, seed, scale, self.on_microbatch
+            self._method.layer, plan, self.architecture, self.view, seed, scale, self.on_microbatch
         )
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> Tensor:
@@ -205,7 +205,7 @@ class McoreEngine:
         )
 
     def reset_eviction_channel(self) -> None:
-        """Zero the borrowed neuron's projection rows, bias and optimizer state.
+        """Zero the borrowed channels' projection rows, bias and optimizer state.
 
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
         """
@@ -213,7 +213,7 @@ class McoreEngine:
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
         groups = self.architecture.num_query_groups // self.view.tp_size
-        rows = mapping.eviction_channel_rows(self.architecture, self.spec.channel, groups)
+        rows = mapping.eviction_channel_rows(self.architecture, self._method.layer, groups)
         for model in self._models:
             for layer in model.decoder.layers:
                 projection = layer.self_attention.linear_qkv

@@ -14,8 +14,8 @@ VOCABULARY_MULTIPLE = 128
 # Logits of one model that the loss holds at a time on a GPU.
 LOGITS_CHUNK = 2**28
 LAYERS = ("auto", "local", "transformer_engine")
-# Per sample: sum of alpha, live slots at the last token, KV reads / length.
-EVICTION_STATS = 3
+# Per sample: sum of alpha, live slots at the last token, KV reads / length, the method's own loss.
+EVICTION_STATS = 4
 # bf16 pieces that hold an fp32 value exactly.
 EXACT_PARTS = 3
 

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.method.base import MethodSpec
 from dms_train.method.documents import PackedDocuments
-from dms_train.method.spec import DMSSpec
 from dms_train.method.visibility import align_to_keys
 
 
 def live_slots(
-    decisions: Tensor, spec: DMSSpec, documents: PackedDocuments | None = None
+    decisions: Tensor, spec: MethodSpec, documents: PackedDocuments | None = None
 ) -> Tensor:
     """Slots held when each query attends, those of its own document. Returns int64 [..., T].
 
@@ -38,7 +38,7 @@ def live_slots(
 
 
 def slots_held_and_read(
-    decisions: Tensor, spec: DMSSpec, documents: PackedDocuments | None = None
+    decisions: Tensor, spec: MethodSpec, documents: PackedDocuments | None = None
 ) -> tuple[Tensor, Tensor]:
     """Slots held at the last token, and slots read by all queries; both int64 [b, g].
 
@@ -55,11 +55,11 @@ def slots_held_and_read(
     return held.sum(-1), read.sum(-1)
 
 
-def cr_factor(decisions: Tensor, spec: DMSSpec) -> float:
+def cr_factor(decisions: Tensor, spec: MethodSpec) -> float:
     """T / mean live slots at the last token. decisions: bool [..., T] (layers, heads, samples)."""
     return decisions.shape[-1] / live_slots(decisions, spec)[..., -1].double().mean().item()
 
 
-def kv_reads(decisions: Tensor, spec: DMSSpec) -> float:
+def kv_reads(decisions: Tensor, spec: MethodSpec) -> float:
     """Attended slots summed over the queries, averaged over everything but positions."""
     return live_slots(decisions, spec).sum(-1).double().mean().item()

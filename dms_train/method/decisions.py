@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 
 def eviction_channel(query: Tensor, channel: int) -> Tensor:
@@ -25,7 +25,7 @@ def scale_eviction_channel(query: Tensor, channel: int, factor: float) -> Tensor
     return query * mask
 
 
-def eviction_logits(eviction_channel: Tensor, spec: DMSSpec) -> Tensor:
+def eviction_logits(eviction_channel: Tensor, spec: MethodSpec) -> Tensor:
     """x = scale * eviction channel - offset, in float32 (float64 stays)."""
     eviction_channel = (
         eviction_channel if eviction_channel.dtype == torch.float64 else eviction_channel.float()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 
 class VocabularyLosses(Protocol):
@@ -43,7 +43,7 @@ class TokenLoss:
 
     needs_teacher: bool
     metric: str
-    per_token: Callable[[VocabularyLosses, DMSSpec], Any]
+    per_token: Callable[[VocabularyLosses, MethodSpec], Any]
 
 
 TOKEN_LOSSES = {

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.method.base import MethodSpec
 from dms_train.method.documents import PackedDocuments
-from dms_train.method.spec import DMSSpec
 
 
 def outside_window(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
@@ -22,7 +22,7 @@ def outside_window(query_positions: Tensor, key_positions: Tensor, window: int) 
 
 def align_to_keys(
     decisions: Tensor,
-    spec: DMSSpec,
+    spec: MethodSpec,
     keep: float | bool,
     documents: PackedDocuments | None = None,
 ) -> Tensor:
@@ -49,7 +49,7 @@ def align_to_keys(
     return torch.where(governed[:, None], aligned, keep)
 
 
-def visible(decisions: Tensor, spec: DMSSpec) -> Tensor:
+def visible(decisions: Tensor, spec: MethodSpec) -> Tensor:
     """Hard visibility. decisions: bool [..., T] by deciding position. Returns bool [..., T, T]."""
     positions = torch.arange(decisions.shape[-1], device=decisions.device)
     evicted = align_to_keys(decisions, spec, keep=False)

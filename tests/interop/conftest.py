@@ -23,7 +23,7 @@ from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.loader import load_model
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.registry import build_policy
-from dms_train.method.spec import DMSSpec
+from dms_train.method.dms.spec import DMSSpec
 from tests.unit.inference.conftest import random_ids, tiny_architecture, varied_weights
 
 HERE = Path(__file__).parent

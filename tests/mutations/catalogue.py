@@ -308,7 +308,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the decision shift is ignored",
-        "dms_train/method/spec.py",
+        "dms_train/method/dms/spec.py",
         "return self.decision_shift + (",
         "return 0 + (",
         "tests/unit/method/test_visibility.py::test_rule_equals_its_description",
@@ -421,7 +421,7 @@ MUTATIONS = [
     ),
     Mutation(
         "padding counts in the mean decision",
-        ATTENTION,
+        "dms_train/method/dms/attention.py",
         "counted = counted * documents.is_token.t()[..., None]",
         "counted = counted * 1",
         DOCUMENTS + "[cr8_step3]",

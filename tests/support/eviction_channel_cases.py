@@ -9,9 +9,9 @@ from dms_train.kernels.layers import triton_decide, triton_rope
 from dms_train.kernels.layers.triton_swiglu import swiglu
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots
+from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.noise import logistic_noise
-from dms_train.method.spec import DMSSpec
 from dms_train.method.visibility import align_to_keys
 
 S, B, G, R = 37, 2, 3, 2

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
+from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.plan import StepPlan
-from dms_train.method.spec import DMSSpec
 
 Weights = dict[str, Tensor]  # float64, by Hugging Face name
 _64_BITS = 2**64 - 1

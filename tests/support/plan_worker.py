@@ -25,7 +25,7 @@ from dms_train.kernels import api
 from dms_train.mcore import engine as engine_module
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import EVICTION_STATS, OptimOptions, ParallelOptions
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import configs
@@ -97,7 +97,10 @@ def _layer_bytes(engine: McoreEngine, case: dict[str, Any], parallel: ParallelOp
     shape = (case["length"] // shards, case["samples"], SIZES["hidden_size"])
     dtype = engine._config.params_dtype
     hidden = torch.zeros(shape, dtype=dtype, requires_grad=True)
-    keys, eviction_stats = torch.zeros(shape[1], dtype=torch.int64), torch.zeros(shape[1], 3)
+    keys, eviction_stats = (
+        torch.zeros(shape[1], dtype=torch.int64),
+        torch.zeros(shape[1], EVICTION_STATS),
+    )
     rope = model.rotary_pos_emb.get_emb(case["length"])
     run = model._layers(0, 1)
     return saved_bytes(lambda: run(hidden, eviction_stats, keys, rope), model.parameters())

@@ -10,7 +10,8 @@ from typing import Any
 from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.errors import HFError
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
+from dms_train.method.spec import spec_from_dict
 
 
 class ExportRefused(ValueError):
@@ -32,7 +33,7 @@ class ExportedModel:
     """
 
     architecture: Architecture
-    spec: DMSSpec
+    spec: MethodSpec
     dtype: str
     target_cr: float
     block_size: int
@@ -54,7 +55,7 @@ class Stated:
         cr_factor: Measured tokens seen per slot held, or None.
     """
 
-    spec: DMSSpec
+    spec: MethodSpec
     target_cr: float
     cr_factor: float | None
 
@@ -92,10 +93,10 @@ def modeling_keys(family: str) -> dict[str, Any]:
     }
 
 
-def read_spec_values(directory: Path, values: dict[str, Any]) -> DMSSpec:
+def read_spec_values(directory: Path, values: dict[str, Any]) -> MethodSpec:
     """A stored specification; HFError naming the directory if its values are not those of one."""
     try:
-        return DMSSpec.from_dict(values)
+        return spec_from_dict(values)
     except (TypeError, ValueError) as error:
         raise HFError(f"{directory}: {error}; export it again") from None
 

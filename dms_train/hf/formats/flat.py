@@ -14,7 +14,8 @@ from dms_train.hf.architecture import from_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats.base import ExportedModel, Stated, modeling_keys, read_spec_values
 from dms_train.hf.json_files import read_json
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
+from dms_train.method.dms.spec import DMSSpec
 
 METADATA_FILE = "dms_metadata.json"
 DTYPE = "bfloat16"
@@ -45,7 +46,9 @@ class Limits:
         """The first reason why the weights would be misread."""
         return self._method_problem(model.spec) or self._model_problem(model)
 
-    def _method_problem(self, spec: DMSSpec) -> str | None:
+    def _method_problem(self, spec: MethodSpec) -> str | None:
+        if not isinstance(spec, DMSSpec):
+            return f"method={spec.preset}: it reads models trained for DMS only"
         if spec.channel != -1:
             return f"method.channel={spec.channel}: it reads the last channel (-1)"
         if spec.decision_shift != self.decision_shift:
@@ -84,9 +87,15 @@ def rounding_advice(model: ExportedModel) -> list[str]:
     return [] if cr == int(cr) else [f"dms_cr is an integer: {cr} is written as {int(cr)}"]
 
 
+def _spec(model: ExportedModel) -> DMSSpec:
+    """Of a model without a `Limits.problem`."""
+    assert isinstance(model.spec, DMSSpec)
+    return model.spec
+
+
 def config_keys(model: ExportedModel) -> dict[str, Any]:
     """Flat keys beside the family's own; model_type stays the family's."""
-    spec = model.spec
+    spec = _spec(model)
     return {
         **modeling_keys(model.architecture.family),
         "model_type": model.architecture.family,
@@ -103,7 +112,7 @@ def config_keys(model: ExportedModel) -> dict[str, Any]:
 
 def metadata_file(model: ExportedModel) -> dict[str, dict[str, Any]]:
     """Content of dms_metadata.json, by that name."""
-    spec = model.spec
+    spec = _spec(model)
     content = {
         "format_version": 1,
         "config": {
@@ -130,7 +139,7 @@ def flat_shift(config: dict[str, Any]) -> int | None:
 
 
 def read_flat(
-    directory: Path, config: dict[str, Any], conventions: DMSSpec, *, adapter: bool
+    directory: Path, config: dict[str, Any], conventions: MethodSpec, *, adapter: bool
 ) -> Stated:
     """What flat keys state.
 
@@ -167,8 +176,9 @@ def read_flat(
 
 
 def _flat_spec(
-    directory: Path, config: dict[str, Any], trained: dict[str, Any] | None, base: DMSSpec
+    directory: Path, config: dict[str, Any], trained: dict[str, Any] | None, base: MethodSpec
 ) -> DMSSpec:
+    assert isinstance(base, DMSSpec)
     stated = {
         "channel": base.channel,
         "eviction": base.eviction,
@@ -180,7 +190,12 @@ def _flat_spec(
         "tau": config.get("dms_tau"),
     }
     known = {key: value for key, value in stated.items() if value is not None}
-    return read_spec_values(directory, {**(trained or base.to_dict()), **known})
+    spec = read_spec_values(directory, {**(trained or base.to_dict()), **known})
+    if not isinstance(spec, DMSSpec):
+        raise HFError(
+            f"{directory}: flat keys of DMS with method.kind={spec.kind}; export it again"
+        )
+    return spec
 
 
 def _check_agreement(path: Path, stored: dict[str, Any], spec: DMSSpec) -> None:

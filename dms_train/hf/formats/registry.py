@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
 from dms_train.hf.json_files import read_config
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 OWN = "dms"
 _NOT_FORMATS = ("base", "flat", "registry")
@@ -33,7 +33,7 @@ def format_of_preset(preset: str) -> str:
     return next((name for name, found in FORMATS.items() if found.preset == preset), OWN)
 
 
-def default_format(spec: DMSSpec) -> str:
+def default_format(spec: MethodSpec) -> str:
     """The format that goes with the spec's preset."""
     return format_of_preset(spec.preset)
 
@@ -95,7 +95,7 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
     return None
 
 
-def read_spec(directory: str | Path, *, adapter: bool = False) -> DMSSpec | None:
+def read_spec(directory: str | Path, *, adapter: bool = False) -> MethodSpec | None:
     """The specification of a DMS model, None for a dense one; arguments, errors: `read_stated`."""
     found = read_stated(directory, adapter=adapter)
     return None if found is None else found[1].spec

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
+from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import (
     eviction_channel,
     eviction_logits,
     hard_decisions,
     scale_eviction_channel,
 )
-from dms_train.method.spec import DMSSpec
 
 
 class AttentionStep(NamedTuple):
@@ -49,7 +49,7 @@ class AttentionStep(NamedTuple):
     sin: Tensor
     position: Tensor
     rows: Tensor
-    spec: DMSSpec | None = None
+    spec: MethodSpec | None = None
     adapter: Callable[[], Tensor] | None = None
     begins: bool = False
 

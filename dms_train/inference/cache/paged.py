@@ -40,7 +40,7 @@ from dms_train.kernels.decode.paged import (
 )
 from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 
 def decode_rule(policy: CachePolicy) -> tuple[Decisions, int] | None:
@@ -223,7 +223,7 @@ class PagedKVCache:
         return Attended(output.unsqueeze(2), self._lengths[layer, step.rows].long())
 
     def decode(
-        self, layer: int, token: Step, spec: DMSSpec | None, norms: HeadNorms | None
+        self, layer: int, token: Step, spec: MethodSpec | None, norms: HeadNorms | None
     ) -> Tensor:
         """One token per sequence inside `recording`, or announced with `prepare`.
 
@@ -251,7 +251,7 @@ class PagedKVCache:
         output: Tensor = attend.attend(rotated, cache, token.rows, scale, self._memory[b])
         return output
 
-    def _rule_of(self, spec: DMSSpec | None, head_size: int) -> Decisions:
+    def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
         """How a step decides and what it clears from the query.
 
         Args:

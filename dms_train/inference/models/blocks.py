@@ -19,8 +19,8 @@ from dms_train.hf.architecture import Architecture
 from dms_train.inference.cache.interface import AttentionStep, KVCache
 from dms_train.inference.models.batch import Group
 from dms_train.kernels.decode import kernels as decode
+from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_logits, hard_decisions
-from dms_train.method.spec import DMSSpec
 
 
 class AttentionInputs(NamedTuple):
@@ -110,7 +110,7 @@ class Attention(nn.Module):
             channel.
     """
 
-    def __init__(self, a: Architecture, spec: DMSSpec | None, layer: int, adapter: bool) -> None:
+    def __init__(self, a: Architecture, spec: MethodSpec | None, layer: int, adapter: bool) -> None:
         super().__init__()
         self.layer = layer
         self.spec = spec

@@ -15,13 +15,13 @@ from dms_train.inference.models.blocks import (
     RMSNorm,
     rotary_tables,
 )
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP around a residual stream."""
 
-    def __init__(self, a: Architecture, spec: DMSSpec | None, layer: int, adapter: bool) -> None:
+    def __init__(self, a: Architecture, spec: MethodSpec | None, layer: int, adapter: bool) -> None:
         super().__init__()
         self.self_attn = Attention(a, spec, layer, adapter)
         self.mlp = MLP(a)
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, architecture: Architecture, spec: DMSSpec | None, *, adapter: bool = False
+        self, architecture: Architecture, spec: MethodSpec | None, *, adapter: bool = False
     ) -> None:
         super().__init__()
         a = self.architecture = architecture

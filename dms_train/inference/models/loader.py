@@ -14,7 +14,7 @@ from dms_train.hf.formats import read_spec
 from dms_train.hf.json_files import read_config
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 # Merged products, and the tensors of Hugging Face's files that they consist of.
 _MERGED = {
@@ -38,7 +38,7 @@ class LoadedModel:
 
     decoder: Decoder
     architecture: Architecture
-    spec: DMSSpec | None
+    spec: MethodSpec | None
     dtype: torch.dtype
     config: dict[str, Any]
 

@@ -247,8 +247,8 @@ class PolicyKind:
     Attributes:
         options: A frozen dataclass; its fields are bool, int, float or str, or one of them or None,
             have defaults, and may state limits as `Annotated[int, AtLeast(1)]` does.
-        build: Makes the policy from its options and from the `DMSSpec` that the model was trained
-            for, which is None for a dense model.
+        build: Makes the policy from its options and from the `MethodSpec` that the model was
+            trained for, which is None for a dense model.
         trained: Whether the model must have been trained for DMS.
     """
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dms_train.inference.errors import InferenceError
 from dms_train.limits import problems
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 if TYPE_CHECKING:
     from dms_train.inference.policies.base import CachePolicy, PolicyKind
@@ -77,7 +77,7 @@ def check_policy(name: str, options: Mapping[str, Any]) -> None:
     _options(name, options)
 
 
-def build_policy(name: str, options: Mapping[str, Any], spec: DMSSpec | None) -> CachePolicy:
+def build_policy(name: str, options: Mapping[str, Any], spec: MethodSpec | None) -> CachePolicy:
     """The policy called `name` for a model.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import CachePolicy, PolicyKind, Slots
 from dms_train.limits import AtLeast
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 
 class WindowPolicy(CachePolicy):
@@ -35,7 +35,7 @@ class WindowOptions:
     window: Annotated[int | None, AtLeast(1)] = None
 
 
-def _build(options: WindowOptions, spec: DMSSpec | None) -> WindowPolicy:
+def _build(options: WindowOptions, spec: MethodSpec | None) -> WindowPolicy:
     if options.window is not None:
         return WindowPolicy(options.window)
     if spec is None:

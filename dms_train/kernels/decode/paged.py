@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 NEVER, ALWAYS, EVICTION_CHANNEL, SIGNAL = range(4)  # where decisions come from
 OUT_OF_PAGES, LIST_FULL = 1, 2  # bits of FreePages.fault
@@ -109,7 +109,7 @@ class Decisions(NamedTuple):
     clear_after_rope: bool = False
 
     @classmethod
-    def of(cls, spec: DMSSpec, head_size: int) -> Decisions:
+    def of(cls, spec: MethodSpec, head_size: int) -> Decisions:
         """Those of a model trained with `spec`."""
         return cls(
             source=EVICTION_CHANNEL,

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dms_train.method.base import MethodSpec
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.noise import UNIFORM_BITS
-from dms_train.method.spec import DMSSpec
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
 _POSITIONS = 1024
@@ -134,7 +134,7 @@ class _Decide(torch.autograd.Function):
     def forward(
         ctx: Any,
         eviction_channel: Tensor,
-        spec: DMSSpec,
+        spec: MethodSpec,
         noise: Noise | None,
         documents: PackedDocuments | None,
     ) -> Any:
@@ -183,7 +183,7 @@ def _bounds(
 
 def decide(
     eviction_channel: Tensor,
-    spec: DMSSpec,
+    spec: MethodSpec,
     noise: Noise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -6,25 +6,26 @@ d head size; heads are those of this tensor-parallel rank.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from dms_train.kernels.api import DMSAttention
-from dms_train.method import decisions
-from dms_train.method.accounting import slots_held_and_read
+from dms_train.mcore.options import EVICTION_STATS
+from dms_train.method.base import MethodSpec
+from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
 from dms_train.method.noise import logistic_noise
 from dms_train.method.plan import StepPlan
-from dms_train.method.spec import DMSSpec
-from dms_train.method.visibility import align_to_keys
-
-_Heads = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value and eviction channel
 
 
 class MethodState:
@@ -34,8 +35,9 @@ class MethodState:
     again in another microbatch.
     """
 
-    def __init__(self, spec: DMSSpec, attend: DMSAttention, *, fused: bool = False) -> None:
+    def __init__(self, spec: MethodSpec, attend: DMSAttention, *, fused: bool = False) -> None:
         self.spec = spec
+        self.layer = method_layer(spec)
         self.attend = attend
         self.fused = fused  # whether the fused kernels beside attention run; they need triton
         self.plan = StepPlan()
@@ -54,16 +56,17 @@ class MethodState:
         table = rope_table(frequencies)
         return table if at is None else table[at]
 
-    def dense_eviction_stats(self, eviction_channel: Tensor) -> Tensor:
-        """Side sums [b, 3] where every slot stays: (alpha, live slots, reads / length)."""
-        s, b, g = eviction_channel.shape
+    def dense_eviction_stats(self, like: Tensor) -> Tensor:
+        """Side sums [b, 3] where every slot stays: (alpha, live slots, reads / length).
+
+        Of a layer with a tensor [s, b, g, ...] like this one.
+        """
+        s, b, g = like.shape[:3]
         found = self._dense_sides.get((s, b, g))
-        if found is None or found.device != eviction_channel.device:
+        if found is None or found.device != like.device:
             # filled on the device: a tensor of Python numbers would wait for a copy
             values = (0.0, float(s * g), g * (s + 1) / 2)
-            found = torch.stack(
-                [torch.full((b,), v, device=eviction_channel.device) for v in values], 1
-            )
+            found = torch.stack([torch.full((b,), v, device=like.device) for v in values], 1)
             self._dense_sides[s, b, g] = found
         return found
 
@@ -127,27 +130,42 @@ class DMSSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within hidden_states [s, b, h]; the mask is always causal."""
-        heads = self._fused_heads if self.method.fused else self._plain_heads
-        query, key, value, eviction_channel = heads(hidden_states, rotary_pos_emb)
-        log_keep, self.eviction_stats = self._decide(eviction_channel)
+        if self.method.fused and isinstance(self.method.layer, DMSLayer):
+            heads, eviction_channel = self._fused_heads(hidden_states, rotary_pos_emb)
+            log_keep, stats = self._decide(eviction_channel)
+        else:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            grouped = query.view(*key.shape[:3], -1, key.shape[3])
+            projected = Heads(grouped, key, value)
+            heads, decided = self.method.layer.prepare(projected, self._pass(rotary_pos_emb))
+            log_keep, stats = self._account(decided, key)
+        self.eviction_stats = F.pad(stats, (0, EVICTION_STATS - stats.shape[1]))
         cu_seqlens = None if self.documents is None else self.documents.cu_seqlens
-        inputs = query, key, value, log_keep, cu_seqlens
+        inputs = heads.query.flatten(2, 3), heads.key, heads.value, log_keep, cu_seqlens
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(self.core_attention, False, *inputs)
         else:
             context = self.core_attention(*inputs)
         return self.linear_proj(context)
 
-    def _plain_heads(self, hidden_states: Tensor, rotary_pos_emb: Tensor | None) -> _Heads:
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        s, b, n, d = query.shape
-        grouped = query.view(s, b, key.shape[2], -1, d)
-        eviction_channel = decisions.eviction_channel(grouped, self.method.spec.channel)
-        query = self._rotate_query(grouped, rotary_pos_emb).reshape(s, b, n, d)
-        return query, self._rotate(key, rotary_pos_emb), value, eviction_channel
+    def _pass(self, rotary_pos_emb: Tensor | None) -> LayerPass:
+        """What the method is told of this microbatch."""
+        ranks = self.pg_collection.tp
+        return LayerPass(
+            plan=self.method.plan,
+            documents=self.documents,
+            noise=self._noise,
+            rotate=partial(self._rotate, rotary_pos_emb),
+            sum_ranks=partial(_sum_ranks, group=ranks),
+            first_rank=ranks.rank() == 0,
+            heads=self.config.num_query_groups,
+        )
 
-    def _fused_heads(self, hidden_states: Tensor, table: Tensor | None) -> _Heads:
-        """The same in one kernel each way, from the projection's output where nothing norms it."""
+    def _fused_heads(self, hidden_states: Tensor, table: Tensor | None) -> tuple[Heads, Tensor]:
+        """Rotated heads and eviction channel by one kernel each way.
+
+        It reads the projection's output where nothing norms that.
+        """
         from dms_train.kernels.layers import triton_rope
 
         assert table is not None
@@ -159,76 +177,54 @@ class DMSSelfAttention(SelfAttention):
             mixed, _ = self.linear_qkv(hidden_states)
             groups = self.num_query_groups_per_partition
             mixed = mixed.view(*mixed.shape[:2], groups, -1, d)
-            return triton_rope.split_and_rotate(mixed, table, eviction_channel)
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        grouped = query.view(*key.shape[:3], -1, d)
-        query, key, raw = triton_rope.rotate(grouped, key, table, eviction_channel)
-        return query, key, value, raw
+            query, key, value, raw = triton_rope.split_and_rotate(mixed, table, eviction_channel)
+        else:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            grouped = query.view(*key.shape[:3], -1, d)
+            query, key, raw = triton_rope.rotate(grouped, key, table, eviction_channel)
+        return Heads(query.view(*key.shape[:3], -1, d), key, value), raw
 
-    def _rotate(self, x: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
-        return apply_rotary_pos_emb(
-            x, rotary_pos_emb, config=self.config, cp_group=self.pg_collection.cp
+    def _rotate(
+        self, rotary_pos_emb: Tensor | None, query: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """RoPE on query [s, b, g, r, d] and key [s, b, g, d]."""
+        if self.method.fused:
+            from dms_train.kernels.layers import triton_rope
+
+            assert rotary_pos_emb is not None
+            whole = triton_rope.EvictionChannel(0, 1.0, clear_after_rope=False)
+            turned, key, _ = triton_rope.rotate(query, key, rotary_pos_emb, whole)
+            return turned.view(query.shape), key
+        cp = self.pg_collection.cp
+        turned = apply_rotary_pos_emb(
+            query.flatten(2, 3), rotary_pos_emb, config=self.config, cp_group=cp
         )
+        key = apply_rotary_pos_emb(key, rotary_pos_emb, config=self.config, cp_group=cp)
+        return turned.view(query.shape), key
 
-    def _rotate_query(self, query: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
-        """RoPE on query [s, b, g, r, d] with the eviction channel multiplied by the plan's factor.
+    def _account(self, decided: Decided | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
+        """log(1 - alpha) by key, or None, and eviction statistics; recorded where asked for.
 
-        When the eviction channel is also cleared after RoPE, full and cleared queries are
-        interpolated, so that every path through the eviction channel carries the factor once and
-        none carries its square.
+        `like` is any tensor [s, b, g, ...] of the layer.
         """
-        spec, factor = self.method.spec, self.method.plan.neuron_scale
-        if factor == 1.0:
-            return self._rotate_groups(query, rotary_pos_emb)
-        if not spec.clear_after_rope:
-            return self._rotate_groups(
-                decisions.scale_eviction_channel(query, spec.channel, factor), rotary_pos_emb
-            )
-        cleared = decisions.scale_eviction_channel(query, spec.channel, 0.0)
-        cleared = self._rotate_groups(cleared, rotary_pos_emb)
-        cleared = decisions.scale_eviction_channel(cleared, spec.channel, 0.0)
-        if factor == 0.0:
-            return cleared
-        return torch.lerp(cleared, self._rotate_groups(query, rotary_pos_emb), factor)
-
-    def _rotate_groups(self, query: Tensor, rotary_pos_emb: Tensor | None) -> Tensor:
-        return self._rotate(query.flatten(2, 3), rotary_pos_emb).view(query.shape)
+        if decided is None:
+            if self.documents is not None:
+                return None, self.documents.dense_eviction_stats(like.shape[2])
+            return None, self.method.dense_eviction_stats(like)
+        if self.recorded is not None:
+            self.recorded.append(decided.logits)
+        if self.held is not None:
+            self.held = self.held.to(decided.held.device) + decided.held.sum(0)
+        return decided.log_keep, decided.stats
 
     def _decide(self, eviction_channel: Tensor) -> tuple[Tensor | None, Tensor]:
-        """log(1 - alpha) by key [b, g, s], or None, and eviction statistics [b, 3]."""
-        spec, plan, documents = self.method.spec, self.method.plan, self.documents
-        if plan.eviction == "none":
-            if documents is not None:
-                return None, documents.dense_eviction_stats(eviction_channel.shape[-1])
-            return None, self.method.dense_eviction_stats(eviction_channel)
-        watched = self.recorded is not None or self.held is not None
-        if self.method.fused and plan.eviction == "soft" and not watched:
+        """`_account` of the decisions of DMS; in training by a kernel where kernels are fused."""
+        layer, watched = self.method.layer, self.recorded is not None or self.held is not None
+        assert isinstance(layer, DMSLayer)
+        if self.method.fused and self.method.plan.eviction == "soft" and not watched:
             return self._decide_fused(eviction_channel)
-        s, _, g = eviction_channel.shape
-        logits = decisions.eviction_logits(eviction_channel, spec)
-        if self.recorded is not None:
-            self.recorded.append(logits.detach())
-        hard = decisions.hard_decisions(logits.detach())
-        if plan.eviction == "all":
-            hard = torch.ones_like(hard)
-        if plan.eviction == "soft":
-            alpha, log_keep, straight_through = decisions.relax(
-                logits, self._noise(s, g) if plan.noise else None, spec.tau
-            )
-            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
-        else:
-            log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
-            counted = hard.to(logits.dtype)
-        held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
-        if self.held is not None:
-            self.held = self.held.to(held.device) + held.sum(0)
-        if documents is not None:
-            counted = counted * documents.is_token.t()[..., None]
-        eviction_stats = torch.stack(
-            [counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s], dim=-1
-        )
-        log_keep = log_keep.permute(1, 2, 0)
-        return align_to_keys(log_keep, spec, keep=0.0, documents=documents), eviction_stats
+        decided = layer.decide(eviction_channel, self._pass(None))
+        return self._account(decided, eviction_channel)
 
     def _decide_fused(self, eviction_channel: Tensor) -> tuple[Tensor, Tensor]:
         from dms_train.kernels.layers.triton_decide import Noise, decide
@@ -240,7 +236,13 @@ class DMSSelfAttention(SelfAttention):
             noise = Noise(self.noise_keys, self.layer_number, first_head)
         return decide(eviction_channel, self.method.spec, noise, self.documents)
 
-    def _noise(self, length: int, heads: int) -> Tensor:
+    def _noise(self, heads: int, shared: bool, length: int) -> Tensor:
+        """Logistic noise [s, b, heads] of this rank's heads, or of the model's first ones."""
         assert self.noise_keys is not None
-        first_head = self.pg_collection.tp.rank() * heads
+        first_head = 0 if shared else self.pg_collection.tp.rank() * heads
         return logistic_noise(self.noise_keys, self.layer_number, length, heads, first_head)
+
+
+def _sum_ranks(x: Tensor, group: Any) -> Tensor:
+    """The sum over tensor-parallel ranks; its gradient is summed over them too."""
+    return x if group.size() == 1 else all_reduce(x.contiguous(), group=group)

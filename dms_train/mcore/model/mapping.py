@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dms_train.families import FAMILIES, ParameterMap
 from dms_train.hf.architecture import Architecture
+from dms_train.method.layer import MethodLayer
 
 
 def entries(architecture: Architecture) -> Iterator[ParameterMap]:
@@ -55,8 +56,10 @@ def to_hf(entry: ParameterMap, tensor: Tensor, architecture: Architecture) -> di
     return {name: part.contiguous() for name, part in zip(entry.hf, parts, strict=True)}
 
 
-def eviction_channel_rows(architecture: Architecture, channel: int, groups: int) -> list[int]:
-    """Rows of `groups` KV groups' borrowed neurons in a fused (local) q, k, v projection."""
+def eviction_channel_rows(
+    architecture: Architecture, method: MethodLayer, groups: int
+) -> list[int]:
+    """Rows of `groups` KV groups' borrowed channels in a fused (local) q, k, v projection."""
     query, key = _group_rows(architecture)
-    first = channel % architecture.kv_channels
-    return [group * (query + 2 * key) + first for group in range(groups)]
+    rows = method.channel_rows(query, key)
+    return [group * (query + 2 * key) + row for group in range(groups) for row in rows]

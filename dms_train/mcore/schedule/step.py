@@ -15,17 +15,16 @@ from dms_train.hf.architecture import Architecture
 from dms_train.mcore.footprint import own_memory
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.schedule.stage_tensor import stage_seq_length
-from dms_train.method.losses import compression_hinge
+from dms_train.method.layer import MethodLayer
 from dms_train.method.noise import sample_keys
 from dms_train.method.plan import StepPlan
 from dms_train.method.schedule import evicted_fraction
-from dms_train.method.spec import DMSSpec
 
 
 class PassContext(NamedTuple):
     """What the loss needs besides the model's output."""
 
-    spec: DMSSpec
+    method: MethodLayer
     plan: StepPlan
     architecture: Architecture
     view: ParallelView
@@ -78,7 +77,7 @@ def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
 def _loss_function(
     context: PassContext, batch: Batch
 ) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
-    a, plan, spec = context.architecture, context.plan, context.spec
+    a, plan = context.architecture, context.plan
     per_sample = a.num_layers * a.num_query_groups
     packed = batch.documents
     decisions = per_sample * (batch.tokens.shape[1] if packed is None else packed.tokens)
@@ -87,8 +86,8 @@ def _loss_function(
         losses, eviction_stats = output
         token_loss = (losses.float() * batch.loss_mask.t()).sum() * context.token_scale
         target = evicted_fraction(plan.target_cr)
-        aux_loss = compression_hinge(eviction_stats[:, 0], decisions, target, spec.aux_form)
-        alpha, live, reads = eviction_stats.detach().double().unbind(1)
+        aux_loss = context.method.loss(eviction_stats, decisions, target)
+        alpha, live, reads, _ = eviction_stats.detach().double().unbind(1)
         means = ((alpha / decisions).sum(), live.sum() / per_sample, reads.sum() / per_sample)
         # Own tensors: the schedule divides the returned loss in place.
         report = torch.stack([token_loss.detach().double(), aux_loss.detach().double(), *means])

@@ -14,7 +14,7 @@ from dms_train.cli.config_source import CONF_DIR, compose
 from dms_train.config.build import ConfigError, build, to_mapping, valid_paths
 from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.spec import PRESETS, spec_of
 from tests.support import configs
 
 GIVEN = ["model.path=x", "data.paths=[y]"]
@@ -93,7 +93,7 @@ def test_yaml_repeats_the_defaults_of_the_code(block, cls):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_one_value_of_a_preset_is_replaced(preset):
     changed = compose([*GIVEN, f"method={preset}", "method.window=16"]).method
-    assert DMSSpec.from_options(changed) == PRESETS[preset].override(window=16)
+    assert spec_of(changed) == PRESETS[preset].override(window=16)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.export.writer import write_export
 from dms_train.hf.selftest import SelfTest
-from dms_train.method.spec import DMSSpec
+from dms_train.method.dms.spec import DMSSpec
 from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import (
     WINDOW,

@@ -15,7 +15,8 @@ from dms_train.export.writer import write_export
 from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.hf.formats import default_format
 from dms_train.hf.tensors import expected_shapes
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
 
 Weights = dict[str, Tensor]

@@ -11,7 +11,8 @@ import torch
 
 from dms_train.export.writer import write_export
 from dms_train.hf.formats import read_spec
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.spec import PRESETS
 from tests.unit.hf import conftest as hf
 
 WINDOW = 8

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dms_train.kernels import api
 from dms_train.kernels.train_attention.reference import dms_attention
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import align_to_keys, visible
 
 B, S, D = 2, 9, 6

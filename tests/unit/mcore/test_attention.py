@@ -13,6 +13,7 @@ from dms_train.families import FAMILIES
 from dms_train.kernels.train_attention import reference
 from dms_train.kernels.train_attention.reference import dms_attention
 from dms_train.mcore.engine import McoreEngine
+from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.noise import logistic_noise, sample_keys
 from dms_train.method.plan import StepPlan
 from tests.support import tiny
@@ -56,7 +57,9 @@ def query(d: int = 4) -> Tensor:
 
 def rotated(engine: McoreEngine, q: Tensor, factor: float) -> Tensor:
     engine._method.plan = StepPlan(neuron_scale=factor)
-    return attention_of(engine)._rotate_query(q, rope(engine))
+    layer, step = engine._method.layer, attention_of(engine)._pass(rope(engine))
+    assert isinstance(layer, DMSLayer)
+    return layer.rotate(q, q[..., 0, :], step)[0]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -183,7 +183,7 @@ def test_eviction_channel_rows_lose_weight_and_moments_and_others_lose_nothing(
 ) -> None:
     engine = build(family, preset, dtype)
     zeroing_steps(engine)
-    rows = mapping.eviction_channel_rows(engine.architecture, engine.spec.channel, 4)
+    rows = mapping.eviction_channel_rows(engine.architecture, engine._method.layer, 4)
     others = [row for row in range(projections(engine)[0].shape[0]) if row not in rows]
     before = [optimizer_tensors(engine, p) for p in projections(engine)]
     engine.reset_eviction_channel()
@@ -204,7 +204,7 @@ def test_a_step_that_does_not_decide_leaves_the_eviction_channel_at_zero(
     """Neither Adam's moments nor an fp32 copy of the weights restore the old values."""
     engine = build(family, "dms", dtype)
     zeroing_steps(engine)
-    rows = mapping.eviction_channel_rows(engine.architecture, 0, 4)
+    rows = mapping.eviction_channel_rows(engine.architecture, engine._method.layer, 4)
     engine.reset_eviction_channel()
     engine.train_step(StepPlan(step=3, neuron_scale=0.0, loss="lm"), [tiny.batch(20)])
     for parameter in projections(engine):
@@ -213,7 +213,7 @@ def test_a_step_that_does_not_decide_leaves_the_eviction_channel_at_zero(
 
 def test_a_retrofit_step_moves_the_eviction_channel(build: Build) -> None:
     engine = build("llama", "dms")
-    rows = mapping.eviction_channel_rows(engine.architecture, 0, 4)
+    rows = mapping.eviction_channel_rows(engine.architecture, engine._method.layer, 4)
     engine.reset_eviction_channel()
     engine.begin_stage(RATE)
     plan = StepPlan(neuron_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")

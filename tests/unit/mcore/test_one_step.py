@@ -15,8 +15,9 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.schedule.step import token_scale
+from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.plan import StepPlan
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.spec import PRESETS
 from tests.support import plain_objective, tiny
 
 LENGTH, SEED = 40, 11

@@ -25,7 +25,7 @@ def hidden(rows: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def eviction_stats() -> Tensor:
     """Values that need all 24 bits of a float32, with several magnitudes and signs."""
     values = torch.randn(4, EVICTION_STATS, generator=torch.Generator().manual_seed(1))
-    values[0] = torch.tensor([0.0, 16777215.0, 1 / 3])
+    values[0] = torch.tensor([0.0, 16777215.0, 1 / 3, -7 / 11])
     return values * torch.tensor([[1.0], [1e6], [-1e-6], [123.456]])
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dms_train.method import accounting
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import visible
 
 WORKED = torch.tensor([c == "1" for c in "0111010000"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dms_train.method.accounting import live_slots, slots_held_and_read
+from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.documents import PackedDocuments
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import align_to_keys
 
 LENGTH, HEADS = 24, 3

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dms_train.method.spec import PRESETS, DMSSpec
+from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import align_to_keys, outside_window, visible
 
 NVIDIA = """

@@ -1,0 +1,1 @@
+"""Dynamic Memory Sparsification: a token is evicted or kept when it leaves a window."""

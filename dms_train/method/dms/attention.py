@@ -1,0 +1,87 @@
+"""What DMS adds to the attention of a layer: an eviction channel in the query, and a mask.
+
+Shape letters are those of `method.layer`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.method import decisions
+from dms_train.method.accounting import slots_held_and_read
+from dms_train.method.base import MethodSpec
+from dms_train.method.layer import Decided, Heads, LayerPass
+from dms_train.method.losses import compression_hinge
+from dms_train.method.visibility import align_to_keys
+
+
+class DMSLayer:
+    """A decision of each KV head about every token, read from its first query head."""
+
+    def __init__(self, spec: MethodSpec) -> None:
+        self.spec = spec
+
+    def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
+        """Heads with RoPE and a scaled eviction channel; no decisions where nothing is evicted."""
+        channel = decisions.eviction_channel(heads.query, self.spec.channel)
+        query, key = self.rotate(heads.query, heads.key, step)
+        return Heads(query, key, heads.value), self.decide(channel, step)
+
+    def rotate(self, query: Tensor, key: Tensor, step: LayerPass) -> tuple[Tensor, Tensor]:
+        """RoPE with the eviction channel multiplied by the plan's factor.
+
+        When the eviction channel is also cleared after RoPE, full and cleared queries are
+        interpolated, so that every path through the eviction channel carries the factor once and
+        none carries its square.
+        """
+        spec, factor = self.spec, step.plan.neuron_scale
+        if factor == 1.0:
+            return step.rotate(query, key)
+        if not spec.clear_after_rope:
+            query = decisions.scale_eviction_channel(query, spec.channel, factor)
+            return step.rotate(query, key)
+        cleared = decisions.scale_eviction_channel(query, spec.channel, 0.0)
+        cleared, key_turned = step.rotate(cleared, key)
+        cleared = decisions.scale_eviction_channel(cleared, spec.channel, 0.0)
+        if factor == 0.0:
+            return cleared, key_turned
+        whole, _ = step.rotate(query, key)
+        return torch.lerp(cleared, whole, factor), key_turned
+
+    def decide(self, eviction_channel: Tensor, step: LayerPass) -> Decided | None:
+        """From the borrowed activation [s, b, g]; None where the plan evicts nothing."""
+        spec, plan, documents = self.spec, step.plan, step.documents
+        if plan.eviction == "none":
+            return None
+        s, _, g = eviction_channel.shape
+        logits = decisions.eviction_logits(eviction_channel, spec)
+        hard = decisions.hard_decisions(logits.detach())
+        if plan.eviction == "all":
+            hard = torch.ones_like(hard)
+        if plan.eviction == "soft":
+            noise = step.noise(g, False, s) if plan.noise else None
+            alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
+            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+        else:
+            log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
+            counted = hard.to(logits.dtype)
+        held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
+        if documents is not None:
+            counted = counted * documents.is_token.t()[..., None]
+        stats = torch.stack(
+            [counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s], dim=-1
+        )
+        by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
+        return Decided(by_key, stats, logits.detach(), held)
+
+    def loss(self, stats: Tensor, decisions: int | Tensor, target: float) -> Tensor:
+        """The compression hinge."""
+        return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form)
+
+    def channel_rows(self, query: int, size: int) -> list[int]:
+        """The channel of the first query head."""
+        return [self.spec.channel % size]
+
+
+LAYER = DMSLayer

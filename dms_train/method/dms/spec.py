@@ -1,0 +1,63 @@
+"""The constants of Dynamic Memory Sparsification (paper section 3 and appendix B)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
+
+from dms_train.limits import AtLeast, OneOf
+from dms_train.method.base import MethodOptions, MethodSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMSOptions(MethodOptions):
+    """The `method` block of a configuration.
+
+    The borrowed channel is that of the first query head of each group.
+
+    Attributes:
+        decision_shift: Token j is governed by the decision made at position j + shift (0 or 1).
+        window: Tokens a key always stays visible: key j is evictable for query i when
+            i - j > window.
+        eviction: `delayed` decides when the token is written (or one later), `immediate` when it
+            leaves the window.
+    """
+
+    kind: Annotated[str, OneOf("dms")] = "dms"
+    decision_shift: Annotated[int, OneOf(0, 1)]
+    window: Annotated[int, AtLeast(1)]
+    eviction: Annotated[str, OneOf("delayed", "immediate")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMSSpec(DMSOptions, MethodSpec):
+    """Checked constants of Dynamic Memory Sparsification.
+
+    Fields are those of `DMSOptions`.
+
+    Raises:
+        ValueError: One line for every value that cannot be used.
+    """
+
+    inference_fields: ClassVar[tuple[str, ...]] = (
+        "channel",
+        "alpha_scale",
+        "alpha_offset",
+        "decision_shift",
+        "window",
+        "clear_after_rope",
+        "eviction",
+    )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of `to_dict`; what was stored before there were other methods has no `kind`."""
+        return super(DMSSpec, cls).from_dict({"kind": "dms", **values})
+
+    @property
+    def governing_shift(self) -> int:
+        """Distance from a key to the decision that governs it, in tokens."""
+        return self.decision_shift + (self.window if self.eviction == "immediate" else 0)
+
+
+OPTIONS, SPEC = DMSOptions, DMSSpec

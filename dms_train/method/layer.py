@@ -1,0 +1,105 @@
+"""The interface between a method and the attention of a layer in training.
+
+Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size; heads are
+those of one tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from dms_train.method.base import MethodSpec
+from dms_train.method.documents import PackedDocuments
+from dms_train.method.plan import StepPlan
+
+
+class Heads(NamedTuple):
+    """What a layer projects: query [s, b, g, r, d], key and value [s, b, g, d]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class LayerPass(NamedTuple):
+    """One microbatch in one layer.
+
+    Attributes:
+        plan: Of the current step.
+        documents: Packed documents; None where a sample is one document.
+        noise: Logistic noise [s, b, heads], given the number of heads, whether they are the
+            model's first ones instead of this rank's, and s.
+        rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
+        sum_ranks: Sum over the tensor-parallel ranks, whose gradient is summed too.
+        first_rank: Whether the rank holds the model's first heads.
+        heads: KV heads of all ranks.
+    """
+
+    plan: StepPlan
+    documents: PackedDocuments | None
+    noise: Callable[[int, bool, int], Tensor]
+    rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    sum_ranks: Callable[[Tensor], Tensor]
+    first_rank: bool
+    heads: int
+
+
+class Decided(NamedTuple):
+    """The decisions of a layer.
+
+    Attributes:
+        log_keep: log(1 - alpha) by key [b, g, s], added to the score of a key outside the
+            window.
+        stats: Sums over the KV heads, float32 [b, 3 or 4]: alpha, live slots at the last token,
+            KV reads / s, and what the method itself adds to the loss.
+        logits: Decision logits [s, b, g], detached.
+        held: Slots at the last token, int64 [b, g].
+    """
+
+    log_keep: Tensor
+    stats: Tensor
+    logits: Tensor
+    held: Tensor
+
+
+class MethodLayer(Protocol):
+    """What a method adds to the attention of a layer, and to the loss; without weights."""
+
+    def __init__(self, spec: MethodSpec) -> None: ...
+
+    def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
+        """What the attention kernel is given: rotated heads, and the decisions.
+
+        No decisions where the plan says `none`.
+        """
+        ...
+
+    def loss(self, stats: Tensor, decisions: int | Tensor, target: float) -> Tensor:
+        """The method's part of the loss, a scalar.
+
+        Args:
+            stats: float32 [b, 4], the statistics summed over layers and KV heads.
+            decisions: L * H * T, or [b] where padding leaves samples with different T.
+            target: alpha*, the share of the tokens that must take no slot.
+        """
+        ...
+
+    def channel_rows(self, query: int, size: int) -> list[int]:
+        """Rows of the borrowed channels within the projection of one KV group.
+
+        Args:
+            query: Query rows of the group; the key's follow.
+            size: Head size.
+        """
+        ...
+
+
+def method_layer(spec: MethodSpec) -> MethodLayer:
+    """What the method of a specification adds to a layer."""
+    module = importlib.import_module(f"dms_train.method.{spec.kind}.attention")
+    layer: MethodLayer = module.LAYER(spec)
+    return layer
