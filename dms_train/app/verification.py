@@ -99,7 +99,8 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
     from transformers import AutoModelForCausalLM
 
     directory = Path(directory)
-    if read_spec(directory) is None:
+    spec = read_spec(directory)
+    if spec is None:
         raise ValueError(f"{directory}: a dense model; there are no decisions to verify")
     reference = SelfTest.load(directory)
     WeightReader(directory)  # refuses damaged shards in one line
@@ -110,4 +111,5 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
     input_ids = reference.input_ids[None].to(device)
     with torch.no_grad():
         logits = model(input_ids, use_cache=False).logits[0].cpu()
-    return compare(reference, model.dms_decision_logits(input_ids)[:, 0].cpu(), logits)
+    decided = getattr(model, f"{spec.kind}_decision_logits")(input_ids)
+    return compare(reference, decided[:, 0].cpu(), logits)

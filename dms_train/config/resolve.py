@@ -19,7 +19,7 @@ def resolved(config: RunConfig) -> RunConfig:
     """`config` with the learning rate of every stage and the export's format filled in."""
     stage = config.stage
     if stage.export.format is None:
-        name = format_of_preset(config.method.preset)
+        name = format_of_preset(config.method.preset, config.method.kind)
         stage = replace(stage, export=replace(stage.export, format=name))
     # a learning rate that is refused is refused once, under the key that was written
     if not any(limits.problems(config.optim)):

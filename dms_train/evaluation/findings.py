@@ -131,8 +131,9 @@ def validate(
         ValueError: One of them, or a model, cannot be used.
     """
     compared = None
+    controlled = options.window_only and target.window > 0  # without a window there is no control
     if samples is not None:
-        compared = agreement(target, samples, options.samples, window_only=options.window_only)
+        compared = agreement(target, samples, options.samples, window_only=controlled)
         note(f"{options.samples} sequences: KL {compared.kl} nats/token, top-1 {compared.top1}")
     replayed = replay(target.export, target.device)
     note(f"self-test through the compact cache: KL {replayed.kl:.2e}, limit {replayed.limit:g}")
@@ -145,7 +146,7 @@ def validate(
             max_tokens=options.max_tokens,
             max_num_seqs=options.max_num_seqs,
         )
-        solved = examine(target, exam, window_only=options.window_only, note=note)
+        solved = examine(target, exam, window_only=controlled, note=note)
     return Findings(
         target=target,
         agreement=compared,

@@ -25,7 +25,6 @@ UNKNOWN = "unknown"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Of the base model's front matter: what holds for a retrofitted model too.
 _INHERITED = ("license", "license_name", "license_link", "language")
-_TAGS = ["dynamic-memory-sparsification", "dms", "kv-cache-compression"]
 _BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
 _MEASURED = {
     "kl_nats_per_token": "KL(original, this model), nats per token",
@@ -118,7 +117,7 @@ def render(
         front["base_model"] = base.hub_id
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if compressed is not None:
-        front["tags"] = _TAGS
+        front["tags"] = _tags(compressed[0].spec)
     origin = [
         ("base model", base.name or "none: trained from scratch"),
         ("licence of the base model", base.license if base.name else "none"),
@@ -136,7 +135,7 @@ def render(
     else:
         model, layout = compressed
         parts += [
-            f"# {title} with DMS",
+            f"# {title} with {model.spec.kind.upper()}",
             _summary(model.spec),
             _table([*origin, *_training(model, layout)]),
             "## Method",
@@ -149,12 +148,14 @@ def render(
     return "\n\n".join(parts) + "\n"
 
 
+def _tags(spec: MethodSpec) -> list[str]:
+    return [spec.full_name.lower().replace(" ", "-"), spec.kind, "kv-cache-compression"]
+
+
 def _summary(spec: MethodSpec) -> str:
     return (
-        "Retrofitted with [Dynamic Memory Sparsification](https://arxiv.org/abs/2506.05345) (DMS) "
-        "by dms-train: each KV head decides for every token whether the token is evicted from the "
-        f"KV cache once it is more than {spec.window} tokens back. "
-        "The weights have the names and shapes of the original."
+        f"Retrofitted with [{spec.full_name}]({spec.paper}) ({spec.kind.upper()}) by dms-train: "
+        f"{spec.summary}. The weights have the names and shapes of the original."
     )
 
 
@@ -193,7 +194,7 @@ print(output.outputs[0].text)
     if layout is not None:
         text += (
             "\n\n`trust_remote_code=True` runs the Python files of this folder: read them first. "
-            "`generate()` frees what is evicted."
+            f"`generate()` {'frees' if layout.ships_cache else 'masks'} what is evicted."
         )
     return text
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from dms_train.families import ModelFamily
 
-_LINES = {
-    "configuration_dms.py": """
+_CONFIGURATION = """
 
 from transformers import {classes}Config  # noqa: E402
 
-{classes}ConfigDMS = config_with_dms({classes}Config)
-""",
-    "modeling_dms.py": """
+{classes}Config{METHOD} = config_with_{method}({classes}Config)
+"""
+_MODELING = """
 
 from transformers.models.{name}.modeling_{name} import (  # noqa: E402
     {classes}Attention,
     {classes}ForCausalLM,
 )
 
-from .configuration_dms import {classes}ConfigDMS  # noqa: E402
+from .configuration_{method} import {classes}Config{METHOD}  # noqa: E402
 
-{classes}AttentionDMS = attention_with_dms({classes}Attention)
-{classes}ForCausalLMDMS = model_with_dms(
-    {classes}ForCausalLM, {classes}ConfigDMS, {classes}AttentionDMS
+{classes}Attention{METHOD} = attention_with_{method}({classes}Attention)
+{classes}ForCausalLM{METHOD} = model_with_{method}(
+    {classes}ForCausalLM, {classes}Config{METHOD}, {classes}Attention{METHOD}
 )
-""",
-}
+"""
+_LINES = {"configuration": _CONFIGURATION, "modeling": _MODELING}
 
 
 def class_lines(file: str, family: ModelFamily) -> str:
     """What an export of this family adds to a file of `export/code`; nothing to most."""
-    return _LINES.get(file, "").format(name=family.name, classes=family.classes)
+    stem, _, method = file.removesuffix(".py").rpartition("_")
+    lines, names = _LINES.get(stem, ""), {"name": family.name, "classes": family.classes}
+    return lines.format(**names, method=method, METHOD=method.upper())

@@ -45,7 +45,8 @@ def shipped_code(family: str, layout: ExportFormat) -> dict[str, str]:
     files = {
         name: _modeling(original, family) for name, original in layout.code_files(family).items()
     }
-    files |= {f"{name}.py": _source(module) for module, name in CACHE_MODULES.items()}
+    if layout.ships_cache:
+        files |= {f"{name}.py": _source(module) for module, name in CACHE_MODULES.items()}
     return {name: _beside(text, family) for name, text in files.items()}
 
 
@@ -59,8 +60,9 @@ def _source(module: ModuleType) -> str:
 
 
 def _beside(text: str, family: str) -> str:
-    for stem in ("configuration", "generation"):
-        text = text.replace(f"from .{stem}_dms ", f"from .{stem}_{family}_dms ")
+    for stem in ("configuration_dms", "configuration_dmc", "generation_dms"):
+        kind, _, method = stem.partition("_")
+        text = text.replace(f"from .{stem} ", f"from .{kind}_{family}_{method} ")
     for module, name in CACHE_MODULES.items():
         text = text.replace(f"from {module.__name__} import", f"from .{name} import")
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -90,7 +91,7 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-_OWN_PREFIX = "dms_"
+_OWN_PREFIX = re.compile("(dms|dmc)_")
 
 
 def _refuse(key: str, value: Any, fix: str) -> HFError:
@@ -98,13 +99,13 @@ def _refuse(key: str, value: Any, fix: str) -> HFError:
 
 
 def family_of(config: dict[str, Any]) -> str:
-    """The family of a config.json mapping, also of exports with `model_type: dms_<family>`.
+    """The family of a config.json mapping, also of exports, whose model_type has a prefix.
 
     Raises:
         ValueError: For any other model_type.
     """
     model_type = str(config.get("model_type", ""))
-    family = model_type.removeprefix(_OWN_PREFIX)
+    family = _OWN_PREFIX.sub("", model_type, count=1)
     if family not in FAMILIES:
         raise _refuse("model_type", model_type, f"use one of {', '.join(FAMILIES)}")
     return family

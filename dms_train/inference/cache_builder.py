@@ -36,7 +36,7 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
     if options.cache == "dense":
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         return DenseCache(policy, like=like, frequency=frequency, **sizes)
-    if _uses_kernels(policy, options):
+    if _uses_kernels(model, policy, options):
         return _paged(model, policy, options, _pages(model, policy, options))
     pool = PagePool(
         head_size=a.kv_channels,
@@ -68,7 +68,7 @@ def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:
     return options.max_model_len or most
 
 
-def _uses_kernels(policy: CachePolicy, options: EngineOptions) -> bool:
+def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> bool:
     """Whether the fused decode kernels serve the compact cache.
 
     Raises:
@@ -79,6 +79,8 @@ def _uses_kernels(policy: CachePolicy, options: EngineOptions) -> bool:
         obstacle = f"triton does not run on {options.device}"
     elif options.page_slots & (options.page_slots - 1):
         obstacle = f"page_slots={options.page_slots} is not a power of two"
+    elif model.spec is not None and model.spec.kind != "dms":
+        obstacle = f"the kernels do not clear the channels that {model.spec.kind} borrows"
     elif decode_rule(policy) is None:
         obstacle = f"the kernels do not support {type(policy).__name__}"
     wanted = options.kernels == "triton" or options.cache_dtype == "fp8"

@@ -72,6 +72,8 @@ class MethodSpec(MethodOptions):
     """Checked constants of a method.
 
     Attributes:
+        full_name: Of the method.
+        paper: Its address.
         inference_fields: Names of the constants that decide what a trained model computes; a
             student continues with the same.
 
@@ -79,6 +81,8 @@ class MethodSpec(MethodOptions):
         ValueError: One line for every value that cannot be used.
     """
 
+    full_name: ClassVar[str]
+    paper: ClassVar[str]
     inference_fields: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
@@ -89,6 +93,11 @@ class MethodSpec(MethodOptions):
     @property
     def governing_shift(self) -> int:
         """Distance from a key to the decision that governs it, in tokens."""
+        raise NotImplementedError
+
+    @property
+    def summary(self) -> str:
+        """What a retrofitted model does, as the end of a sentence."""
         raise NotImplementedError
 
     def override(self, **values: Any) -> Self:

@@ -1,4 +1,4 @@
-"""The interface between a method and the attention of a layer in training.
+"""The interface between a method and the attention of a layer.
 
 Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size; heads are
 those of one tensor-parallel rank.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -88,6 +89,19 @@ class MethodLayer(Protocol):
         """
         ...
 
+    def hard(self, query: Tensor, key: Tensor) -> Tensor:
+        """Decisions at inference by deciding token, bool [..., g].
+
+        Args:
+            query: [..., g, r, d] before RoPE.
+            key: [..., g, d] before RoPE.
+        """
+        ...
+
+    def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, of these shapes, with 0 in the borrowed channels."""
+        ...
+
     def channel_rows(self, query: int, size: int) -> list[int]:
         """Rows of the borrowed channels within the projection of one KV group.
 
@@ -98,6 +112,7 @@ class MethodLayer(Protocol):
         ...
 
 
+@cache
 def method_layer(spec: MethodSpec) -> MethodLayer:
     """What the method of a specification adds to a layer."""
     module = importlib.import_module(f"dms_train.method.{spec.kind}.attention")

@@ -44,13 +44,15 @@ class ZeroNeuronOptions:
 class RetrofitOptions:
     """Anneal the compression ratio by one unit per `steps_per_cr` steps up to `target_cr`.
 
-    The annealing starts from `start_cr`. None is the ratio of the student that `run.load` names,
-    or 1 for the original model.
+    With `annealing=immediate` the same number of steps is taken at the final ratio (DMC paper,
+    appendix E). The annealing starts from `start_cr`. None is the ratio of the student that
+    `run.load` names, or 1 for the original model.
     """
 
     target_cr: Annotated[float, AtLeast(1)]
     steps_per_cr: Annotated[int, AtLeast(1)]
     start_cr: Annotated[float | None, AtLeast(1)] = None
+    annealing: Annotated[str, OneOf("linear", "immediate")] = "linear"
     loss: Annotated[str, OneOf(*TOKEN_LOSSES)] = "distill"
     lr: Annotated[float | None, Positive()] = None
 

@@ -162,7 +162,7 @@ def _build(name: str, options: StageOptions, warmup: int, ratio: float) -> Stage
             loss=r.loss,
             rate=_constant(_rate_of(r), steps, warmup),
             requires_eviction=True,
-            start_cr=start,
+            start_cr=r.target_cr if r.annealing == "immediate" else start,
             target_cr=r.target_cr,
             steps_per_cr=r.steps_per_cr,
         )

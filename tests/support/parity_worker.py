@@ -31,12 +31,14 @@ def one_step(
     """Totals on every rank and Hugging Face named gradients on rank 0."""
     architecture = tiny.architecture(case["family"], **case.get("architecture", {}))
     # offset near 0, so that about half of the small eviction channels' decisions evict
-    changes = {"window": 4, "alpha_offset": 0.5, **case.get("spec", {})}
-    spec = PRESETS[case["preset"]].override(**changes)
+    base = PRESETS[case["preset"]]
+    window = {"window": 4} if base.kind == "dms" else {}
+    spec = base.override(**{**window, "alpha_offset": 0.5, **case.get("spec", {})})
     parallel = ParallelOptions(**case["layout"])
     options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
     std = case.get("std", 0.2)
-    student = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002, std=std)
+    source = tiny.small_channels(spec.kind)
+    student = source(architecture, 1, spec.channel, factor=0.002, std=std)
     engine = McoreEngine(architecture, spec, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, std))
     plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})

@@ -61,6 +61,23 @@ class SmallEvictionChannels:
         return tensor
 
 
+class SmallKeyChannels(SmallEvictionChannels):
+    """The same for a method whose decisions are in the keys."""
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor; borrowed rows of the key projection scaled down."""
+        tensor = self._random.get(name)
+        if "k_proj" in name:
+            rows = tensor.unflatten(0, (-1, self._architecture.kv_channels))
+            rows[:, self._channel] *= self._factor
+        return tensor
+
+
+def small_channels(kind: str) -> type[SmallEvictionChannels]:
+    """The source of weights for a method."""
+    return SmallKeyChannels if kind == "dmc" else SmallEvictionChannels
+
+
 def batch(first: int, size: int = 2, length: int = LENGTH, vocab: int = VOCAB) -> Batch:
     """Microbatch of samples first .. first + size - 1 with uneven loss masks."""
     tokens = torch.stack(

@@ -108,6 +108,7 @@ class ExportFormat:
     Attributes:
         name: As in `stage.export.format`, and the name of the module.
         consumer: The program that reads it, in messages.
+        method: Kind of the methods whose models it holds.
         preset: Preset of the method whose exports have this format unless another is configured.
         dtype: The only dtype of weights it takes, by torch's name; None takes any.
         config_keys: What it adds to (or replaces in) config.json.
@@ -120,6 +121,7 @@ class ExportFormat:
         json_files: Further files beside config.json, by name.
         code_files: Modelling code of a family that is shipped: name in the export to name in
             `dms_train/export/code`.
+        ships_cache: Whether that code runs on the modules of the compact cache.
     """
 
     name: str
@@ -127,7 +129,9 @@ class ExportFormat:
     preset: str
     config_keys: Callable[[ExportedModel], dict[str, Any]]
     read: Callable[[Path, dict[str, Any], bool], Stated | None]
+    method: str = "dms"
     dtype: str | None = None
+    ships_cache: bool = True
     problem: Callable[[ExportedModel], str | None] = no_problem
     advice: Callable[[ExportedModel], list[str]] = no_advice
     json_files: Callable[[ExportedModel], dict[str, dict[str, Any]]] = no_files

@@ -48,7 +48,7 @@ class Limits:
 
     def _method_problem(self, spec: MethodSpec) -> str | None:
         if not isinstance(spec, DMSSpec):
-            return f"method={spec.preset}: it reads models trained for DMS only"
+            return f"method={spec.preset}: it holds models trained for dms only"
         if spec.channel != -1:
             return f"method.channel={spec.channel}: it reads the last channel (-1)"
         if spec.decision_shift != self.decision_shift:

@@ -10,7 +10,6 @@ from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused
 from dms_train.hf.json_files import read_config
 from dms_train.method.base import MethodSpec
 
-OWN = "dms"
 _NOT_FORMATS = ("base", "flat", "registry")
 
 
@@ -28,14 +27,19 @@ FORMATS: dict[str, ExportFormat] = _found()
 """Formats by name, in alphabetical order."""
 
 
-def format_of_preset(preset: str) -> str:
-    """The export format that goes with a preset of the method; `dms` if none claims it."""
-    return next((name for name, found in FORMATS.items() if found.preset == preset), OWN)
+def format_of_preset(preset: str, method: str) -> str:
+    """The export format that goes with a preset; the one named after its method if none claims it.
+
+    Args:
+        preset: Of the method.
+        method: Its kind.
+    """
+    return next((name for name, found in FORMATS.items() if found.preset == preset), method)
 
 
 def default_format(spec: MethodSpec) -> str:
     """The format that goes with the spec's preset."""
-    return format_of_preset(spec.preset)
+    return format_of_preset(spec.preset, spec.kind)
 
 
 def find_format(name: str) -> ExportFormat:
@@ -66,10 +70,12 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
     if not model.target_cr >= 1:
         raise ExportRefused(f"compression ratio {model.target_cr}: a factor of at least 1")
     problem = found.problem(model)
+    if problem is None and found.method != model.spec.kind:
+        problem = f"method={model.spec.preset}: it holds models trained for {found.method} only"
     if problem:
         raise ExportRefused(
             f"export format {name} ({found.consumer}): {problem}; "
-            f"or export in format {OWN}, which every spec fits"
+            f"or export in format {model.spec.kind}, which every spec of the method fits"
         )
     return found.advice(model)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival
+from dms_train.inference.policies.base import Arrival, Projected
 
 
 class Attended(NamedTuple):
@@ -27,6 +27,14 @@ class UnrotatedTokens(Protocol):
     @property
     def rows(self) -> Tensor:
         """Cache rows of the sequences, int64 [b]."""
+        ...
+
+    def projected(self) -> Projected:
+        """What the model projects, for policies that merge before RoPE."""
+        ...
+
+    def replaced(self, key: Tensor, value: Tensor) -> UnrotatedTokens:
+        """The same tokens and decisions with other content, [b, n, kv_heads, d] each."""
         ...
 
     def rotated(self) -> tuple[Tensor, Arrival]:

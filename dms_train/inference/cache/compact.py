@@ -151,7 +151,7 @@ class CompactCache:
 
     def step(self, layer: int, step: UnrotatedTokens) -> Attended:
         """`attend` for tokens before RoPE."""
-        query, arrival = step.rotated()
+        query, arrival = self._state.accumulated(layer, step).rotated()
         return self.attend(layer, step.rows, query, arrival)
 
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:

@@ -132,7 +132,7 @@ class DenseCache:
 
     def step(self, layer: int, step: UnrotatedTokens) -> Attended:
         """As `CompactCache.step`."""
-        query, arrival = step.rotated()
+        query, arrival = self._state.accumulated(layer, step).rotated()
         return self.attend(layer, step.rows, query, arrival)
 
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:

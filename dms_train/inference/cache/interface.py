@@ -13,14 +13,10 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
+from dms_train.inference.policies.base import Arrival, CachePolicy, Projected, RequestSizes
 from dms_train.method.base import MethodSpec
-from dms_train.method.decisions import (
-    eviction_channel,
-    eviction_logits,
-    hard_decisions,
-    scale_eviction_channel,
-)
+from dms_train.method.decisions import eviction_logits, hard_decisions
+from dms_train.method.layer import method_layer
 
 
 class AttentionStep(NamedTuple):
@@ -36,7 +32,7 @@ class AttentionStep(NamedTuple):
         sin: Likewise.
         position: int64 [b, n]; -1 for padding.
         rows: Cache rows of the sequences, int64 [b], all different.
-        spec: Of a model whose query carries an eviction channel; None for any other.
+        spec: Of a model that borrows channels of its heads; None for any other.
         adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
             called only where decisions are read.
         begins: Whether the cache is known to hold nothing of these sequences yet.
@@ -59,22 +55,34 @@ class AttentionStep(NamedTuple):
             return self.adapter()
         if self.spec is None:
             return None
-        activation = eviction_channel(self.query, self.spec.channel)
-        return hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
+        return method_layer(self.spec).hard(self.query, self.key.squeeze(3)).transpose(1, 2)
+
+    def projected(self) -> Projected:
+        """What the model projects, for policies that merge before RoPE."""
+        return Projected(self.query, self.key.squeeze(3), self.value.squeeze(3), self.position)
+
+    def replaced(self, key: Tensor, value: Tensor) -> AttentionStep:
+        """The same tokens and decisions with other content, [b, n, g, d] each."""
+        decided = self.decisions()
+        adapter = None if decided is None else lambda: decided
+        return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
 
     def rotated(self) -> tuple[Tensor, Arrival]:
-        """With RoPE and without the eviction channel, for caches that store rotated keys.
+        """With RoPE and without the borrowed channels, for caches that store rotated keys.
 
         Returns:
             Query [b, g * r, n, d], and the arriving tokens.
         """
         signal = self.decisions()
-        query = self._rotate(self._cleared(self.query))
-        if self.spec is not None and self.spec.clear_after_rope:
-            query = self._cleared(query)
-        key = self._rotate(self.key).squeeze(3).transpose(1, 2)
+        query, key = self.query, self.key.squeeze(3)
+        method = None if self.spec is None else method_layer(self.spec)
+        if method is not None:
+            query, key = method.cleared(query, key)
+        query, key = self._rotate(query), self._rotate(key.unsqueeze(3)).squeeze(3)
+        if method is not None and self.spec is not None and self.spec.clear_after_rope:
+            query, _ = method.cleared(query, key)
         value = self.value.squeeze(3).transpose(1, 2)
-        arrival = Arrival(self.position, key, value, signal)
+        arrival = Arrival(self.position, key.transpose(1, 2), value, signal)
         return query.flatten(2, 3).transpose(1, 2), arrival
 
     def rotated_by_kernel(self) -> tuple[Tensor, Arrival]:
@@ -101,12 +109,6 @@ class AttentionStep(NamedTuple):
         value = self.value.squeeze(3).transpose(1, 2)
         arrival = Arrival(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
         return query.view(b, n, -1, d).transpose(1, 2), arrival
-
-    def _cleared(self, query: Tensor) -> Tensor:
-        """The query with 0 in its eviction channel."""
-        if self.spec is None:
-            return query
-        return scale_eviction_channel(query, self.spec.channel, 0.0)
 
     def _rotate(self, x: Tensor) -> Tensor:
         """RoPE on x [b, n, g, r, d]."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.inference.cache.base import UnrotatedTokens
 from dms_train.inference.policies.base import CachePolicy, RequestSizes, Sequences
 
 _QUERY = "recent queries"  # the cache's own entry among the policy's tensors
@@ -36,7 +37,7 @@ class PolicyState:
         frequency: Tensor | None = None,
     ) -> None:
         self._frequency = frequency
-        self._recent = policy.recent_queries
+        self._policy, self._recent = policy, policy.recent_queries
         self._sizes = torch.zeros(rows, len(RequestSizes._fields), dtype=torch.int64, device=device)
         self._lists: list[dict[str, Tensor]] = [{} for _ in range(layers)]
 
@@ -81,6 +82,17 @@ class PolicyState:
             query=lists.get(_QUERY),
             frequency=self._frequency,
         )
+
+    def accumulated(self, layer: int, step: UnrotatedTokens) -> UnrotatedTokens:
+        """The tokens of a pass as the policy stores them."""
+        if type(self._policy).accumulate is CachePolicy.accumulate:
+            return step
+        lists = {name: tensor[step.rows] for name, tensor in self._lists[layer].items()}
+        content = self._policy.accumulate(step.projected(), lists)
+        if content is None:
+            return step
+        self.store(layer, step.rows, lists)
+        return step.replaced(*content)
 
     def _newest(self, before: Tensor | None, real: Tensor, query: Tensor) -> Tensor:
         """The newest queries, [b, h, m, r, d].

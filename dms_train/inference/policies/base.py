@@ -9,6 +9,7 @@ s slots, w `state_width`, m recent queries, d head size.
 
 One forward pass of a layer calls, in this order:
 
+0. `accumulate`: arriving tokens may be merged with those before them, before RoPE.
 1. `admit`: stored and arriving tokens get their state; arriving ones are identified by position.
 2. Unscored policies and a single token: `expired` and `merge`, then the kept tokens and the
    arriving one are stored; `select` may restrict what is read; attention.
@@ -118,6 +119,22 @@ class Arrival(NamedTuple):
         return Arrival(*(None if x is None else x[sequences] for x in self))  # type: ignore[arg-type]
 
 
+class Projected(NamedTuple):
+    """The tokens of a pass as the model projects them, before RoPE.
+
+    Attributes:
+        query: [b, n, h, r, d].
+        key: [b, n, h, d].
+        value: [b, n, h, d].
+        position: int64 [b, n], as in `Arrival`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    position: Tensor
+
+
 class Received(NamedTuple):
     """Attention that the slots received in a pass, at least float32; padding gives none.
 
@@ -199,6 +216,16 @@ class CachePolicy(Protocol):
         if not self.scored:
             return None
         return max(1, request.prompt - computed)
+
+    def accumulate(
+        self, tokens: Projected, lists: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Keys and values [b, n, h, d], before RoPE, that are stored in place of the tokens' own.
+
+        Called before anything else. `lists` are the policy's own tensors, as in `Sequences`, and
+        may be replaced. None, the default, leaves the tokens as they are.
+        """
+        return None
 
     def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
         """The state once the arrival, already among the slots, is known: [b, h, s, w]."""

@@ -81,7 +81,7 @@ def build_policy(name: str, options: Mapping[str, Any], spec: MethodSpec | None)
     """The policy called `name` for a model.
 
     Args:
-        name: One of `policy_names()`; `auto` is `dms` if the model has it, else `keep_all`.
+        name: One of `policy_names()`; `auto` is what the model was trained for, else `keep_all`.
         options: Fields of the policy's options.
         spec: What the model was trained for; None for a dense one.
 
@@ -90,10 +90,11 @@ def build_policy(name: str, options: Mapping[str, Any], spec: MethodSpec | None)
     """
     check_policy(name, options)
     if name == AUTO:
-        name = "keep_all" if spec is None else "dms"
+        name = "keep_all" if spec is None else spec.kind
     kind = policy_kind(name)
-    if kind.trained and spec is None:
-        raise InferenceError(f"policy={name}: the model is dense, not trained for it")
+    if kind.trained and (spec is None or spec.kind != name):
+        what = "is dense" if spec is None else f"was trained for {spec.kind}"
+        raise InferenceError(f"policy={name}: the model {what}, not trained for it")
     return kind.build(_options(name, options), spec)
 
 

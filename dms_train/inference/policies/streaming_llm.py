@@ -18,7 +18,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import CachePolicy, Moved, PolicyKind, RequestSizes, Slots
 from dms_train.inference.policies.budget import GROWING, BudgetOptions
 from dms_train.limits import AtLeast, OneOf
-from dms_train.method.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 
 ORIGINAL, CACHE = "original", "cache"
 
@@ -76,7 +76,7 @@ class StreamingLLMPolicy(CachePolicy):
         return budget - last, last
 
 
-def _build(options: StreamingLLMOptions, spec: DMSSpec | None) -> StreamingLLMPolicy:
+def _build(options: StreamingLLMOptions, spec: MethodSpec | None) -> StreamingLLMPolicy:
     if options.positions == CACHE and spec is not None and spec.clear_after_rope:
         raise InferenceError(
             "policy=streaming_llm positions=cache: the model clears a channel of its queries after "

@@ -21,6 +21,7 @@ from torch.distributed.nn.functional import all_reduce
 from dms_train.kernels.api import DMSAttention
 from dms_train.mcore.options import EVICTION_STATS
 from dms_train.method.base import MethodSpec
+from dms_train.method.dmc.attention import DMCLayer
 from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
@@ -38,6 +39,10 @@ class MethodState:
     def __init__(self, spec: MethodSpec, attend: DMSAttention, *, fused: bool = False) -> None:
         self.spec = spec
         self.layer = method_layer(spec)
+        if fused and spec.kind == "dmc":
+            from dms_train.kernels.layers.triton_merge import merge
+
+            self.layer = DMCLayer(spec, merge)
         self.attend = attend
         self.fused = fused  # whether the fused kernels beside attention run; they need triton
         self.plan = StepPlan()

@@ -79,6 +79,15 @@ class DMSLayer:
         """The compression hinge."""
         return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form)
 
+    def hard(self, query: Tensor, key: Tensor) -> Tensor:
+        """Evictions by deciding token, bool [..., g]."""
+        activation = decisions.eviction_channel(query, self.spec.channel)
+        return decisions.hard_decisions(decisions.eviction_logits(activation, self.spec))
+
+    def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The query with 0 in its eviction channel, and the key as it is."""
+        return decisions.scale_eviction_channel(query, self.spec.channel, 0.0), key
+
     def channel_rows(self, query: int, size: int) -> list[int]:
         """The channel of the first query head."""
         return [self.spec.channel % size]

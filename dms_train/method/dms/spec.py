@@ -39,6 +39,8 @@ class DMSSpec(DMSOptions, MethodSpec):
         ValueError: One line for every value that cannot be used.
     """
 
+    full_name: ClassVar[str] = "Dynamic Memory Sparsification"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2506.05345"
     inference_fields: ClassVar[tuple[str, ...]] = (
         "channel",
         "alpha_scale",
@@ -48,6 +50,14 @@ class DMSSpec(DMSOptions, MethodSpec):
         "clear_after_rope",
         "eviction",
     )
+
+    @property
+    def summary(self) -> str:
+        """What a retrofitted model does, as the end of a sentence."""
+        return (
+            "each KV head decides for every token whether the token is evicted from the KV cache "
+            f"once it is more than {self.window} tokens back"
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

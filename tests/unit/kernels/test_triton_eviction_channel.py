@@ -17,6 +17,7 @@ from dms_train.method.spec import PRESETS
 from tests.support import eviction_channel_cases
 
 CPU = torch.device("cpu")
+DMS_PRESETS = [name for name, spec in PRESETS.items() if spec.kind == "dms"]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["mixed", "apart"])
@@ -31,7 +32,7 @@ def test_rope_scales_and_reads_the_eviction_channel(
 
 @pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "plain"])
 @pytest.mark.parametrize("eviction", ["delayed", "immediate"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", DMS_PRESETS)
 @pytest.mark.parametrize("length", [37, 3, 1030])
 def test_decisions_and_their_cost(preset: str, eviction: str, noisy: bool, length: int) -> None:
     spec = PRESETS[preset].override(window=4, alpha_offset=0.1, eviction=eviction)
@@ -46,7 +47,7 @@ def test_rope_starts_again_at_every_document(channel: int, clear: bool) -> None:
 
 @pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "plain"])
 @pytest.mark.parametrize("eviction", ["delayed", "immediate"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", DMS_PRESETS)
 @pytest.mark.parametrize("length", [37, 1030])
 def test_decisions_stay_within_their_document(
     preset: str, eviction: str, noisy: bool, length: int

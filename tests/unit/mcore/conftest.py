@@ -34,7 +34,9 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
         kernels: str = "auto",
         **changes: object,
     ) -> McoreEngine:
-        spec = PRESETS[preset].override(**{"window": 4, **changes})
+        base = PRESETS[preset]
+        window = {"window": 4} if base.kind == "dms" else {}
+        spec = base.override(**{**window, **changes})
         architecture = tiny.architecture(family, num_layers=2)
         options = TrainEngineOptions(
             parallel=ParallelOptions(params_dtype=dtype),
@@ -43,7 +45,7 @@ def build(view: ParallelView) -> Callable[..., McoreEngine]:
             trains=trains,
             kernels=kernels,
         )
-        weights = tiny.SmallEvictionChannels(architecture, 1, spec.channel)
+        weights = tiny.small_channels(spec.kind)(architecture, 1, spec.channel)
         return McoreEngine(architecture, spec, view, options, weights)
 
     return _build

@@ -10,7 +10,7 @@ import pytest
 
 from dms_train import limits
 from dms_train.method.dms.spec import DMSOptions, DMSSpec
-from dms_train.method.spec import PRESETS
+from dms_train.method.spec import PRESETS, spec_from_dict
 
 COMMON = {
     "kind": "dms",
@@ -21,6 +21,30 @@ COMMON = {
     "eviction": "delayed",
     "kl_direction": "teacher_student",
     "kl_temperature": 1.0,
+}
+DMC = {
+    "kind": "dmc",
+    "channel": -1,
+    "alpha_scale": 100.0,
+    "alpha_offset": 5.0,
+    "window": 0,
+    "clear_after_rope": False,
+    "alpha_in_loss": "hard_st",
+    "tau": 0.1,
+    "aux_form": "mean",
+    "kl_direction": "teacher_student",
+    "kl_temperature": 1.0,
+    "merge_window": 12,
+    "importance": "query",
+    "importance_offset": 5.0,
+    "heads": "separate",
+    "consistency": 0.0,
+    "prior": "global",
+}
+DMC_TABLE: dict[str, dict[str, Any]] = {
+    "dmc": {},
+    "dmc_c": {"consistency": 1.0},
+    "dmc_hardc": {"heads": "shared"},
 }
 TABLE: dict[str, dict[str, Any]] = {
     "dms": {
@@ -49,10 +73,42 @@ TABLE: dict[str, dict[str, Any]] = {
 
 def test_presets_are_exactly_the_table() -> None:
     expected = {name: {"preset": name, **COMMON, **values} for name, values in TABLE.items()}
+    expected |= {name: {"preset": name, **DMC, **values} for name, values in DMC_TABLE.items()}
     assert {name: spec.to_dict() for name, spec in PRESETS.items()} == expected
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", DMC_TABLE)
+def test_a_stored_spec_names_its_method(name: str) -> None:
+    spec = PRESETS[name].override(tau=0.25, merge_window=5)
+    assert spec_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert spec.kind == "dmc"
+
+
+def test_a_spec_without_a_method_is_of_dms_and_an_unknown_method_is_refused() -> None:
+    values = PRESETS["dms"].to_dict()
+    del values["kind"]
+    assert spec_from_dict(values) == PRESETS["dms"]
+    with pytest.raises(ValueError, match=r"method\.kind=dma: choose one of dmc, dms"):
+        spec_from_dict({**values, "kind": "dma"})
+
+
+DMC_REFUSED = [
+    ({"window": 3}, "method.window=3"),
+    ({"merge_window": 0}, "method.merge_window=0"),
+    ({"importance": "other"}, "method.importance=other"),
+    ({"consistency": -1.0}, "method.consistency=-1.0"),
+    ({"consistency": 1.0, "heads": "shared"}, "method.consistency=1.0"),
+    ({"consistency": 1.0, "prior": "layer"}, "method.consistency=1.0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), DMC_REFUSED)
+def test_impossible_values_of_dmc_are_refused_by_name(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"{line}: (use|choose)"):
+        PRESETS["dmc"].override(**changes)
+
+
+@pytest.mark.parametrize("name", TABLE)
 def test_a_spec_is_unchanged_by_json(name: str) -> None:
     spec = PRESETS[name].override(window=7, tau=0.25, eviction="immediate")
     assert DMSSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec

@@ -42,3 +42,17 @@ def test_a_learning_rate_of_its_own_holds_for_that_stage_alone(name: str) -> Non
         stage: OWN if stage == name else COMMON for stage in OPTIONS.run
     }
     assert found[name].min_lr == pytest.approx(OWN * LOWEST[name])
+
+
+def test_immediate_annealing_takes_the_same_steps_at_the_final_ratio() -> None:
+    linear, immediate = (
+        stage
+        for kind in ("linear", "immediate")
+        for stage in build_stages(
+            replace(OPTIONS, retrofit=replace(OPTIONS.retrofit, annealing=kind)), warmup=1
+        )
+        if isinstance(stage, Stage) and stage.name == "retrofit"
+    )
+    ratios = [[s.plan(n, n).target_cr for n in range(s.steps)] for s in (linear, immediate)]
+    assert ratios == [[1.5, 2.0, 2.5, 3.0, 3.5, 4.0], [4.0] * 6]
+    assert [immediate.integer_passed(n) for n in range(1, 7)] == [None] * 6

@@ -1,0 +1,172 @@
+"""What DMC adds to the attention of a layer: merged keys and values, a mask, and losses.
+
+Attention reads the states of `merge`, one of every token, with the mask of equation 10: 0 for the
+state of a query's own token, log(1 - alpha_{j+1}) for that of an earlier token j. That is the mask
+of DMS with a window of 0 and a shift of 1. Shape letters are those of `method.layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dms_train.method import decisions
+from dms_train.method.accounting import slots_held_and_read
+from dms_train.method.base import MethodSpec
+from dms_train.method.dmc.merge import merge
+from dms_train.method.dmc.spec import DMCSpec
+from dms_train.method.documents import PackedDocuments
+from dms_train.method.layer import Decided, Heads, LayerPass
+from dms_train.method.losses import compression_hinge
+from dms_train.method.schedule import evicted_fraction
+from dms_train.method.visibility import align_to_keys
+
+_SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def borrowed(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
+    """Activations that decide and that weigh, both [..., g].
+
+    Args:
+        query: [..., g, r, d] before RoPE.
+        key: [..., g, d] before RoPE.
+        channel: The borrowed one.
+    """
+    return key[..., channel], query[..., channel].mean(-1)
+
+
+def scaled(x: Tensor, channel: int, factor: float) -> Tensor:
+    """A copy of x [..., d] with the borrowed activations multiplied by `factor`."""
+    mask = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
+    mask[channel] = factor
+    return x * mask
+
+
+def weights(activation: Tensor, spec: DMCSpec) -> Tensor:
+    """Importance omega (section 3.1), in float32 (float64 stays)."""
+    if spec.importance == "uniform":
+        return torch.ones_like(activation, dtype=torch.promote_types(activation.dtype, torch.float))
+    wide = activation if activation.dtype == torch.float64 else activation.float()
+    return torch.sigmoid(wide + spec.importance_offset) + _SMALLEST_WEIGHT
+
+
+def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:
+    """Which tokens have no predecessor, bool [s, b or 1, 1], for a tensor [s, b, g]."""
+    numbers = torch.arange(len(like), device=like.device)[:, None]
+    if documents is None:
+        return (numbers == 0)[..., None]
+    return (numbers == documents.first.t())[..., None]
+
+
+class DMCLayer:
+    """A decision of each KV head whether a token continues the slot of its predecessor."""
+
+    def __init__(self, spec: MethodSpec, merge: Merge = merge) -> None:
+        assert isinstance(spec, DMCSpec)
+        self.spec: DMCSpec = spec
+        self.merge = merge
+
+    def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
+        """Merged heads with RoPE at each token's own position, and the decisions."""
+        spec, factor = self.spec, step.plan.neuron_scale
+        query, key, value = heads
+        deciding, weighing = borrowed(query, key, spec.channel)
+        if factor != 1.0:
+            query, key = (scaled(x, spec.channel, factor) for x in (query, key))
+        if step.plan.eviction == "none":
+            return Heads(*step.rotate(query, key), value), None
+        if spec.heads == "shared":
+            deciding, weighing = (self._shared(x, step) for x in (deciding, weighing))
+        alpha, decided = self._decide(deciding, step)
+        key, value = self.merge(key, value, alpha, weights(weighing, spec), spec.merge_window)
+        return Heads(*step.rotate(query, key), value), decided
+
+    def _shared(self, activation: Tensor, step: LayerPass) -> Tensor:
+        """The model's first head in place of every one."""
+        # multiplied on every rank, so that every rank takes part in the sum of the gradients
+        first = step.sum_ranks(activation[..., :1] * float(step.first_rank))
+        return first.expand_as(activation)
+
+    def _decide(self, activation: Tensor, step: LayerPass) -> tuple[Tensor, Decided]:
+        """alpha [s, b, g], 0 where a token has no predecessor, and what follows from it."""
+        spec, plan, documents = self.spec, step.plan, step.documents
+        s, _, g = activation.shape
+        begins = _begins(activation, documents)
+        logits = decisions.eviction_logits(activation, spec)
+        hard = decisions.hard_decisions(logits.detach()) & ~begins
+        if plan.eviction == "all":
+            hard = (~begins).expand_as(hard)
+        if plan.eviction == "soft":
+            shared = spec.heads == "shared"
+            noise = step.noise(1 if shared else g, shared, s) if plan.noise else None
+            alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
+            alpha = alpha.masked_fill(begins, 0.0)
+            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+            counted = counted.masked_fill(begins, 0.0)
+        else:
+            log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
+            alpha = counted = hard.to(logits.dtype)
+        held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
+        if documents is not None:
+            counted = counted * documents.is_token.t()[..., None]
+        total = counted.sum((0, 2))
+        own = self._own_loss(alpha, total, step)
+        stats = torch.stack([total, held.sum(1).float(), read.sum(1).float() / s, own], dim=-1)
+        by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
+        return alpha, Decided(by_key, stats, logits.detach(), held)
+
+    def _own_loss(self, alpha: Tensor, total: Tensor, step: LayerPass) -> Tensor:
+        """This rank's part of what the layer adds to the loss, [b], times its decisions.
+
+        Args:
+            alpha: [s, b, g].
+            total: Sum of the decisions that the compression loss counts, [b].
+            step: The pass.
+        """
+        documents = step.documents
+        if self.spec.prior == "layer":
+            length: int | Tensor = len(alpha) if documents is None else documents.tokens
+            mean = step.sum_ranks(total) / (step.heads * length)
+            short = (evicted_fraction(step.plan.target_cr) - mean).clamp(min=0.0)
+            return short * alpha.shape[-1] * length
+        if self.spec.consistency:
+            mean = step.sum_ranks(alpha.sum(-1, keepdim=True)) / step.heads
+            apart = (alpha - mean).abs().sum(-1)
+            apart = apart if documents is None else apart * documents.is_token.t()
+            return self.spec.consistency * apart.sum(0)
+        return torch.zeros_like(total)
+
+    def loss(self, stats: Tensor, decisions: int | Tensor, target: float) -> Tensor:
+        """The compression hinge, and the variant's own loss in the same form."""
+        own = stats[:, 3] / decisions
+        own = (own * decisions if self.spec.aux_form == "sum" else own).mean()
+        if self.spec.prior == "layer":
+            return own
+        return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form) + own
+
+    def hard(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether a token continues its predecessor's slot, bool [..., g]."""
+        activation, _ = self.activations(query, key)
+        return decisions.hard_decisions(decisions.eviction_logits(activation, self.spec))
+
+    def activations(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """`borrowed` of the heads that decide, where all heads are at hand."""
+        deciding, weighing = borrowed(query, key, self.spec.channel)
+        if self.spec.heads == "shared":
+            deciding, weighing = (x[..., :1].expand_as(x) for x in (deciding, weighing))
+        return deciding, weighing
+
+    def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both with 0 in the borrowed channel of every head."""
+        channel = self.spec.channel
+        return scaled(query, channel, 0.0), scaled(key, channel, 0.0)
+
+    def channel_rows(self, query: int, size: int) -> list[int]:
+        """The channel of every query head and of the key."""
+        return [first + self.spec.channel % size for first in range(0, query + size, size)]
+
+
+LAYER = DMCLayer

@@ -1,0 +1,45 @@
+"""Partial accumulation: every token's slot as it is when the token arrives (section 3.2).
+
+    z_i = z_{i-1} alpha_i + omega_i
+    k_i <- (alpha_i k_{i-1} z_{i-1} + omega_i k_i) / z_i, and values likewise
+
+A slot is an average of its last `width` tokens only, so that every token is computed on its own:
+
+    w_im = omega_{i-m} alpha_i alpha_{i-1} ... alpha_{i-m+1}, m < width
+    k_i <- sum_m w_im k_{i-m} / sum_m w_im
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(
+    key: Tensor, value: Tensor, alpha: Tensor, weight: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values merged with those of the tokens before them; the reference.
+
+    Args:
+        key: [s, ..., d], before RoPE.
+        value: [s, ..., d].
+        alpha: [s, ...], whether a token continues the slot of its predecessor; between 0 and 1.
+        weight: [s, ...], positive importance omega; 0 for what is no token.
+        width: Tokens that a slot averages.
+
+    Returns:
+        Both in their own dtype; sums are at least float32.
+    """
+    wide = torch.promote_types(alpha.dtype, torch.float32)
+    share, wide_weight = alpha.new_ones(alpha.shape, dtype=wide), weight.to(wide)
+    k, v = key.to(wide), value.to(wide)
+    keys, values, total = k * wide_weight[..., None], v * wide_weight[..., None], wide_weight
+    for m in range(1, min(width, len(key))):
+        # of tokens m and later: the product of their own alpha and those up to m - 1 before
+        share = share[1:] * alpha.to(wide)[1 : len(alpha) - m + 1]
+        part = (share * wide_weight[:-m])[..., None]
+        keys = torch.cat([keys[:m], keys[m:] + part * k[:-m]])
+        values = torch.cat([values[:m], values[m:] + part * v[:-m]])
+        total = torch.cat([total[:m], total[m:] + part[..., 0]])
+    total = total.clamp(min=torch.finfo(wide).tiny)[..., None]
+    return (keys / total).to(key.dtype), (values / total).to(value.dtype)

@@ -1,0 +1,94 @@
+"""The constants of Dynamic Memory Compression (arXiv:2403.09636).
+
+Sections and appendices are those of the paper. Where it is silent, the public code of its authors
+decides: both borrowed channels are the same one, the offset is subtracted at inference too, keys
+are merged before RoPE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from dms_train.limits import AtLeast, OneOf
+from dms_train.method.base import MethodOptions, MethodSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMCOptions(MethodOptions):
+    """The `method` block of a configuration.
+
+    The borrowed channel of a key decides, that of the queries of its group weighs. Both are
+    cleared before RoPE.
+
+    Attributes:
+        window: 0: a token that is merged into its successor is hidden at once.
+        clear_after_rope: false.
+        merge_window: Newest tokens of a slot that its average is taken of.
+        importance: `query` weighs a token by sigmoid(mean borrowed activation of its queries +
+            importance_offset), `uniform` all alike.
+        importance_offset: So that weights start near 1.
+        heads: `separate` decisions of each KV head, or `shared`: those of the first KV head of a
+            layer hold for all (DMC-HardC).
+        consistency: Weight of the loss sum |alpha - mean over the heads of alpha| (DMC-C).
+        prior: Whether the compression loss asks for the ratio over all layers (`global`) or in
+            each (`layer`).
+    """
+
+    kind: Annotated[str, OneOf("dmc")] = "dmc"
+    window: Annotated[int, OneOf(0)]
+    clear_after_rope: Annotated[bool, OneOf(False)]
+    merge_window: Annotated[int, AtLeast(1)]
+    importance: Annotated[str, OneOf("query", "uniform")]
+    importance_offset: float
+    heads: Annotated[str, OneOf("separate", "shared")]
+    consistency: Annotated[float, AtLeast(0)]
+    prior: Annotated[str, OneOf("global", "layer")]
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for every constant that no model can be trained with."""
+        yield from super(DMCOptions, self).check(path)
+        if self.consistency and self.heads == "shared":
+            yield f"{path}.consistency={self.consistency}: use 0 with {path}.heads=shared"
+        if self.consistency and self.prior == "layer":
+            yield f"{path}.consistency={self.consistency}: use 0 with {path}.prior=layer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMCSpec(DMCOptions, MethodSpec):
+    """Checked constants of Dynamic Memory Compression.
+
+    Fields are those of `DMCOptions`.
+
+    Raises:
+        ValueError: One line for every value that cannot be used.
+    """
+
+    full_name: ClassVar[str] = "Dynamic Memory Compression"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2403.09636"
+    inference_fields: ClassVar[tuple[str, ...]] = (
+        "channel",
+        "alpha_scale",
+        "alpha_offset",
+        "merge_window",
+        "importance",
+        "importance_offset",
+        "heads",
+    )
+
+    @property
+    def summary(self) -> str:
+        """What a retrofitted model does, as the end of a sentence."""
+        return (
+            "each KV head decides for every token whether it takes a slot of the KV cache or is "
+            "averaged into the slot of the token before it"
+        )
+
+    @property
+    def governing_shift(self) -> int:
+        """1: what a token decides hides the token before it."""
+        return 1
+
+
+OPTIONS, SPEC = DMCOptions, DMCSpec

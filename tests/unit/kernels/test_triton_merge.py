@@ -1,0 +1,38 @@
+"""DMC's merge by kernels on a CPU, through Triton's interpreter, against torch in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
+
+from dms_train.kernels.layers import triton_merge
+from dms_train.method.dmc.merge import merge
+
+
+@pytest.mark.parametrize("hard", [True, False], ids=["hard", "soft"])
+@pytest.mark.parametrize(("s", "d", "width"), [(1, 4, 12), (7, 8, 12), (70, 12, 12), (33, 16, 1)])
+def test_states_and_gradients(s: int, d: int, width: int, hard: bool) -> None:
+    draws = torch.Generator().manual_seed(s)
+    key, value = torch.randn(2, s, 2, 3, d, generator=draws)
+    alpha, weight = torch.rand(2, s, 2, 3, generator=draws)
+    alpha = (alpha < 0.8).float() if hard else alpha
+    alpha[0] = 0
+    upstream = torch.randn(2, s, 2, 3, d, generator=draws)
+    results = []
+    for dtype, function in ((torch.float32, triton_merge.merge), (torch.float64, merge)):
+        inputs = [x.to(dtype).requires_grad_() for x in (key, value, alpha, weight + 0.1)]
+        states = function(*inputs, width)
+        loss = sum((x * y.to(dtype)).sum() for x, y in zip(states, upstream, strict=True))
+        # alpha of the first token has no effect, and no gradient where the width is 1
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        pairs = zip(inputs, gradients, strict=True)
+        results.append([*states, *(torch.zeros_like(x) if y is None else y for x, y in pairs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
