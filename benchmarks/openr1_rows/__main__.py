@@ -10,6 +10,7 @@ command, sampled every half second.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import subprocess
@@ -80,14 +81,19 @@ def write_parquet(path: Path, count: int, trace_words: int) -> None:
     writer.close()
 
 
-def run(command: list[str], kill_after: float | None = None) -> Finished:
-    """Run the command and sample its memory; kill it after some seconds."""
+def run(command: list[str], kill_after: int | None = None) -> Finished:
+    """Run the command, whose last word is its output, and sample its memory.
+
+    Args:
+        command: Of `dms-data`.
+        kill_after: Rows after which it is killed; None lets it end.
+    """
     start = time.monotonic()
     process = psutil.Popen(command, stdout=subprocess.DEVNULL)
     memory = []
     while process.poll() is None:
         memory.append(_memory(process))
-        if kill_after is not None and time.monotonic() - start > kill_after:
+        if kill_after is not None and _rows_done(Path(command[-1])) >= kill_after:
             process.kill()
             process.wait()
             return Finished(time.monotonic() - start, memory, True)
@@ -95,6 +101,14 @@ def run(command: list[str], kill_after: float | None = None) -> Finished:
     if process.returncode:
         raise SystemExit(f"the command ended with {process.returncode}")
     return Finished(time.monotonic() - start, memory, False)
+
+
+def _rows_done(prefix: Path) -> int:
+    state = Path(f"{prefix}.work") / "state.json"
+    try:
+        return int(json.loads(state.read_text())["next_row"])
+    except FileNotFoundError:  # not begun, or finished
+        return 0
 
 
 def _memory(process: psutil.Process) -> int:
@@ -149,8 +163,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     )
     resumed = [*command, str(folder / "killed" / "out")]
     kills = 0
-    for _ in range(args.kills):
-        kills += run(resumed, kill_after=whole.seconds / (args.kills + 1)).killed
+    for number in range(args.kills):
+        rows_done = args.rows * (number + 1) // (args.kills + 1)
+        kills += run(resumed, kill_after=rows_done).killed
     run(resumed)
     same = _files(folder / "whole" / "out") == _files(folder / "killed" / "out")
     print(f"killed {kills} times and resumed: {'identical' if same else 'DIFFERENT'} files")
