@@ -276,7 +276,7 @@ class PolicyKind:
             have defaults, and may state limits as `Annotated[int, AtLeast(1)]` does.
         build: Makes the policy from its options and from the `MethodSpec` that the model was
             trained for, which is None for a dense model.
-        trained: Whether the model must have been trained for DMS.
+        trained: Whether the model must have been trained for the method of that name.
     """
 
     options: type

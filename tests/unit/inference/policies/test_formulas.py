@@ -258,7 +258,7 @@ def test_a_policy_of_another_distribution(monkeypatch):
 
 def test_every_policy_takes_prompts_in_parts_of_at_least_one_token():
     request = RequestSizes(10, 30, 0)
-    for name in set(policy_names()) - {"auto", "dms", "keep_all", "window"}:
+    for name in set(policy_names()) - {"auto", "dmc", "dms", "keep_all", "window"}:
         own = {"cr": 2} if name == "memory_pooling" else {"budget": 4}
         policy = build_policy(name, own, None)
         for computed in range(30):
