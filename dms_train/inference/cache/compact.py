@@ -183,11 +183,12 @@ class CompactCache:
             assert slots.value is not None
             mask = self._mask(slots, arrival.position)
             second = second_query(self.policy, slots, query, arrival.position)
-            output, weights = attend_slots(query, slots.key, slots.value, mask.unsqueeze(2), second)
+            wide = narrowed(self.policy, slots, mask, grouped)
+            output, weights = attend_slots(query, slots.key, slots.value, wide, second)
             if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
             self._settle(rows, numbers, slots, stored.state, arrival)
-            done = Attended(output, mask.sum((2, 3)))
+            done = Attended(output, wide.any(2).sum((2, 3)))
         self._state.store(layer, rows, sequences.lists)
         return done
 
@@ -490,6 +491,19 @@ def received(weights: Tensor, mask: Tensor) -> Received:
     index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
     newest = by_head.gather(3, index)[:, :, :, 0]
     return Received(by_head.sum(3), newest, by_head.square().sum(3))
+
+
+def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> Tensor:
+    """What each query head reads, bool [b, h, 1 or r, n, s].
+
+    Args:
+        policy: The policy, which selects where there is one query.
+        slots: What there is.
+        mask: bool [b, h, n, s], what it leaves.
+        query: [b, h, r, n, d].
+    """
+    chosen = policy.select(slots, query[:, :, :, 0]) if query.shape[3] == 1 else None
+    return mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen[:, :, :, None]
 
 
 def second_query(

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
-from dms_train.inference.cache.compact import by_group, observes, received, second_query
+from dms_train.inference.cache.compact import (
+    by_group,
+    narrowed,
+    observes,
+    received,
+    second_query,
+)
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
@@ -137,7 +143,6 @@ class DenseCache:
 
     def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
         """As `CompactCache.attend`."""
-        n = arrival.position.shape[1]
         grouped = by_group(query, arrival.key.shape[1])
         sequences = self._state.sequences(layer, rows, arrival.position, grouped)
         self._append(layer, rows, arrival)
@@ -150,8 +155,7 @@ class DenseCache:
         mask = held & (position[:, :, None, :] <= arrival.position[:, None, :, None])
         if not self.policy.scored:
             mask = mask & ~self.policy.expired(stored, arrival.position)
-        chosen = self.policy.select(stored, grouped[:, :, :, 0]) if n == 1 else None
-        wide = mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen[:, :, :, None]
+        wide = narrowed(self.policy, stored, mask, grouped)
         assert stored.key is not None
         assert stored.value is not None
         second = second_query(self.policy, stored, query, arrival.position)

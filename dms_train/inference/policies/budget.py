@@ -40,15 +40,24 @@ class BudgetOptions:
 
     def tokens(self, sequences: Sequences) -> Tensor:
         """The budget of each sequence, int64 [b]."""
+        return self.whole_tokens(self.exact(sequences))
+
+    @staticmethod
+    def whole_tokens(exact: Tensor) -> Tensor:
+        """Rounded down, at least 1."""
+        return (exact + _ROUNDING).long().clamp(min=1)
+
+    def exact(self, sequences: Sequences) -> Tensor:
+        """The budget of each sequence before it is rounded, float64 [b]."""
         if self.budget is not None:
-            return sequences.end.new_full(sequences.end.shape, self.budget)
+            return torch.full_like(sequences.end, self.budget, dtype=torch.float64)
         assert self.cr is not None
         whole = {
             TOTAL: sequences.limit,
             INPUT: sequences.prompt,
             GROWING: torch.maximum(sequences.prompt, sequences.end),
         }[self.budget_mode]
-        return (whole.double() / self.cr + _ROUNDING).long().clamp(min=1)
+        return whole.double() / self.cr
 
     def first_tokens(self, request: RequestSizes) -> int:
         """The budget of a request until its prompt ends."""

@@ -23,6 +23,8 @@ from dms_train.inference.policies.scored import due
 from dms_train.inference.policies.snapkv import MAXIMUM, smoothed, window_logits
 from dms_train.limits import AtLeast, Below, Share
 
+_ROWS = 1024  # cosines of so many keys at a time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RKVOptions(BudgetOptions):
@@ -100,24 +102,25 @@ def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tenso
     """How much each key repeats others, [b, h, s], at least float32; a softmax over the tokens.
 
     The cosine of a key to the newest one that it repeats does not count, so that of a family of
-    similar keys the newest one stays. Takes memory for s * s numbers of each KV list.
+    similar keys the newest one stays. Takes time for s * s cosines of each KV list.
     """
     assert slots.key is not None
     held = slots.position >= 0
     key = slots.key.to(torch.promote_types(slots.key.dtype, torch.float32))
     key = F.normalize(key, dim=-1) * held[..., None]
-    cosine = key @ key.transpose(-1, -2)
-    cosine.diagonal(dim1=-2, dim2=-1).zero_()
     position = slots.position[:, :, None]
     first = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argmin(-1)
-    place = torch.where((cosine > threshold) & held[:, :, None], position, -1)
-    latest, dropped = place.max(-1)  # [b, h, s]: of the columns of each row
-    if not fix_empty_rows:
-        dropped = torch.where(latest < 0, first, dropped)
-    left = cosine.scatter(-1, dropped[..., None], 0)
-    if fix_empty_rows:
-        left = torch.where((latest < 0)[..., None], cosine, left)
-    mean = left.sum(2) / held.sum(-1, keepdim=True)
+    total = torch.zeros_like(key[..., 0])
+    for start in range(0, key.shape[2], _ROWS):
+        cosine = key[:, :, start : start + _ROWS] @ key.transpose(-1, -2)
+        cosine.diagonal(offset=start, dim1=-2, dim2=-1).zero_()
+        place = torch.where((cosine > threshold) & held[:, :, None], position, -1)
+        latest, dropped = place.max(-1)  # of the columns of each row
+        left = cosine.scatter(-1, torch.where(latest < 0, first, dropped)[..., None], 0)
+        if fix_empty_rows:
+            left = torch.where((latest < 0)[..., None], cosine, left)
+        total = total + left.sum(2)
+    mean = total / held.sum(-1, keepdim=True)
     weights: Tensor = mean.masked_fill(~held, torch.finfo(mean.dtype).min).softmax(-1)
     return weights
 

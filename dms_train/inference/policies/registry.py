@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GROUP = "dms_train.policies"
 AUTO = "auto"  # what the model was trained for
-_NOT_POLICIES = ("base", "budget", "eviction", "registry", "rotation", "scored")
+_NOT_POLICIES = ("base", "budget", "calibration", "eviction", "registry", "rotation", "scored")
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _registered: dict[str, PolicyKind] = {}
 

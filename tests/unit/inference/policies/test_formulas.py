@@ -10,7 +10,7 @@ from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.blocks import rotary_frequencies, rotary_tables
 from dms_train.inference.options import EngineOptions
-from dms_train.inference.policies import registry
+from dms_train.inference.policies import r_kv, registry
 from dms_train.inference.policies.base import (
     Arrival,
     CachePolicy,
@@ -103,11 +103,11 @@ def test_scores_of_r_kv():
     torch.testing.assert_close(score, torch.tensor([-0.151, -0.444, -0.265]))
 
 
-@pytest.mark.parametrize(
-    ("fixed", "mean"), [(False, [0.8, 0.8, 0.0, 0.48]), (True, [0.8, 0.8, 0.48, 0.48])]
-)
-def test_the_newest_of_similar_keys_repeats_nothing(fixed, mean):
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("rows", [1024, 3])
+def test_the_newest_of_similar_keys_repeats_nothing(fixed, rows, monkeypatch):
     """Cosines .8 of tokens 0 and 1 with 2, and .48 of token 3 with 2; 0 and 1 are one key."""
+    monkeypatch.setattr(r_kv, "_ROWS", rows)
     key = torch.tensor([[0.6, 0.8, 0], [0.6, 0.8, 0], [0, 1, 0], [0, 0.48, 0.8773]])
     cosine = key @ key.T
     cosine.fill_diagonal_(0)
@@ -213,6 +213,9 @@ def test_budgets_fall_with_depth_and_their_mean_is_the_budget(tokens, budget, la
         ("r_kv", {"budget": 4, "kernel": 4}, "odd number"),
         ("r_kv", {"budget": 4, "importance": 1.5}, "from 0 to 1"),
         ("roco", {"budget": 4, "varied": -1}, "use at least 0"),
+        ("hard_kv", {"budget": 4, "p": 0.0}, "above 0"),
+        ("hard_kv", {"budget": 4, "kernel": 2}, "odd number"),
+        ("hard_kv", {"budget": 4, "base": "h2o"}, "choose one of vanilla, snapkv, r_kv"),
         ("memory_pooling", {}, "needs cr"),
         ("memory_pooling", {"cr": 2.5}, "whole number"),
         ("memory_pooling", {"budget": 4}, "no option budget"),

@@ -11,6 +11,7 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 from tests.unit.inference.conftest import random_ids, small_spec
 
 SNAP = {"window": 4, "kernel": 3}
+HARD = {"window": 4, "interval": 3, "p": 0.5}
 POLICIES = [
     ("dms", {}),
     ("window", {"window": 8}),
@@ -25,11 +26,14 @@ POLICIES = [
     ("snapkv", {"cr": 2.0, **SNAP}),
     ("pyramidkv", {"cr": 2.0, **SNAP, "beta": 4}),
     ("r_kv", {"budget": 10, **SNAP, "interval": 3}),
+    ("hard_kv", {"budget": 14, **HARD}),
+    ("hard_kv", {"cr": 3.0, **HARD, "base": "r_kv", "merge": "fixed_budget"}),
     ("knorm", {"cr": 2.0}),
     ("keydiff", {"budget": 12}),
     ("quest", {"budget": 8, "page": 4}),
 ]
 MERGING = ("cam", "memory_pooling")
+SELECTING = ("quest", "hard_kv")  # hold more than they read
 EARLY = ("dms", "window", "streaming_llm", "memory_pooling")  # evict before a query reads
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in POLICIES]
 EVERY = pytest.mark.parametrize(("policy", "own"), POLICIES, ids=IDS)
@@ -41,6 +45,10 @@ def options(policy, own, **how) -> EngineOptions:
     return EngineOptions(
         policy=policy, policy_options=own, page_slots=4, slab_pages=4, **{"prefill_chunk": 16} | how
     )
+
+
+def merges(policy, own) -> bool:
+    return policy in MERGING or "merge" in own
 
 
 @pytest.fixture
@@ -65,7 +73,7 @@ def test_batches_chunks_and_caches_give_the_results_of_runs_alone(model, policy,
         {"prefill_chunk": 5},
         {"cache": "dense"},
     ):
-        if policy in MERGING and "cache" in how:
+        if merges(policy, own) and "cache" in how:
             continue  # a masked cache merges nothing
         found = LLM(model, options(policy, own, **how)).generate(prompts, GREEDY)
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in alone]
@@ -91,11 +99,11 @@ def test_reads_are_those_of_the_tokens_held_and_none_comes_back(model, policy, o
             assert all(now <= old | new for now, old in zip(held, before, strict=True))
             if policy in EARLY:
                 reads += sum(map(len, held)) / len(held)
-            elif policy != "quest":
+            elif policy not in SELECTING:
                 reads += sum(len(old | new) for old in before) / len(before)
         peak = max(peak, sum(map(len, held)) / len(held))
         before = held
-        if policy != "quest":
+        if policy not in SELECTING:
             assert output.kv.kv_reads == pytest.approx(reads)
         assert output.kv.peak_live_tokens >= peak
 
@@ -191,7 +199,7 @@ def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):
 
 @EVERY
 def test_the_second_turn_of_a_conversation_equals_both_caches(model, policy, own):
-    if policy in MERGING:
+    if merges(policy, own):
         pytest.skip("a masked cache merges nothing")
     tokens = []
     for cache in ("compact", "dense"):

@@ -1,0 +1,235 @@
+"""Hard-KV: dense, sparse and condensed tokens, chosen by calibrated top-p (2026).
+
+"Hard-KV: Head-Adaptive Regularization for Decoding-time KV Compression". The tokens since the last
+selection, the first ones and the newest ones are read by every query (tier 1). When a prompt ends
+and after every `interval` generated tokens, each of the newest queries names the older tokens that
+it needs, and those that none names are no longer read (tier 2). They keep their place and may be
+named again, until more than the upper budget would be held: then they leave, and the tokens of the
+most votes stay (tier 3). The authors' code at 448ad49 differs; the rules are those of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dms_train.inference.policies.base import (
+    CachePolicy,
+    Merge,
+    PolicyKind,
+    Received,
+    Sequences,
+    Slots,
+)
+from dms_train.inference.policies.budget import BudgetOptions
+from dms_train.inference.policies.calibration import BINARY, GRADIENT, temperature, top_p
+from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.r_kv import combined, redundancy
+from dms_train.inference.policies.scored import due
+from dms_train.inference.policies.snapkv import window_logits
+from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
+
+VANILLA, SNAPKV, R_KV = "vanilla", "snapkv", "r_kv"
+NOTHING, FIXED_BUDGET, MULTI_TO_ONE = "none", "fixed_budget", "multi_to_one"
+_TEMPERATURE = "temperature"
+_HIDDEN, _VOTES, _ATTENTION = range(3)  # numbers of the state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardKVOptions(BudgetOptions):
+    """Options of `hard_kv`; the budget is B1, from which tokens are selected.
+
+    Attributes:
+        upper: B2 over B1: as often the budget may be held (A-HARD1).
+        base: Whose scores are calibrated: `vanilla`, the attention; `snapkv`, its maximum over
+            neighbours; `r_kv`, minus redundancy.
+        p: Attention that the tokens a query names must have.
+        window: Last queries that vote; their tokens are always read.
+        sinks: First tokens that are always read.
+        interval: Generated tokens between two selections.
+        solver: Of the temperature: `gradient` or `binary`. Solved at a request's first selection.
+        kernel: Neighbouring tokens of `snapkv`, an odd number.
+        importance: Weight of the attention in `r_kv`.
+        threshold: Cosine from which two keys repeat each other in `r_kv`.
+        merge: What happens to tokens that leave: `none`; `fixed_budget`, each of the weakest is
+            merged into one of the strongest that stay; `multi_to_one`, all into the strongest.
+    """
+
+    upper: Annotated[float, AtLeast(1)] = 2.0
+    base: Annotated[str, OneOf(VANILLA, SNAPKV, R_KV)] = VANILLA
+    p: Annotated[float, Positive(), Share()] = 0.9
+    window: Annotated[int, AtLeast(1), Below(2**16)] = 32
+    sinks: Annotated[int, AtLeast(0)] = 1
+    interval: Annotated[int, AtLeast(1), Below(2**31)] = 128
+    solver: Annotated[str, OneOf(GRADIENT, BINARY)] = GRADIENT
+    kernel: Annotated[int, AtLeast(1)] = 7
+    importance: Annotated[float, Share()] = 0.07
+    threshold: Annotated[float, Share()] = 0.5
+    merge: Annotated[str, OneOf(NOTHING, FIXED_BUDGET, MULTI_TO_ONE)] = NOTHING
+
+    def check(self, path: str) -> Iterator[str]:
+        """One line for an even kernel, besides those of the budget."""
+        yield from BudgetOptions.check(self, path)
+        if self.kernel % 2 == 0:
+            yield f"kernel={self.kernel}: use an odd number"
+
+
+class HardKVPolicy(CachePolicy):
+    """State: whether a token is hidden, its votes, and its mean attention at the last selection."""
+
+    state_width = 3
+    scored = True
+    needs_content = True
+    shareable = False
+    settles = False
+
+    def __init__(self, options: HardKVOptions) -> None:
+        self._options = options
+        self.recent_queries = options.window
+
+    def observe(self, slots: Slots, received: Received) -> Tensor:
+        """Where a selection is due and the budget is reached, count the votes."""
+        sequences = slots.sequences
+        assert sequences is not None
+        held = (slots.position >= 0).sum(-1)
+        selects = due(sequences, self._options.interval)[:, None]
+        selects = selects & (held >= self._options.tokens(sequences)[:, None])
+        if not bool(selects.any()):
+            return slots.state
+        free = (slots.position >= 0) & ~self._forced(slots, sequences)
+        votes, attention = self._votes(slots, sequences, free, selects)
+        hidden = (free & (votes == 0)).to(votes)
+        fresh = torch.stack([hidden, votes, attention], -1).to(slots.state)
+        return torch.where(selects[..., None, None], fresh, slots.state)
+
+    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+        """Where more than the upper budget would be held, tokens without votes or the least."""
+        sequences = slots.sequences
+        assert sequences is not None
+        budget = self._options.tokens(sequences)
+        most = (self._options.exact(sequences) * self._options.upper).long()
+        held = slots.position >= 0
+        count = held.sum(-1)
+        full = due(sequences, self._options.interval)[:, None] & (count >= budget[:, None])
+        full = full & (count + self._options.interval > most[:, None])
+        forced = self._forced(slots, sequences)
+        score = slots.state[..., _VOTES].masked_fill(forced, torch.inf)
+        evicted = beyond_budget(score, slots.position, budget) | (held & (score == 0))
+        return (evicted & full[..., None])[:, :, None]
+
+    def select(self, slots: Slots, query: Tensor) -> Tensor | None:
+        """What is not hidden; everything inside a prompt."""
+        sequences = slots.sequences
+        assert sequences is not None
+        prompt = (sequences.start < sequences.prompt)[:, None, None]
+        read = (slots.state[..., _HIDDEN] == 0) | prompt
+        return read[:, :, None].expand(-1, -1, query.shape[2], -1)
+
+    def _forced(self, slots: Slots, sequences: Sequences) -> Tensor:
+        """The first and the newest tokens, within the budget, bool [b, h, s]."""
+        budget = self._options.tokens(sequences)
+        sinks = (budget - 1).clamp(max=self._options.sinks)
+        window = (budget - sinks).clamp(max=self._options.window)
+        first = (slots.position >= 0) & (slots.position < sinks[:, None, None])
+        return first | newest(slots.position, sequences.end, window)
+
+    def _votes(
+        self, slots: Slots, sequences: Sequences, free: Tensor, selects: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """How many queries name each token, and the mean attention, [b, h, s] each.
+
+        Only the tokens in `free`, bool [b, h, s], are candidates. Temperatures that are not known
+        are solved for the lists that select, bool [b, h].
+        """
+        found = window_logits(slots, sequences)
+        order = slots.position.masked_fill(~free, torch.iinfo(torch.int64).max).argsort(-1)
+        across = order[:, :, None].expand(*found.logits.shape[:2], found.logits.shape[3], -1)
+        lowest = torch.finfo(found.logits.dtype).min
+        outside = ~(free[:, :, None] & found.seen[:, :, 0]).gather(-1, across)
+        logits = found.logits.amax(2).gather(-1, across).masked_fill(outside, lowest)
+        shifted = self._shifted(slots, logits, order, outside).masked_fill(outside, lowest)
+        real = found.real[:, 0]
+        tau = self._temperature(sequences, logits, shifted, real, selects)
+        named, _, _ = top_p(shifted / tau, self._options.p)
+        votes = (named & ~outside & real).sum(2).to(logits.dtype)
+        attention = (logits.softmax(-1) * ~outside * real).sum(2) / real.sum(2)
+        back = torch.empty_like(votes)
+        return back.scatter(-1, order, votes), back.scatter(-1, order, attention)
+
+    def _shifted(self, slots: Slots, logits: Tensor, order: Tensor, outside: Tensor) -> Tensor:
+        """Logits [b, h, m, s] of the scores, for tokens in the order of their positions."""
+        o = self._options
+        if o.base == VANILLA:
+            return logits
+        if o.base == SNAPKV:
+            flat = F.max_pool1d(logits.flatten(0, 1), o.kernel, stride=1, padding=o.kernel // 2)
+            return flat.view_as(logits)
+        repeated = redundancy(slots, threshold=o.threshold, fix_empty_rows=False)
+        score = combined(logits.softmax(-1), repeated.gather(-1, order)[:, :, None], o.importance)
+        score = score - score.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
+        score = score.masked_fill(outside, 0)
+        tiny = torch.finfo(score.dtype).tiny
+        return (score / score.sum(-1, keepdim=True).clamp(min=tiny)).clamp(min=tiny).log()
+
+    def _temperature(
+        self, sequences: Sequences, logits: Tensor, shifted: Tensor, real: Tensor, selects: Tensor
+    ) -> Tensor:
+        """Of each KV list, [b, h, 1, 1]; kept from the first selection on."""
+        known = sequences.lists.get(_TEMPERATURE)
+        if known is None:
+            known = logits.new_zeros(*logits.shape[:2], 1)
+        fresh = temperature(logits, shifted, real, p=self._options.p, solver=self._options.solver)
+        known = torch.where((known == 0) & selects[..., None], fresh[..., 0], known.to(fresh))
+        sequences.lists[_TEMPERATURE] = known
+        return known.masked_fill(known == 0, 1)[..., None]
+
+
+class MergingHardKVPolicy(HardKVPolicy):
+    """Merges tokens that leave, with weights that keep the LSE of their attention (appendix G).
+
+    The weights are shares of the mean attention, as in the authors' code.
+    """
+
+    def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
+        """Add each evicted token to a kept one."""
+        if not bool(evicted.any()):
+            return None
+        attention = slots.state[..., _ATTENTION]
+        kept = (slots.position >= 0) & ~evicted & (attention > 0)  # none that always stays
+        strong = _ranked(attention, slots.position, kept, strongest=True)
+        weak = _ranked(attention, slots.position, evicted, strongest=False)
+        pairs = torch.arange(evicted.shape[-1], device=evicted.device) < evicted.sum(-1)[..., None]
+        targets = strong
+        if self._options.merge == MULTI_TO_ONE:
+            targets = strong[..., :1].expand_as(strong)
+        pairs = pairs & kept.gather(-1, targets)
+        b, h, place = pairs.nonzero(as_tuple=True)
+        first = (b * slots.position.shape[1] + h) * slots.position.shape[2]
+        source, target = first + weak[b, h, place], first + targets[b, h, place]
+        own = attention.flatten()
+        total = own.index_add(0, target, own[source]).clamp(min=torch.finfo(own.dtype).tiny)
+        scale = torch.ones_like(own)
+        scale[target] = own[target] / total[target]
+        weight = own[source] / total[target]
+        scale = scale.view_as(attention)
+        return Merge(source, target, weight, weight, scale, scale)
+
+
+def _ranked(attention: Tensor, position: Tensor, among: Tensor, *, strongest: bool) -> Tensor:
+    """Slots in the order of their attention, those `among` first, of equal ones the first token."""
+    order = position.argsort(-1)
+    score = attention if strongest else -attention
+    score = score.masked_fill(~among, -torch.inf).gather(-1, order)
+    return order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))
+
+
+def _build(options: HardKVOptions) -> HardKVPolicy:
+    return HardKVPolicy(options) if options.merge == NOTHING else MergingHardKVPolicy(options)
+
+
+POLICY = PolicyKind(HardKVOptions, lambda options, spec: _build(options))

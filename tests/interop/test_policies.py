@@ -1,0 +1,119 @@
+"""Cache policies beside the code of their authors, and of kvpress, on random tensors.
+
+    DMS_RKV=R-KV DMS_KVPRESS=kvpress pytest tests/interop/test_policies.py
+
+The variables name clones: Zefan-Cai/R-KV at d15c976 and NVIDIA/kvpress at 8bb29b9. Only the classes
+and functions named below are run, in this process.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dms_train.inference.policies.base import Sequences, Slots
+from dms_train.inference.policies.registry import build_policy
+from dms_train.inference.policies.rotation import moved_by
+
+pytestmark = pytest.mark.interop
+
+
+def defined(variable, file, *names, **known):
+    """Classes and functions of a file in a clone, without its imports, bases and decorators."""
+    source = (Path(clone_of(variable)) / file).read_text(encoding="utf-8")
+    nodes = [n for n in ast.walk(ast.parse(source)) if getattr(n, "name", None) in names]
+    for node in nodes:
+        node.decorator_list = []
+    scope = {"torch": torch, "nn": nn, "F": F, **known}
+    exec(compile(ast.Module(nodes, []), file, "exec"), scope)
+    return [scope[name] for name in names]
+
+
+def clone_of(variable):
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} is not set; the head of {Path(__file__).name} describes how")
+    return os.environ[variable]
+
+
+def sequences(start, end, prompt, lists=None, query=None):
+    one = [torch.tensor([x]) for x in (start, end, prompt, 10_000, 0)]
+    return Sequences(8, *one, {} if lists is None else lists, query)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_r_kv_keeps_the_same_tokens(seed):
+    scores, similarity = defined(
+        "DMS_RKV",
+        "rkv/utils.py",
+        "compute_attention_scores",
+        "cal_similarity",
+        math=math,
+    )
+    known = {"compute_attention_scores": scores, "cal_similarity": similarity}
+    (cluster,) = defined("DMS_RKV", "rkv/compression/r1_kv.py", "R1KV", **known)
+    draw = torch.Generator().manual_seed(seed)
+    heads, group, tokens, size, window, budget = 2, 3, 60 + 3 * seed, 16, 8, 40
+    key = torch.randn(1, heads, tokens, size, generator=draw) + seed % 2
+    key[:, :, 30:36] = key[:, :, :6] + 0.1 * torch.randn(1, heads, 6, size, generator=draw)
+    query = 2 * torch.randn(1, heads * group, window, size, generator=draw)
+    names = torch.arange(tokens).float().view(1, 1, -1, 1).expand(1, heads, -1, size)
+    _, kept = cluster(budget=budget, window_size=window).update_kv(key, query, names)
+    policy = build_policy("r_kv", {"budget": budget}, None)
+    recent = query.view(1, heads, group, window, size).transpose(2, 3)
+    position = torch.arange(tokens).expand(1, heads, -1)
+    state, whole = torch.zeros(1, heads, tokens, 0), sequences(0, tokens, tokens, query=recent)
+    slots = Slots(0, position, state, key, key, whole)
+    evicted = policy.expired(slots, torch.tensor([[tokens - 1]]))[0, :, 0]
+    for head in range(heads):
+        assert (~evicted[head]).nonzero().flatten().tolist() == kept[0, head, :, 0].sort()[
+            0
+        ].tolist()
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 5])
+def test_streaming_llm_reads_keys_at_their_places_in_the_cache(sinks):
+    """kvpress turns the keys that it keeps to 0, 1, and so on."""
+    press = SimpleNamespace()
+    turn, press.rerotate_keys = defined(
+        "DMS_KVPRESS",
+        "kvpress/presses/key_rerotation_press.py",
+        "_rerotate_cos_sin",
+        "rerotate_keys",
+        KeyRerotationPress=press,
+        rotate_half=rotate_half,
+    )
+    press._rerotate_cos_sin = turn
+    draw = torch.Generator().manual_seed(sinks)
+    tokens, budget, frequency = 90, 20, 1 / 10_000 ** (torch.arange(0, 16, 2) / 16)
+    plain, own = (
+        torch.randn(1, 2, tokens, 16, generator=draw),
+        torch.randn(1, 2, 1, 16, generator=draw),
+    )
+    key = moved_by(plain, torch.arange(tokens), frequency)
+    module = SimpleNamespace(rotary_emb=SimpleNamespace(inv_freq=frequency), head_dim=16)
+    kept = torch.cat([torch.arange(sinks), torch.arange(tokens - budget + sinks, tokens)])
+    turned = press.rerotate_keys(module, kept.expand(1, 2, -1), key)
+    expected = (moved_by(own, torch.tensor([budget - 1]), frequency) * turned).sum(-1)
+    options = {"budget": budget, "sinks": sinks, "positions": "cache"}
+    policy, at = build_policy("streaming_llm", options, None), torch.tensor([[tokens - 1]])
+    position = torch.arange(tokens).expand(1, 2, -1)
+    slots = Slots(0, position, torch.zeros(1, 2, tokens, 0))
+    slots = slots._replace(sequences=sequences(tokens - 1, tokens, tokens))
+    assert torch.equal((~policy.expired(slots, at)[0, 0, 0]).nonzero().flatten(), kept)
+    moved, query = policy.moved(slots, at), moved_by(own, at[0], frequency)
+    back = moved_by(query, -moved.by[:, None], frequency)
+    found = torch.where(moved.slots, (back * key).sum(-1), (query * key).sum(-1))[..., kept]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
