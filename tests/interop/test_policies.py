@@ -1,9 +1,9 @@
 """Cache policies beside the code of their authors, and of kvpress, on random tensors.
 
-    DMS_RKV=R-KV DMS_KVPRESS=kvpress pytest tests/interop/test_policies.py
+    DMS_RKV=R-KV DMS_D2O=D2O DMS_KVPRESS=kvpress pytest tests/interop/test_policies.py
 
-The variables name clones: Zefan-Cai/R-KV at d15c976 and NVIDIA/kvpress at 8bb29b9. Only the classes
-and functions named below are run, in this process.
+The variables name clones: Zefan-Cai/R-KV at d15c976, AIoT-MLSys-Lab/D2O at 12c99d8 and
+NVIDIA/kvpress at 8bb29b9. Only the classes and functions named below are run, in this process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dms_train.inference.cache.compact import merged
 from dms_train.inference.policies.base import Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.policies.rotation import moved_by
 
 pytestmark = pytest.mark.interop
+
+D2O_FILE = "LLM_merge_new/LMEval_kv_token_merge/modeling_llama3_7b_13b_d2o.py"
 
 
 def defined(variable, file, *names, **known):
@@ -76,6 +79,45 @@ def test_r_kv_keeps_the_same_tokens(seed):
         assert (~evicted[head]).nonzero().flatten().tolist() == kept[0, head, :, 0].sort()[
             0
         ].tolist()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_d2o_merges_the_same_states(seed):
+    """Its 32 heads are one head 32 times. Nine tokens after a prompt of 60."""
+    (theirs,) = defined("DMS_D2O", D2O_FILE, "D2O_LayerKVCache")
+    cache = theirs(hh_ratio=0.2, recent_ratio=0.2)
+    draw, prompt = torch.Generator().manual_seed(seed), 60
+    keys, values = torch.randn(2, prompt + 10, 128, generator=draw)
+    keys = keys + torch.randn(5, 128, generator=draw).repeat(14, 1)
+    policy = build_policy("d2o", {"cr": 2.5, "reference_compat": True}, None)
+    lists = {"share of the layer": torch.ones(1, 1, 1, dtype=torch.float64)}
+    position = torch.arange(prompt + 1)[None, None]
+    key, value = (x[None, None, : prompt + 1] for x in (keys, values))
+    score = torch.rand(1, 1, prompt + 1, generator=draw)
+    past = tuple(x.repeat(1, 32, 1, 1) for x in (key, value))
+    added = score[0].expand(32, -1).clone()
+    for t in range(prompt, prompt + 9):
+        past = cache(past, added, 0.2, 0.2, prompt)
+        slots = Slots(3, position, score[..., None], key, value, sequences(t, t + 1, prompt, lists))
+        evicted = policy.expired(slots, torch.tensor([[t]]))[:, :, 0]
+        merge = policy.merge(slots, evicted)
+        slots, left = (slots if merge is None else merged(slots, merge)[0]), ~evicted[0, 0]
+        key, value, position, score = (
+            x[:, :, left] for x in (slots.key, slots.value, position, score)
+        )
+        torch.testing.assert_close(key, past[0][:, :1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(value, past[1][:, :1], atol=1e-5, rtol=0)
+        threshold = lists["merge threshold"][0, 0, 0].float()
+        torch.testing.assert_close(threshold, cache.threshold, atol=1e-5, rtol=0)
+        new = [x[t + 1].view(1, 1, 1, -1) for x in (keys, values)]
+        key, value = torch.cat([key, new[0]], 2), torch.cat([value, new[1]], 2)
+        position = torch.cat([position, torch.tensor([[[t + 1]]])], 2)
+        attention = torch.rand(1, 1, key.shape[2], generator=draw)
+        score = torch.cat([score, torch.zeros(1, 1, 1)], 2) + attention
+        past = tuple(
+            torch.cat([x, y.expand(1, 32, 1, -1)], 2) for x, y in zip(past, new, strict=True)
+        )
+        added = attention[0].expand(32, -1).clone()
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 5])

@@ -23,6 +23,7 @@ from dms_train.inference.policies.base import (
     Merge,
     Received,
     RequestSizes,
+    Sequences,
     Slots,
 )
 from dms_train.inference.policies.rotation import moved_by
@@ -190,7 +191,29 @@ class CompactCache:
             self._settle(rows, numbers, slots, stored.state, arrival)
             done = Attended(output, wide.any(2).sum((2, 3)))
         self._state.store(layer, rows, sequences.lists)
+        if layer == len(self._tables) - 1 and balances(self.policy):
+            self._balance(rows, sequences)
         return done
+
+    def _balance(self, rows: Tensor, sequences: Sequences) -> None:
+        """Have the policy decide over all layers where prompts end, and evict once more."""
+        ends = sequences.ends_prompt
+        if not bool(ends.any()):
+            return
+        rows, end = rows[ends], sequences.end[ends]
+        sizes = (sequences.prompt[ends], sequences.limit[ends], sequences.seed[ends])
+        ended = Sequences(sequences.layers, end, end, *sizes, {}, frequency=sequences.frequency)
+        known = self._state.layers(rows)
+        self.policy.balance(known, ended)
+        for layer, lists in enumerate(known):
+            numbers = self._numbers(*self._kv_lists(layer, rows))
+            slots = self._stored(layer, numbers, content=True)
+            slots = slots._replace(sequences=ended._replace(lists=lists))
+            assert slots.key is not None
+            nothing = slots.key[:, :, :0]
+            arrival = Arrival(end[:, None] - 1, nothing, nothing, None)
+            self._settle(rows, numbers, slots, slots.state, arrival)
+            self._state.store(layer, rows, lists)
 
     def _kv_lists(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Page table [b, h, p] and lengths [b, h]."""
@@ -476,6 +499,11 @@ def by_group(x: Tensor, heads: int) -> Tensor:
 def observes(policy: CachePolicy) -> bool:
     """Whether a policy evicts by the attention that tokens receive."""
     return policy.scored and type(policy).observe is not CachePolicy.observe
+
+
+def balances(policy: CachePolicy) -> bool:
+    """Whether a policy decides over all layers."""
+    return type(policy).balance is not CachePolicy.balance
 
 
 def received(weights: Tensor, mask: Tensor) -> Received:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
 from dms_train.inference.cache.compact import (
+    balances,
     by_group,
     narrowed,
     observes,
@@ -49,6 +50,8 @@ class DenseCache:
     ) -> None:
         if type(policy).merge is not CachePolicy.merge:
             raise InferenceError(f"{type(policy).__name__} merges tokens; use the compact cache")
+        if balances(policy):
+            raise InferenceError(f"{type(policy).__name__} balances layers; use the compact cache")
         self.policy = policy
         self._peak_bytes = 0
         size, device = like.shape[-1], like.device

@@ -125,6 +125,10 @@ class PolicyState:
             stored[rows] = values
             known[name] = stored
 
+    def layers(self, rows: Tensor) -> list[dict[str, Tensor]]:
+        """Copies of the policy's tensors of these rows, by layer, [b, h, ...] each."""
+        return [{name: tensor[rows] for name, tensor in lists.items()} for lists in self._lists]
+
     def snapshot(self, row: int) -> list[dict[str, Tensor]]:
         """Copies of the tensors of a row, by layer."""
         return [

@@ -17,6 +17,10 @@ One forward pass of a layer calls, in this order:
    (scored policies see all of them), then `observe` if scored, `expired` at the newest token and
    `merge`, then the kept tokens are stored.
 
+After the last layer of a pass that ends prompts, `balance` may set the policy's tensors of all
+layers; `expired` and `merge` are then asked once more for each layer of these sequences, with
+`start` equal to `end`.
+
 How many tokens a pass may have is asked with `max_tokens` before it is planned.
 """
 
@@ -249,6 +253,15 @@ class CachePolicy(Protocol):
         For policies with `needs_content` only.
         """
         return None
+
+    def balance(self, lists: list[dict[str, Tensor]], sequences: Sequences) -> None:
+        """Decide over all layers at the end of a prompt.
+
+        Args:
+            lists: The policy's tensors of every layer, as `Sequences.lists`; to be changed.
+            sequences: Those whose prompts end; their own `lists` are empty.
+        """
+        return
 
     def moved(self, slots: Slots, at: Tensor) -> Moved | None:
         """Tokens that queries at the positions `at`, int64 [b, q], read at other positions.

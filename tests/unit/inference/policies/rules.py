@@ -69,7 +69,7 @@ def run(cache, data, requests, *, chunk):
     return [torch.cat(parts, 1) for parts in outputs], [sum(r) for r in reads], kept
 
 
-def attend(cache, data, done, counts):
+def attend(cache, data, done, counts, layer=0):
     """A pass of these rows, each with so many tokens behind those that are done."""
     if not counts:
         return None
@@ -81,7 +81,7 @@ def attend(cache, data, done, counts):
         for part, x in zip(parts, data, strict=True):
             part[place, :, :count] = x[row, :, done[row] : done[row] + count]
     arrival = Arrival(position, parts[1], parts[2], None)
-    return cache.attend(0, torch.tensor(list(counts)), parts[0], arrival)
+    return cache.attend(layer, torch.tensor(list(counts)), parts[0], arrival)
 
 
 class Rule:

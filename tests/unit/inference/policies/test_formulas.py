@@ -213,6 +213,8 @@ def test_budgets_fall_with_depth_and_their_mean_is_the_budget(tokens, budget, la
         ("r_kv", {"budget": 4, "kernel": 4}, "odd number"),
         ("r_kv", {"budget": 4, "importance": 1.5}, "from 0 to 1"),
         ("roco", {"budget": 4, "varied": -1}, "use at least 0"),
+        ("d2o", {"budget": 4, "variance_norm": "heads"}, "choose one of null, raw, by_len"),
+        ("d2o", {"budget": 4, "recent": 2.0}, "from 0 to 1"),
         ("hard_kv", {"budget": 4, "p": 0.0}, "above 0"),
         ("hard_kv", {"budget": 4, "kernel": 2}, "odd number"),
         ("hard_kv", {"budget": 4, "base": "h2o"}, "choose one of vanilla, snapkv, r_kv"),

@@ -21,6 +21,8 @@ POLICIES = [
     ("h2o", {"cr": 2.0}),
     ("h2o", {"budget": 12, "prefill": "dense"}),
     ("cam", {"cr": 2.0, "targets": 4}),
+    ("d2o", {"cr": 2.0}),
+    ("d2o", {"cr": 2.0, "reference_compat": True}),
     ("roco", {"cr": 2.0}),
     ("tova", {"cr": 2.0}),
     ("snapkv", {"cr": 2.0, **SNAP}),
@@ -32,7 +34,7 @@ POLICIES = [
     ("keydiff", {"budget": 12}),
     ("quest", {"budget": 8, "page": 4}),
 ]
-MERGING = ("cam", "memory_pooling")
+MERGING = ("cam", "memory_pooling", "d2o")
 SELECTING = ("quest", "hard_kv")  # hold more than they read
 EARLY = ("dms", "window", "streaming_llm", "memory_pooling")  # evict before a query reads
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in POLICIES]
