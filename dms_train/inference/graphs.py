@@ -154,18 +154,21 @@ class DecodeGraphs:
         if device.type == "cuda":
             sent, received = sent.pin_memory(), received.pin_memory()
 
+        # the step is kept by this object and must not keep it in turn: its memory would stay
+        sampler, last, memory = self._sampler, self._last, self._memory
+
         def step() -> None:
             inputs.copy_(sent, non_blocking=True)
             tokens_in, position, rows, keys, bits = inputs.unbind()
             fields = DecodeInputs(tokens_in, position, rows, keys, bits.view(torch.float64))
-            self._sampler.sample(
-                layers.logits(fields, self._last),
+            sampler.sample(
+                layers.logits(fields, last),
                 fields.temperature,
                 fields.keys,
                 fields.rows,
                 tokens=tokens,
-                last=self._last,
-                memory=self._memory,
+                last=last,
+                memory=memory,
             )
             torch.cat(parts, out=status)
             received.copy_(status, non_blocking=True)

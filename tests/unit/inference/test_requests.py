@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -302,3 +305,20 @@ def test_steps_of_many_sequences_run_the_layers_of_the_decoder(start, monkeypatc
     prompt = random_ids(5)
     engine, reference = start(kernels="triton"), start(kernels="reference")
     assert run_one(engine, prompt) == run_one(reference, prompt)
+
+
+@pytest.mark.parametrize("how", CACHES)
+def test_an_engine_that_is_dropped_frees_its_cache_at_once(how, start) -> None:
+    """Without the garbage collector, so that the next engine finds the memory."""
+    start(**how)  # what is imported for the first time leaves frames behind
+    gc.collect()
+    gc.disable()
+    try:
+        engine = start(**how)
+        engine.add_request([3, 5], GREEDY)
+        run(engine)
+        cache = weakref.ref(engine._runner.cache)
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
