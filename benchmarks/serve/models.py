@@ -42,6 +42,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "kv_channels": 128,
         "tie_word_embeddings": False,
     },
+    "lab": {
+        "hidden_size": 384,
+        "num_layers": 8,
+        "ffn_hidden_size": 1024,
+        "kv_channels": 64,
+        "tie_word_embeddings": False,
+        "num_attention_heads": 6,
+        "num_query_groups": 2,
+        "vocab_size": 128,
+    },
     "small": {
         "hidden_size": 128,
         "num_layers": 2,

@@ -372,8 +372,8 @@ MUTATIONS = [
     Mutation(
         "generation leaves the eviction channel in the query",
         "dms_train/inference/cache/interface.py",
-        "        return scale_eviction_channel(query, self.spec.channel, 0.0)\n",
-        "        return query\n",
+        "            query, key = method.cleared(query, key)\n",
+        "            pass\n",
         "tests/unit/inference/test_parity.py::test_same_text_same_logits[llama-dms-7]",
     ),
     Mutation(

@@ -288,7 +288,13 @@ class PagedKVCache:
         pages = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
             output, after = prefill.extend_prompt(
-                tokens, chunk, before, pages, window=window, scale=d**-0.5
+                tokens,
+                chunk,
+                before,
+                pages,
+                window=window,
+                scale=d**-0.5,
+                evicts=self._rule.source != NEVER,
             )
         except BaseException:  # `free` finds the pages of a KV list by its length
             self._lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dms_train.kernels.errors import KernelError
 from dms_train.kernels.prefill.lists import EDGE, Pages, PrefillChunk, Tokens
+from dms_train.kernels.train_attention.dense import causal_attention
 
 # Default number of slots of a page.
 PAGE_SLOTS = 128
@@ -161,6 +162,7 @@ def extend_prompt(
     *,
     window: int,
     scale: float,
+    evicts: bool = True,
 ) -> tuple[Tensor, PrefillState]:
     """Store the next chunk of prompts in the pages of a layer and compute its attention.
 
@@ -171,6 +173,8 @@ def extend_prompt(
         pages: At least `chunk.lengths` slots, in which the tokens of `state` lie.
         window: Distance up to which every key is read, in tokens.
         scale: Factor on the scores, above 0.
+        evicts: Whether any token may be evicted. If not, torch's kernels compute a first chunk,
+            which are faster than those that read a list.
 
     Returns:
         Output [b, h * r, n, d], and the state after the chunk.
@@ -179,7 +183,12 @@ def extend_prompt(
 
     recent = recent_tokens(window)
     if state.evicted.shape[-1] == 0:
-        out = extend(tokens, chunk, pages, window=window, scale=scale)
+        if evicts:
+            out = extend(tokens, chunk, pages, window=window, scale=scale)
+        else:
+            _pack(tokens, chunk, pages)
+            query, key, value = (x.transpose(1, 2) for x in tokens)
+            out = causal_attention(query, key, value, scale).transpose(1, 2)
         return out, _state_after(chunk, chunk.stop, F.pad(chunk.evicted, (recent, 0)), recent)
     slots = state.slots
     if slots is None:

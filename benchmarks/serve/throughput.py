@@ -1,0 +1,184 @@
+"""Output of the engine where memory or many requests limit it: three experiments.
+
+    python -m benchmarks.serve.throughput [memory] [fork] [chains]
+
+- memory: a cache of `--cache-gb` for contexts of 32,768 tokens of Llama-3.1-8B, with DMS and
+  without eviction, each with as many sequences as fit.
+- fork: 8 chains from one prompt of 8,192 tokens, beside one chain.
+- chains: 3,200 sampled chains of 200 to 2,048 tokens on a model of 12.7M weights, from 40 prompts.
+
+Writes `throughput.json` into the folder of the device. Weights are random; every number is that of
+one run after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.serve.case import Case, prompts
+from benchmarks.serve.models import LONGEST, random_model
+from benchmarks.timing import device_name, versions
+from dms_train.cli.errors import run_main
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import EngineOptions, SamplingParams
+
+KEPT = 0.125  # of the tokens behind the window
+CONTEXT = 32768
+CHAINS, PROMPTS, PROMPT_TOKENS, SHORTEST, LONGEST_CHAIN = 3200, 40, 40, 200, 2048
+DECODED = 32
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument("--cache-gb", type=float, default=18)
+    parser.add_argument("--sequences", type=int, default=512, help="at the same time, of chains")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.experiments) - set(EXPERIMENTS):
+        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(EXPERIMENTS)}")
+    return run_main(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    record: dict[str, Any] = {"device": device_name(device), "versions": versions(device)}
+    folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in args.experiments or EXPERIMENTS:
+        record[name] = EXPERIMENTS[name](device, args)
+        print(name, json.dumps(record[name]), flush=True)
+        (folder / "throughput.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written: {folder / 'throughput.json'}")
+    return 0
+
+
+def _memory(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Output tokens a second of both engines with the same bytes for their pages."""
+    shape, context = ("Llama-3.1-8B", CONTEXT) if device.type == "cuda" else ("small", 600)
+    cache_bytes = int(args.cache_gb * 2**30) if device.type == "cuda" else 2**22
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, found = random_model(shape, KEPT, device, dtype), []
+    for name, policy in (("dense", "keep_all"), ("DMS", "dms")):
+        options = EngineOptions(
+            device=str(device), policy=policy, max_num_seqs=64, max_model_len=LONGEST,
+            prefill_chunk=8192, cache_bytes=cache_bytes,
+        )  # fmt: skip
+        engine = InferenceEngine(model, options)
+        empty = engine.allocated_bytes
+        _, each = _decode(engine, prompts(Case(1, context), engine.architecture.vocab_size))
+        sequences = min(options.max_num_seqs, int(0.97 * cache_bytes / (each - empty)))
+        tokens = prompts(Case(sequences, context), engine.architecture.vocab_size)
+        seconds, _ = _decode(engine, tokens)
+        found.append(
+            {
+                "engine": name,
+                "sequences": sequences,
+                "step_ms": round(1e3 * seconds, 3),
+                "tokens_s": round(sequences / seconds),
+                "preemptions": engine.preemptions,
+            }
+        )
+        del engine
+    return found
+
+
+def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[float, int]:
+    """Median seconds of a step in which all sequences decode, and bytes held at its end."""
+    chunks = sum(-(-len(prompt) // engine.options.prefill_chunk) for prompt in tokens)
+    params = SamplingParams(temperature=0, max_tokens=DECODED + chunks, ignore_eos=True)
+    for prompt in tokens:
+        engine.add_request(prompt, params, final_only=True)
+    steps: list[float] = []
+    held, since = 0, None
+    while engine.has_unfinished_requests():
+        engine.step()
+        now = time.perf_counter()
+        if engine.decoding == len(tokens):
+            held = engine.allocated_bytes if since is None else held
+            steps += [] if since is None else [now - since]
+        since = time.perf_counter() if engine.decoding == len(tokens) else None
+    return sorted(steps)[len(steps) // 2], held
+
+
+def _fork(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds and memory of several chains from one prompt."""
+    shape, context = ("Llama-3.1-8B", 8192) if device.type == "cuda" else ("small", 600)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, found = random_model(shape, KEPT, device, dtype), []
+    options = EngineOptions(
+        device=str(device), policy="dms", max_num_seqs=8, max_model_len=LONGEST,
+        prefill_chunk=8192, gpu_memory_utilization=0.6,
+    )  # fmt: skip
+    engine = InferenceEngine(model, options)
+    prompt = prompts(Case(1, context), engine.architecture.vocab_size)[0]
+    empty = engine.allocated_bytes
+    for chains in (1, 1, 8):  # the first one warms up
+        params = SamplingParams(temperature=1.0, seed=1, n=chains, max_tokens=256, ignore_eos=True)
+        engine.add_request(prompt, params, final_only=True)
+        begin, held, first = time.perf_counter(), [], 0.0
+        while engine.has_unfinished_requests():
+            engine.step()
+            if engine.decoding == chains:
+                first = first or time.perf_counter() - begin
+                held.append(engine.allocated_bytes - empty)
+        found.append(
+            {
+                "chains": chains,
+                "prefill_s": round(first, 4),
+                "bytes_after_fork": held[0],
+                "bytes_at_end": held[-1],
+            }
+        )
+    return found[1:]
+
+
+def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Sampled tokens a second over many chains of unequal length, the last ones included."""
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = random_model("lab", KEPT, device, dtype)
+    options = EngineOptions(
+        device=str(device), policy="dms", max_num_seqs=args.sequences if on_gpu else 16,
+        max_model_len=LONGEST_CHAIN + PROMPT_TOKENS, gpu_memory_utilization=0.5,
+    )  # fmt: skip
+    engine, draw = InferenceEngine(model, options), random.Random(0)
+    chains = CHAINS if on_gpu else 32
+    tokens = prompts(Case(PROMPTS, PROMPT_TOKENS), engine.architecture.vocab_size)
+    lengths = [draw.randint(SHORTEST, LONGEST_CHAIN) for _ in range(chains)]
+    for seconds_counted in (False, True):
+        some = lengths if seconds_counted else [20] * 8
+        for number, length in enumerate(some):
+            params = SamplingParams(
+                temperature=1.0, seed=number, max_tokens=length, ignore_eos=True
+            )
+            engine.add_request(tokens[number % PROMPTS], params, final_only=True)
+        begin = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+    seconds = time.perf_counter() - begin
+    return {
+        "chains": chains,
+        "sequences": options.max_num_seqs,
+        "tokens": sum(lengths),
+        "seconds": round(seconds, 2),
+        "tokens_s": round(sum(lengths) / seconds),
+    }
+
+
+EXPERIMENTS = {"memory": _memory, "fork": _fork, "chains": _chains}
+
+if __name__ == "__main__":
+    raise SystemExit(main())
