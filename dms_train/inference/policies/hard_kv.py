@@ -153,11 +153,11 @@ class HardKVPolicy(CachePolicy):
         outside = ~(free[:, :, None] & found.seen[:, :, 0]).gather(-1, across)
         logits = found.logits.amax(2).gather(-1, across).masked_fill(outside, lowest)
         shifted = self._shifted(slots, logits, order, outside).masked_fill(outside, lowest)
-        real = found.real[:, 0]
+        real = found.real[:, 0] & ~outside.all(-1, keepdim=True)  # rows with a candidate
         tau = self._temperature(sequences, logits, shifted, real, selects)
         named, _, _ = top_p(shifted / tau, self._options.p)
         votes = (named & ~outside & real).sum(2).to(logits.dtype)
-        attention = (logits.softmax(-1) * ~outside * real).sum(2) / real.sum(2)
+        attention = (logits.softmax(-1) * ~outside * real).sum(2) / real.sum(2).clamp(min=1)
         back = torch.empty_like(votes)
         return back.scatter(-1, order, votes), back.scatter(-1, order, attention)
 

@@ -118,6 +118,9 @@ class HardKV(RKV):
         for query in range(max(0, t + 1 - self.options["window"]), t + 1):
             own = self.query[g * GROUP : (g + 1) * GROUP, query]
             raw = (own @ self.key[g, free].T * SCALE).amax(0)
+            if free[0] > query:
+                continue
+            raw[[j > query for j in free]] = -torch.inf
             rows.append((raw, self.shifted(g, raw, free)))
         if self.tau[g] is None:
             self.tau[g] = self.solved(rows, p)
@@ -175,6 +178,7 @@ OWN = {"window": 4, "sinks": 1, "interval": 3, "solver": "binary", "p": 0.8}
 CASES = [
     {"budget": 16, "base": "vanilla", "p": 0.6},
     {"budget": 10, "base": "snapkv", "kernel": 3},
+    {"budget": 10, "base": "vanilla", "window": 14},  # longer than a prompt
     {"budget": 12, "base": "r_kv", "importance": 0.3, "p": 0.5},
 ]
 
@@ -216,6 +220,16 @@ def test_most_votes_stay_and_of_equal_ones_the_first():
     assert selected([0, 1, 2, 3, 4], votes, 3) == {0, 2, 4}  # 4 is the newest
     assert selected([4, 3, 2, 1, 0], votes[::-1], 3) == {0, 2, 4}
     assert selected([0, 1, 2, 3, 4], votes, 5) == {0, 2, 3, 4}  # no vote
+
+
+@pytest.mark.parametrize(("start", "read"), [(5, [True] * 3), (6, [True, False, True])])
+def test_hidden_tokens_are_read_inside_a_prompt(start, read):
+    """The second turn of a conversation, whose prompt has six tokens in all."""
+    one = [torch.tensor([x]) for x in (start, start + 1, 6, 99, 0)]
+    state = torch.tensor([0.0, 1, 0]).view(1, 1, 3, 1).expand(-1, -1, -1, 3)
+    slots = Slots(0, torch.arange(3)[None, None], state, sequences=Sequences(1, *one, {}))
+    policy = build_policy("hard_kv", {"budget": 4}, None)
+    assert policy.select(slots, torch.zeros(1, 1, 2, 4)).tolist() == [[[read, read]]]
 
 
 @pytest.mark.parametrize(
