@@ -48,7 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peer", default=f"{sys.executable} -m benchmarks.serve.peer")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="print a stored record and end")
     args = parser.parse_args(arguments)
+    if args.table:
+        return run_main(lambda: _show(args.table))
     if unknown := set(args.shapes) - set(SHAPES):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
     if args.new_tokens < _FEWEST:
@@ -77,6 +80,12 @@ def _run(args: argparse.Namespace) -> int:
         (folder / "serve.json").write_text(json.dumps(record, indent=1) + "\n")
     print("\n" + table(record["cases"]))
     print(f"\nwritten: {folder / 'serve.json'}")
+    return 0
+
+
+def _show(path: Path) -> int:
+    """Print the table of a stored record."""
+    print(table(json.loads(path.read_text())["cases"]))
     return 0
 
 
@@ -131,11 +140,14 @@ def table(cases: list[dict[str, Any]]) -> str:
         "| prefill tokens/s | live |",
         "|---|---|---|---|---|---|",
     ]
+    runs = {case.get("run", 1) for case in cases}
     for case in sorted(cases, key=lambda c: (c["shape"], c["context"], c["sequences"])):
         low, high = case["step_ms_spread"]
         name = case["engine"] + (f", {case['mode']}" if "mode" in case else "")
         if case.get("cache_dtype") == "fp8" and "mode" in case:
             name += ", FP8 cache"
+        if len(runs) > 1:
+            name += f" (run {case['run']})"
         rows.append(
             f"| {case['shape']} | {case['sequences']} x {case['context']} | {name} "
             f"| {case['step_ms']:.2f} ({low:.2f} to {high:.2f}) | {case['prefill_tok_s']:,} "
