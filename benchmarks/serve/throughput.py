@@ -5,7 +5,7 @@
 - memory: a cache of `--cache-gb` for contexts of 32,768 tokens of Llama-3.1-8B, with DMS and
   without eviction, each with as many sequences as fit.
 - fork: 8 chains from one prompt of 8,192 tokens, beside one chain.
-- chains: 3,200 sampled chains of 200 to 2,048 tokens on a model of 12.7M weights, from 40 prompts.
+- chains: 3,200 sampled chains of 204 to 2,048 tokens on a model of 12.7M weights, from 40 prompts.
 
 Writes `throughput.json` into the folder of the device. Weights are random; every number is that of
 one run after a warm-up.
@@ -32,7 +32,7 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 
 KEPT = 0.125  # of the tokens behind the window
 CONTEXT = 32768
-CHAINS, PROMPTS, PROMPT_TOKENS, SHORTEST, LONGEST_CHAIN = 3200, 40, 40, 200, 2048
+CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
 DECODED = 32
 
 
@@ -74,7 +74,7 @@ def _memory(device: torch.device, args: argparse.Namespace) -> list[dict[str, An
     for name, policy in (("dense", "keep_all"), ("DMS", "dms")):
         options = EngineOptions(
             device=str(device), policy=policy, max_num_seqs=64, max_model_len=LONGEST,
-            prefill_chunk=8192, cache_bytes=cache_bytes,
+            prefill_chunk=8192, cache_bytes=cache_bytes, slab_pages=8,
         )  # fmt: skip
         engine = InferenceEngine(model, options)
         empty = engine.allocated_bytes
@@ -120,13 +120,14 @@ def _fork(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]
     model, found = random_model(shape, KEPT, device, dtype), []
     options = EngineOptions(
         device=str(device), policy="dms", max_num_seqs=8, max_model_len=LONGEST,
-        prefill_chunk=8192, gpu_memory_utilization=0.6,
+        prefill_chunk=8192, gpu_memory_utilization=0.6, slab_pages=8,
     )  # fmt: skip
     engine = InferenceEngine(model, options)
     prompt = prompts(Case(1, context), engine.architecture.vocab_size)[0]
     empty = engine.allocated_bytes
+    new = 256 if device.type == "cuda" else 16
     for chains in (1, 1, 8):  # the first one warms up
-        params = SamplingParams(temperature=1.0, seed=1, n=chains, max_tokens=256, ignore_eos=True)
+        params = SamplingParams(temperature=1.0, seed=1, n=chains, max_tokens=new, ignore_eos=True)
         engine.add_request(prompt, params, final_only=True)
         begin, held, first = time.perf_counter(), [], 0.0
         while engine.has_unfinished_requests():
@@ -149,15 +150,15 @@ def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     """Sampled tokens a second over many chains of unequal length, the last ones included."""
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = random_model("lab", KEPT, device, dtype)
+    model = random_model("lab" if on_gpu else "small", KEPT, device, dtype)
     options = EngineOptions(
         device=str(device), policy="dms", max_num_seqs=args.sequences if on_gpu else 16,
         max_model_len=LONGEST_CHAIN + PROMPT_TOKENS, gpu_memory_utilization=0.5,
     )  # fmt: skip
     engine, draw = InferenceEngine(model, options), random.Random(0)
-    chains = CHAINS if on_gpu else 32
+    chains, longest = (CHAINS, LONGEST_CHAIN) if on_gpu else (20, 20)
     tokens = prompts(Case(PROMPTS, PROMPT_TOKENS), engine.architecture.vocab_size)
-    lengths = [draw.randint(SHORTEST, LONGEST_CHAIN) for _ in range(chains)]
+    lengths = [draw.randint(longest // 10, longest) for _ in range(chains)]
     for seconds_counted in (False, True):
         some = lengths if seconds_counted else [20] * 8
         for number, length in enumerate(some):

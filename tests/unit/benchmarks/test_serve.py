@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serve import __main__ as serve
+from benchmarks.serve import throughput
 from benchmarks.serve.models import WINDOW
 
 NEW = 9
@@ -29,6 +30,18 @@ def test_every_way_is_measured_and_decisions_evict(tmp_path: Path) -> None:
             assert 0 < case["live"] - WINDOW - 1 < 2 * serve.KEPT * behind
         low, high = case["step_ms_spread"]
         assert 0 < low <= case["step_ms"] <= high
+
+
+def test_many_sequences_forks_and_chains_are_measured(tmp_path: Path) -> None:
+    assert throughput.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*/throughput.json")
+    record = json.loads(file.read_text())
+    dense, dms = record["memory"]
+    assert dms["sequences"] > dense["sequences"] > 0
+    assert dms["preemptions"] == dense["preemptions"] == 0
+    one, many = record["fork"]
+    assert one["bytes_after_fork"] < many["bytes_after_fork"] < 2 * one["bytes_after_fork"]
+    assert 20 * 2 <= record["chains"]["tokens"] <= 20 * 20
 
 
 @pytest.mark.parametrize("words", [["Llama-9"], ["small", "--new-tokens", "1"]])
