@@ -1,9 +1,11 @@
-"""Cache policies beside the code of their authors, and of kvpress, on random tensors.
+"""Cache policies and the merge of DMC beside the code of their authors, and of kvpress.
 
-    DMS_RKV=R-KV DMS_D2O=D2O DMS_KVPRESS=kvpress pytest tests/interop/test_policies.py
+    DMS_RKV=R-KV DMS_D2O=D2O DMS_KVPRESS=kvpress DMS_DMC=Megatron-LM \\
+        pytest tests/interop/test_policies.py
 
-The variables name clones: Zefan-Cai/R-KV at d15c976, AIoT-MLSys-Lab/D2O at 12c99d8 and
-NVIDIA/kvpress at 8bb29b9. Only the classes and functions named below are run, in this process.
+The variables name clones: Zefan-Cai/R-KV at d15c976, AIoT-MLSys-Lab/D2O at 12c99d8,
+NVIDIA/kvpress at 8bb29b9 and NVIDIA/Megatron-LM at d36bf8d (branch `dmc`). Only the classes and
+functions named below are run, in this process.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dms_train.inference.cache.compact import merged
 from dms_train.inference.policies.base import Sequences, Slots
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.policies.rotation import moved_by
+from dms_train.method.dmc.merge import merge
 
 pytestmark = pytest.mark.interop
 
@@ -159,3 +162,21 @@ def test_streaming_llm_reads_keys_at_their_places_in_the_cache(sinks):
 def rotate_half(x):
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
+
+
+@pytest.mark.parametrize("length", [2, 11, 12, 13, 60])
+@pytest.mark.parametrize("decisions", ["soft", "hard"])
+def test_dmc_merges_the_same_keys(decisions, length):
+    """In float64; without importance as well."""
+    (theirs,) = defined("DMS_DMC", "megatron/contrib/dmc/dmc.py", "_poolsum")
+    draw = torch.Generator().manual_seed(length)
+    key = torch.randn(3, length, 8, generator=draw, dtype=torch.float64)
+    alpha = torch.rand(3, length, generator=draw, dtype=torch.float64)
+    if decisions == "hard":
+        alpha = alpha.round()
+    importance = torch.rand(3, length, generator=draw, dtype=torch.float64) + 1e-3
+    for weight in (None, importance):
+        ours = torch.ones_like(alpha) if weight is None else weight
+        found, _ = merge(key.transpose(0, 1), key.transpose(0, 1), alpha.t(), ours.t(), 12)
+        expected = theirs(key, alpha[:, 1:], weight, ws=12)
+        torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-10, atol=1e-10)

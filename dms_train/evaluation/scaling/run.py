@@ -38,6 +38,7 @@ from dms_train.inference.policies.registry import build_policy, check_policy, pa
 from dms_train.inference.tokenizer import Tokenizer
 
 _MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
+_METHODS = {"dms": "DMS", "dmc": "DMC"}  # as the papers write them
 _PACKAGES = ("dms-train", "torch", "math-verify")
 
 
@@ -163,7 +164,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
         ],
         engine=checked.engine,
         window=(checked.window or 0) if policy.settles else None,
-        header=_header(config, options, task, checked.cr),
+        header=_header(config, checked),
     )
 
 
@@ -265,16 +266,26 @@ def _task_config(options: EvaluationOptions) -> dict[str, Any]:
     return {name: getattr(options.task, name) for name in names}
 
 
-def _header(
-    config: dict[str, Any], options: EvaluationOptions, task: Task, cr: float
-) -> dict[str, Any]:
+def _method(checked: CheckedRun) -> str:
+    """What the run measures: Vanilla, DMS, DMC or the name of a policy."""
+    name = checked.options.policy.name
+    if checked.cr == 1:
+        return "Vanilla"
+    if name == "auto":
+        spec = read_spec(checked.directory)
+        name = name if spec is None else spec.kind
+    return _METHODS.get(name, name)
+
+
+def _header(config: dict[str, Any], checked: CheckedRun) -> dict[str, Any]:
+    options, task, cr = checked.options, checked.task, checked.cr
     policy = options.policy.name
     name = Path(options.model.path).name if policy == "auto" else policy
     return {
         "config_hash": store.config_hash(config),
         "config": config,
         "label": name if cr == 1 else f"{name} CR {cr:.3g}",
-        "method": "Vanilla" if cr == 1 else "DMS" if policy in ("auto", "dms") else policy,
+        "method": _method(checked),
         "title": task.title,
         "aggregate": task.aggregate.value,
         "scores_truncated": task.scores_truncated,
