@@ -216,8 +216,8 @@ class InferenceEngine:
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
 
-        On a GPU a step in which every sequence decodes is only started; the tokens of the one
-        before are returned.
+        On a GPU the tokens of decoding sequences are only started; those of the step before are
+        returned. Prompts, and sequences whose sampling needs the host, are computed behind them.
 
         Args:
             request_ids: Requests that may take part; None for all.
@@ -398,15 +398,15 @@ class InferenceEngine:
             self._discard(sequence)
         self._advanced += ended
         before = self._launched
-        if batch and self._runner.samples(batch):
-            self._launched = self._runner.launch(batch)
-            self._receive(before)
-            return
-        self._launched = None
+        decoding: list[tuple[Sequence, int]] = []
+        rest: list[tuple[Sequence, int]] = []
+        for part in batch:
+            (decoding if self._runner.samples(part[0]) else rest).append(part)
+        self._launched = self._runner.launch(decoding) if decoding else None
         self._receive(before)
-        batch = [(sequence, count) for sequence, count in batch if sequence.finish_reason is None]
-        if batch:
-            self._compute(batch)
+        rest = [part for part in rest if part[0].finish_reason is None]
+        if rest:
+            self._compute(rest)
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
         """A step whose tokens the host samples."""

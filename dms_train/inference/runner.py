@@ -152,17 +152,16 @@ class ModelRunner:
         sequence.meter.step(counts, index, tokens=tokens, slot_bytes=slot_bytes, prefill=prefill)
         sequence.pages = counts.sums[index][2] // self.limits.page_slots
 
-    def samples(self, batch: list[tuple[Sequence, int]]) -> bool:
-        """Whether `launch` takes such a step: every sequence samples a token, in a plain way."""
-        return self._graphs is not None and all(
-            s.remaining == 1 and s.params.plain and s.computed + 1 >= s.prompt_end for s, _ in batch
-        )
+    def samples(self, sequence: Sequence) -> bool:
+        """Whether `launch` takes the next token of a sequence, which is sampled in a plain way."""
+        last = sequence.remaining == 1 and sequence.computed + 1 >= sequence.prompt_end
+        return self._graphs is not None and last and sequence.params.plain
 
     def launch(self, batch: list[tuple[Sequence, int]]) -> DecodeStep:
         """Start a decode step; the host does not wait. Advances `computed` and `ahead`.
 
         Args:
-            batch: What `samples` accepts.
+            batch: Sequences that `samples` accepts, and 1.
         """
         assert self._graphs is not None
         sequences = [sequence for sequence, _ in batch]

@@ -235,6 +235,11 @@ class Scheduler(Generic[State]):
         return sorted(self._free_rows)
 
     @property
+    def full(self) -> bool:
+        """Whether every row has a sequence."""
+        return not self._free_rows
+
+    @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
         return any(s.runnable for s in self.waiting) or any(s.runnable for s in self.placed)
@@ -246,12 +251,13 @@ class Scheduler(Generic[State]):
     def remove(self, sequence: State) -> None:
         """Forget a sequence and free its row, if it has one."""
         if sequence.row is None:
-            self.waiting = [s for s in self.waiting if s is not sequence]
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
             return
         self.memory.free(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row, sequence.pages, sequence.computed = None, 0, 0
-        self.placed = [s for s in self.placed if s is not sequence]
+        self.placed.remove(sequence)
 
     def place(self, sequence: State) -> None:
         """Move a waiting sequence to a free row, behind what is cached of it."""
@@ -330,8 +336,9 @@ class _Step(Generic[State]):
 
     def end_late(self, now: float) -> None:
         """End the sequences whose time is over."""
-        for sequence in filter(self._may_run, self._scheduler.placed + self._scheduler.waiting):
-            if sequence.deadline is not None and now >= sequence.deadline:
+        for sequence in self._scheduler.placed + self._scheduler.waiting:
+            late = sequence.deadline is not None and now >= sequence.deadline
+            if late and self._may_run(sequence):
                 self._end(sequence, "timeout")
 
     def extend(self) -> None:
@@ -350,8 +357,8 @@ class _Step(Generic[State]):
         scheduler = self._scheduler
         reserve = _WATERMARK * (self._limits.pages or 0)
         promised = self._promised()
-        for sequence in list(filter(self._may_run, scheduler.waiting)):
-            if sequence.awaits_leader:
+        for sequence in scheduler.waiting.copy():
+            if not self._may_run(sequence) or sequence.awaits_leader:
                 continue
             growth = scheduler.expected_growth(sequence)
             least = math.ceil(growth + promised + reserve)
@@ -360,7 +367,7 @@ class _Step(Generic[State]):
             full = self._free(least) < least or self._budget == 0
             if (full or self.plan.preempted) and self.plan.batch:
                 return
-            if not scheduler.free_rows and not self._preempt(self._idle()):
+            if scheduler.full and not self._preempt(self._idle()):
                 return
             self.plan.placed.append(sequence)  # before, as the cache may raise an error
             scheduler.place(sequence)

@@ -293,8 +293,11 @@ class Generation:
 
 def _with_view(part: Part, prompt: _Prompt, output: RequestOutput) -> Part:
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    pieces = [prompt.pieces.add(token) for token in tokens[prompt.shown :]]
+    if pieces and part.finish_reason is not None:
+        pieces[-1] += prompt.pieces.finish()
     view = KVView(
-        pieces=[prompt.pieces.add(token) for token in tokens[prompt.shown :]],
+        pieces=pieces,
         positions=prompt.ticket.positions,
         tokens=output.kv.tokens,
         cr_factor=output.kv.cr_factor,

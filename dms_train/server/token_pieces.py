@@ -8,7 +8,8 @@ from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer
 class TokenPieces:
     """What to show for each token of a text, special tokens included.
 
-    A token that leaves a character incomplete shows nothing; the one that completes it shows it.
+    A token that leaves a character incomplete shows nothing; the one that completes it shows it,
+    or `finish` where none does.
 
     Args:
         tokenizer: Of the model; None shows nothing.
@@ -26,3 +27,7 @@ class TokenPieces:
         if text or self._tokenizer.decode([token]):
             return text
         return self._tokenizer.decode([token], special=True)
+
+    def finish(self) -> str:
+        """What the last tokens have not shown."""
+        return "" if self._stream is None else self._stream.finish()

@@ -101,6 +101,7 @@ def test_files(export, spec, stories):
         "modeling_qwen3_dms.py",
         "policy_dms.py",
         "pool_dms.py",
+        "rotation_dms.py",
         "slots_dms.py",
         "state_dms.py",
         "README.md",
