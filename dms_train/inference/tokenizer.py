@@ -87,7 +87,8 @@ class IncrementalDetokenizer:
         head = self._tokenizer.decode(self._known)
         whole = self._tokenizer.decode(self._known + self._pending)
         known = len(head.rstrip(_REPLACEMENT))
-        if head[:known] != whole[:known]:  # a wrong byte behind those of `head`
+        dropped = not head and whole.startswith(_REPLACEMENT)  # it was a space, and is no more
+        if dropped or head[:known] != whole[:known]:  # a wrong byte behind those of `head`
             return head, self._tokenizer.decode(self._pending)
         while known < len(head) and whole.startswith(_REPLACEMENT, known):
             known += 1  # those of `head` that the pending tokens do not complete

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -95,6 +95,7 @@ def test_bytes_that_form_no_character_become_replacement_characters(ids):
 
 
 @given(data=st.binary(max_size=6), after=st.booleans())
+@example(data=b" \x80", after=False)
 @settings(max_examples=300)
 def test_byte_tokens_are_characters_or_a_replacement_character_each(data, after):
     """Runs of byte tokens: what came before a wrong byte was returned already and stays."""
