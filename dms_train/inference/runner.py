@@ -1,7 +1,7 @@
 """One forward pass over several sequences: token ids in, logits and cache statistics out.
 
-On a GPU, a step in which every sequence decodes is one CUDA graph that samples as well. The next
-one can be launched before the host knows the tokens of this one.
+On a GPU, the decoding sequences of a step are one CUDA graph that samples as well. The next one can
+be launched before the host knows the tokens of this one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Saver:
     ) -> None:
         """Save the position of the run, after finishing what is still being written.
 
-        What is being deleted has some time to make room first.
+        It waits up to 30 seconds for checkpoints that are being deleted, as they take space.
 
         Args:
             state: The position.
@@ -127,7 +127,7 @@ class Saver:
 
 
 class Removals:
-    """Deletes folders in a thread, one after the other, while training goes on.
+    """Deletes folders in a background thread, one after the other.
 
     The process ends after the last one. What an interrupted one leaves is an unfinished save to the
     next run.

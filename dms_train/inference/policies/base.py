@@ -120,7 +120,9 @@ class Arrival(NamedTuple):
 
     def of(self, sequences: slice) -> Arrival:
         """Those of some sequences."""
-        return Arrival(*(None if x is None else x[sequences] for x in self))  # type: ignore[arg-type]
+        signal = None if self.signal is None else self.signal[sequences]
+        position, key, value = (x[sequences] for x in (self.position, self.key, self.value))
+        return Arrival(position, key, value, signal)
 
 
 class Projected(NamedTuple):

@@ -487,6 +487,7 @@ def attend(
         PAGE=cache.page_slots,
         TILE=tuning.tile,
         MERGED=triton.next_power_of_2(group),
+        # parts combined at a time: many, as a pass waits for the memory, but held in registers
         CHUNK=max(1, min(triton.next_power_of_2(d) // 4, 2**12 * tuning.warps // flat)),
         WIDE=memory.programs * tiles >= 2**31,
         QUANTISED=quantised,
