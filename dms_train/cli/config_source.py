@@ -7,14 +7,16 @@ nearest valid key or group option.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,11 +31,12 @@ from dms_train.config.build import (
 )
 from dms_train.config.resolve import resolved
 from dms_train.config.schema import RunConfig
-from dms_train.evaluation.options import EvaluationOptions
+from dms_train.evaluation.options import CachePolicyOptions, EvaluationOptions
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 CONFIG_NAME = "train"
 _PRESET = "method.preset"
+_POLICY = "policy"
 ASSETS_DIR = CONF_DIR.parent / "assets"
 
 # `${asset:NAME}` in a configuration is the path of something that ships with the package.
@@ -64,6 +67,7 @@ def compose_evaluation(overrides: Sequence[str]) -> EvaluationOptions:
 
     Args:
         overrides: Command-line overrides such as `task.name=aime24` or `sweep.widths=[1,4]`.
+            `policy=NAME` chooses a policy, and `policy.KEY=VALUE` sets any of its options.
 
     Raises:
         ConfigError: One line for every problem.
@@ -72,9 +76,10 @@ def compose_evaluation(overrides: Sequence[str]) -> EvaluationOptions:
     problems = [problem for text in overrides if (problem := _explain_key(text, known))]
     if problems:
         raise ConfigError(*problems)
+    kept, policy_options = _with_policy(overrides)
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            node = hydra_compose("eval", overrides=list(overrides))
+            node = hydra_compose("eval", overrides=kept)
         plain: Any = OmegaConf.to_container(node, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
@@ -82,7 +87,33 @@ def compose_evaluation(overrides: Sequence[str]) -> EvaluationOptions:
     beyond = list(limits.problems(options))
     if beyond:
         raise ConfigError(*beyond)
-    return options
+    policy = replace(options.policy, options=(*options.policy.options, *policy_options))
+    return replace(options, policy=policy)
+
+
+def _with_policy(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides that `conf/eval.yaml` has keys for, and options of the policy, `KEY=JSON`.
+
+    Options that the policy does not have, or whose values do not fit, are refused with its own.
+    """
+    own = {item.name for item in fields(CachePolicyOptions)}
+    kept, words = [], []
+    for text in overrides:
+        override = OverridesParser.create().parse_override(text)
+        block, _, key = override.key_or_group.partition(".")
+        if block != _POLICY or key in own or _assigns_block(override):
+            kept.append(text)
+        elif key:
+            words.append(f"{key}={json.dumps(_plain_value(override))}")
+        else:
+            kept.append(f"{_POLICY}.name={_plain_value(override)}")
+    return kept, words
+
+
+def _plain_value(override: Override) -> Any:
+    """A number, text, truth value or None; a quoted text without its quotes."""
+    value = override.value()
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def from_hydra(node: Any) -> RunConfig:
@@ -140,11 +171,15 @@ def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
 
 
 def _explain_key(text: str, known: list[str]) -> str | None:
-    """What is wrong with an override of a configuration without groups."""
+    """What is wrong with an override of `dms-eval`; the registry knows the options of policies."""
     try:
-        key = OverridesParser.create().parse_override(text).key_or_group
+        override = OverridesParser.create().parse_override(text)
     except HydraException:
         return f"{text!r}: not an override; write key=value, quoting spaces and commas"
+    key = override.key_or_group
+    if key.startswith(f"{_POLICY}."):
+        nested = override.is_sweep_override() or isinstance(override.value(), dict)
+        return f"{key}: one value for one run" if nested else None
     return None if key in known else unknown_key(key, known)
 
 

@@ -26,8 +26,9 @@ other words:
 budgets:
   sweep.lengths=[0.5,1,2]       most generated tokens of a chain, in units of 1,024 (L)
   sweep.widths=[1,4]            chains of a document (W)
-  The compression ratio (CR) is the export's, or policy.cr with policy.name=window, h2o
-  and other policies that need no training (docs/concepts/policies.md).
+  The compression ratio (CR) is the export's, or policy.cr with policy=window, policy=h2o
+  and other policies that need no training (docs/concepts/policies.md). policy.KEY=VALUE sets
+  any option of the policy.
 
 costs:
   KV reads are those of decoding, summed over the chains of a document. Peak tokens are what its

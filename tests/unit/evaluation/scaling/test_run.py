@@ -172,12 +172,36 @@ def test_the_window_policy_takes_its_window_from_its_ratio(target, sheets, tmp_p
     assert (dense.header["config"]["cr"], dense.engine.policy_options) == (1.0, {})
 
 
+def test_a_policy_is_chosen_by_its_name_with_options_as_keys(target, sheets):
+    other = words(replace(target, export=target.teacher), sheets, "x")
+    more = (
+        "policy=streaming_llm",
+        "policy.budget=24",
+        "policy.sinks=2",
+        "policy.positions='cache'",
+    )
+    short = prepare(compose_evaluation([*other, *more]))
+    assert short.engine.policy == "streaming_llm"
+    assert short.engine.policy_options == {"budget": 24, "sinks": 2, "positions": "cache"}
+    listed = "policy.options=['sinks=2','positions=cache']"
+    more = ("policy.name=streaming_llm", "policy.budget=24", listed)
+    assert prepare(compose_evaluation([*other, *more])).header == short.header
+    more = ("policy=cam", "policy.budget=9", "policy.expected=true", "policy.targets=3")
+    found = prepare(compose_evaluation([*other, *more])).engine.policy_options
+    assert found == {"budget": 9, "expected": True, "targets": 3}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["task.name=nothing"], r"task\.name=nothing: choose one of aime24"),
         (["policy.name=window"], r"give policy\.window or policy\.cr"),
         (["policy.name=h2o", "policy.options=['cr=4']"], r"set policy\.cr"),
+        (["policy=h20"], r"policy='h20': choose one of auto, cam"),
+        (["policy=h2o", "policy.bugdet=8"], r"policy=h2o: no option bugdet; did you mean budget"),
+        (["policy=tova", "policy.budget=9", "policy.scope=heads"], r"choose one of layer, group"),
+        (["policy=h2o", "policy.budget=9", "policy.prefill=7"], r"prefill=7: expected text"),
+        (["policy.sinks=2"], "policy=auto: takes no options, got sinks"),
         (["policy.window=8"], "policy=auto: takes no options, got window"),
         (["policy.name=window", "policy.cr=2"], r"give one length a run"),
         (["task.name=niah", "task.fixture=true"], r"its answers have a fixed length"),
@@ -199,6 +223,7 @@ def test_what_cannot_be_run_is_refused(target, sheets, tmp_path, more, message):
         (["model.path=m", "run.shard=2", "run.shards=2"], r"numbered from 0 to 1"),
         ([], r"model\.path: missing; set model\.path="),
         (["x y"], r"not an override"),
+        (["model.path=m", "policy=h2o", "policy.budget=8,9"], r"policy\.budget: one value for one"),
         (["model.path=m", "task.limit=0"], r"task\.limit=0: use at least 1"),
     ],
 )
