@@ -78,7 +78,9 @@ def _validation(config: RunConfig) -> Iterator[str]:
     wanted, built = config.stage.validate.samples, config.run.eval_samples
     if "export" not in config.stage.run:
         yield "stage.run: validate measures what export wrote; put export before it"
-    if config.model.path is None:
+    if "pretrain" in config.stage.run:
+        yield "stage.run: validate measures what a retrofit changed; leave it out after pretrain"
+    elif config.model.path is None:
         yield "model.path: validate needs the original as teacher; set it, or leave validate out"
     if wanted > built:
         yield (
@@ -100,8 +102,6 @@ def _starting_weights(config: RunConfig) -> Iterator[str]:
     model, run = config.model, config.stage.run
     if (model.path is None) == (model.architecture is None):
         yield "model.path, model.architecture: set exactly one (model=hf or model=scratch)"
-    elif "pretrain" in run and model.path is not None:
-        yield "model.path: pretrain starts from random weights; use model=scratch"
     elif "pretrain" not in run and model.path is None and config.run.load is None:
         yield f"stage.run: {run[0]} needs weights; set model.path (model=hf) or run.load"
     elif model.path is None and "pretrain" not in run and needs_teacher(config):

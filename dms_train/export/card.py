@@ -22,6 +22,8 @@ from dms_train.method.base import MethodSpec
 
 CARD_FILE = "README.md"
 UNKNOWN = "unknown"
+POOLED_FROM = "pooled_kv_heads"
+"""Key of an export's provenance: KV heads of the base model, where they were averaged."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Of the base model's front matter: what holds for a retrofitted model too.
 _INHERITED = ("license", "license_name", "license_link", "language")
@@ -104,6 +106,7 @@ def render(
     architecture: Architecture,
     base: BaseModel,
     compressed: tuple[ExportedModel, ExportFormat] | None,
+    pooled_from: int | None = None,
 ) -> str:
     """The card of an export.
 
@@ -111,6 +114,7 @@ def render(
         architecture: The model.
         base: What it was made from.
         compressed: The retrofitted model and its format; None for a dense model.
+        pooled_from: KV heads of the base model, where the weights are averages of them.
     """
     front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}
     if base.hub_id is not None:
@@ -129,6 +133,7 @@ def render(
         parts += [
             f"# {title}",
             "A dense model exported by dms-train.",
+            *([] if pooled_from is None else [_pooled(architecture, pooled_from)]),
             _table(origin),
             _loading(None),
         ]
@@ -146,6 +151,14 @@ def render(
             _loading(layout),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _pooled(architecture: Architecture, before: int) -> str:
+    per_head = before // architecture.num_query_groups
+    return (
+        f"Each KV head is the mean of {per_head} of the base model's. The model was not trained "
+        "afterwards, which it needs before it is used."
+    )
 
 
 def _tags(spec: MethodSpec) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dms_train.export.card import CARD_FILE, read_base, render
+from dms_train.export.card import CARD_FILE, POOLED_FROM, read_base, render
 from dms_train.export.manifest import shipped_code
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, to_hf_config
@@ -88,7 +88,8 @@ class _Described:
         write_json(directory / MARKER_FILE, {"export_format": kind, "provenance": record})
         write_json(directory / "config.json", self.config(source))
         base = read_base(self.provenance.get("model"))
-        card = render(self.architecture, base, self.compressed)
+        pooled_from = self.provenance.get(POOLED_FROM)
+        card = render(self.architecture, base, self.compressed, pooled_from)
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 

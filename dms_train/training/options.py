@@ -19,7 +19,10 @@ _SEEDS = 2**32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainOptions:
-    """Plain language-model training from scratch; cosine learning rate to `min_lr_ratio`."""
+    """Plain language-model training, of `model.path` or from scratch.
+
+    Cosine learning rate to `min_lr_ratio`; 1 keeps it constant.
+    """
 
     steps: Annotated[int, AtLeast(1)]
     lr: Annotated[float | None, Positive()] = None

@@ -37,6 +37,7 @@ COMMANDS = {
     "report": "dms_train.cli.report",
     "eval": "dms_train.cli.evaluate",
     "export": "dms_train.checkpoints_tools.megatron_to_hf",
+    "gqa": "dms_train.checkpoints_tools.pool_kv_heads",
     "import": "dms_train.checkpoints_tools.hf_to_megatron",
     "serve": "dms_train.cli.serve",
     "submit": "dms_train.launch.submit",

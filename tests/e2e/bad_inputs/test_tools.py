@@ -285,6 +285,20 @@ CASES = {
         kind="error",
         facts=("MODEL", "model.layers.2", "config.json", "copy"),
     ),
+    "gqa-number": Case(
+        done="`dms-gqa --kv-heads` of a number that does not divide those of the model",
+        arrange=command("gqa", "{workspace.model}", "{workspace.out}", "--kv-heads=3"),
+        kind="error",
+        facts=("--kv-heads 3", "2 KV heads", "use 1"),
+    ),
+    "gqa-retrofitted": Case(
+        done="`dms-gqa` of an export of a retrofit",
+        arrange=command(
+            "gqa", "{workspace.export}/hf", "{workspace.out}", "--kv-heads=1", finished=True
+        ),
+        kind="error",
+        facts=("RUN/exports/final/hf", "give the original"),
+    ),
 }
 
 
