@@ -20,13 +20,14 @@ from dms_train.hf.architecture import Architecture, to_hf_config
 from dms_train.hf.directory import WeightWriter, dtype_name
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find_format
-from dms_train.hf.json_files import read_config, write_json
+from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
 from dms_train.method.base import MethodSpec
 
 # Marks a directory as written here, and therefore safe to replace.
 MARKER_FILE = "export.json"
+_GENERATION = "generation_config.json"
 _COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,8 +39,9 @@ _COPIED = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    _GENERATION,
 )
+_SPECIAL = ("bos_token", "eos_token", "pad_token")
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "dms", "transformers_version", "quantization_config")
 
 
@@ -77,6 +79,9 @@ class _Described:
         source = None if source_dir is None else Path(source_dir)
         if source is not None:
             _copy_tokenizer(source, directory)
+            special = _special_tokens(source)
+            if special:
+                write_json(directory / _GENERATION, special)
         kind, record = "dense", self.provenance
         if self.compressed is not None:
             model, layout = self.compressed
@@ -186,14 +191,31 @@ def check_replaceable(out_dir: Path) -> None:
 
 
 def _source_config(source: Path | None) -> dict[str, Any]:
-    """Keys that an export takes over (token ids and the like); empty without a config.json."""
-    if source is None or not (source / "config.json").is_file():
+    """Keys that an export takes over (token ids and the like); of a tokenizer its token ids."""
+    if source is None:
         return {}
+    if not (source / "config.json").is_file():
+        return _special_tokens(source)
     return {
         key: value
         for key, value in read_config(source).items()
         if key not in _DROPPED_KEYS and not key.startswith("dms_")
     }
+
+
+def _special_tokens(source: Path) -> dict[str, int]:
+    """Ids of the special tokens of a directory that has a tokenizer and no model."""
+    path = source / "tokenizer_config.json"
+    if (source / "config.json").is_file() or not path.is_file():
+        return {}
+    tokens = read_json(source / "tokenizer.json").get("added_tokens", [])
+    ids = {token["content"]: token["id"] for token in tokens}
+    found = {}
+    for name, token in read_json(path).items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name in _SPECIAL and text in ids:
+            found[f"{name}_id"] = ids[text]
+    return found
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:

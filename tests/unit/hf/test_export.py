@@ -259,3 +259,19 @@ def test_selftest_shapes(shapes):
     tokens, decisions, logits = (torch.zeros(s, dtype=torch.int64) for s in shapes)
     with pytest.raises(ValueError, match="self-test"):
         SelfTest(input_ids=tokens, decision_logits=decisions, logits=logits)
+
+
+def test_a_model_from_scratch_states_the_special_tokens_of_its_tokenizer(export, spec, tmp_path):
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    added = [{"id": 3, "content": "</s>"}, {"id": 4, "content": "<s>"}]
+    (source / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    named = {"eos_token": "</s>", "bos_token": {"content": "<s>"}, "pad_token": None}
+    (source / "tokenizer_config.json").write_text(json.dumps(named))
+    for method in (None, spec("dms")):
+        directory = export("llama", method, source_dir=source)
+        config = read_config(directory)
+        assert (config["eos_token_id"], config["bos_token_id"]) == (3, 4)
+        assert "pad_token_id" not in config
+        stated = read_json(directory / "generation_config.json")
+        assert stated == {"eos_token_id": 3, "bos_token_id": 4}
