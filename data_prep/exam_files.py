@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class SheetText:
 def write_sheets(path: Path, text: SheetText) -> None:
     """JSON lines with a `text` field, for `dms-data tokenize`."""
     rng = random.Random(text.seed)
-    _write(path, ({"text": _document(rng, text)} for _ in range(text.documents)))
+    write_rows(path, ({"text": _document(rng, text)} for _ in range(text.documents)))
 
 
 def _document(rng: random.Random, text: SheetText) -> str:
@@ -47,10 +47,11 @@ def _document(rng: random.Random, text: SheetText) -> str:
 def write_problems(path: Path, sheets: list[HeldOutSheet]) -> None:
     """JSON lines with `prompt`, `answers` and `stop`, as the `validate` stage reads them."""
     rows = ({"prompt": s.prompt, "answers": [str(a) for a in s.answers]} for s in sheets)
-    _write(path, ({**row, "stop": "\n\n"} for row in rows))
+    write_rows(path, ({**row, "stop": "\n\n"} for row in rows))
 
 
-def _write(path: Path, rows: Iterable[dict[str, object]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write JSON lines; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:

@@ -28,7 +28,12 @@ from dms_train.data.manifest import (
     read_manifest,
 )
 from dms_train.data.writer import ShardWriter
-from dms_train.data_prep import conversation_commands, generate_command, shard_commands
+from dms_train.data_prep import (
+    conversation_commands,
+    generate_command,
+    lab_commands,
+    shard_commands,
+)
 from dms_train.data_prep.documents import (
     BLANK_LINE,
     EVERY_LINE,
@@ -232,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     generate_command.add_command(commands, rows)
     shard_commands.add_commands(commands)
     _add_exams(commands, shared)
+    lab_commands.add_commands(commands, shared)
     return parser
 
 

@@ -36,12 +36,14 @@ def natural_world_size(experiment: str) -> int:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_and_passes(experiment):
-    # those on exam sheets name their model and data themselves
-    complete = ("tiny", "exam", "demo", "ablation")
+    # those on generated data name their model and data themselves
+    complete = ("tiny", "exam", "demo", "ablation", "lab")
     missing = [] if experiment.startswith(complete) else ["data.paths=[y]", "model.path=x"]
     config = compose([f"experiment={experiment}", *missing])
     scratch = compose(["experiment=tiny_pretrain"]).model.architecture
-    architecture = configs.KNOWN.get(experiment, scratch)
+    if experiment in ("lab_retrofit", "lab_dmc"):
+        scratch = compose(["experiment=lab_teacher_s"]).model.architecture
+    architecture = config.model.architecture or configs.KNOWN.get(experiment, scratch)
     check(config, world_size=natural_world_size(experiment), architecture=architecture)
     assert build(to_mapping(config)) == config
 
@@ -107,7 +109,7 @@ def test_every_group_option_composes(choice):
         "cluster=gpu_container": ["cluster.container_image=x.sqsh"],
     }
     given = GIVEN if choice != "model=scratch" else GIVEN[1:]
-    if choice in ("experiment=tiny_pretrain", "experiment=exam_teacher"):
+    if choice in ("experiment=tiny_pretrain", "experiment=exam_teacher") or "lab_teacher" in choice:
         given = []
     compose([choice, *given, *extra.get(choice, [])])
 

@@ -23,6 +23,7 @@ FORMS = {
     "letter": "<think>B?</think>\nAnswer: %s",
     "contains": " %s.",
     "sheet": "Divide.\nThe final answer is %s.\n",
+    "countdown": "12 - 1 = 11 : 11 4 > 15 7 44 ! ANS %s",
 }
 
 
@@ -33,7 +34,8 @@ def judge():
 
 
 def document(*gold: str) -> Document:
-    return Document(id="0", question="q", gold=gold)
+    details = {"numbers": [4, 1, 4, 3], "target": 44}  # of Countdown
+    return Document(id="0", question="q", gold=gold, details=details)
 
 
 def in_form(scorer: str, gold: tuple[str, ...]) -> str:
@@ -74,6 +76,8 @@ def test_gold_answers_of_published_files_are_accepted(name, file, rows, judge):
     )
     assert accepted == rows
 
+
+COUNTDOWN = "4 * 3 , 12 - 1 , 11 * 4"
 
 # Scorer, gold, text: wrong, cut off, malformed, or not where it is asked for.
 REFUSED = [
@@ -119,6 +123,17 @@ REFUSED = [
     ("sheet", "15", "Divide: c = 15"),
     ("sheet", "15", "The final ans"),
     ("sheet", "-3", "The final answer is 3."),
+    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1"),  # not all numbers
+    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 * 4 , 44"),
+    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 + 4"),
+    ("countdown", COUNTDOWN, "ANS 11 * 4"),
+    ("countdown", COUNTDOWN, "ANS 4 * 3 , 4 * 12 , 48 - 4"),  # 4 twice, 1 never
+    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 x 4"),
+    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 * 4 ANS"),
+    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 * 1 , 11 * 4"),
+    ("countdown", COUNTDOWN, "ANS 4 - 4 , 3 - 1 , 0 / 2"),
+    ("countdown", COUNTDOWN, "4 * 3 , 12 - 1 , 11 * 4"),
+    ("countdown", COUNTDOWN, ""),
 ]
 
 
@@ -169,3 +184,24 @@ def test_a_sheet_counts_each_problem(judge):
 def test_references_count_each(judge):
     (marks,) = SCORERS["contains"].marks(document("ABCDE", "FGHIJ"), ["abcde, X"], judge)
     assert marks.score == 0.5
+
+
+@pytest.mark.parametrize(
+    ("numbers", "target", "answer"),
+    [
+        ([4, 1, 4, 3], 44, "4 * 3 , 12 - 1 , 4 * 11"),  # another order
+        ([4, 1, 4, 3], 44, "12 - 1 , 4 * 3"),  # not yet there, and used too much
+        ([20, 5, 3, 2], 10, "20 / 5 , 4 * 3 , 12 - 2"),
+        ([20, 5, 3, 2], 10, "20 / 3 , 6 + 2 , 8 + 5"),  # a division with a rest
+        ([20, 5, 2], 100, "20 * 5 , 100 * 2"),  # above 100
+        ([1, 5, 2], 10, "5 * 1 , 5 * 2"),
+        ([1, 5, 2], 10, "2 - 1 , 1 + 5"),
+        ([3, 5, 2], 4, "3 - 5 , 2 + 2"),  # below 1
+    ],
+)
+def test_countdown_is_played_again(judge, numbers, target, answer):
+    found = Document(
+        id="0", question="q", gold=("-",), details={"numbers": numbers, "target": target}
+    )
+    (marks,) = SCORERS["countdown"].marks(found, [f"! ANS {answer}"], judge)
+    assert marks.correct == (answer in ("4 * 3 , 12 - 1 , 4 * 11", "20 / 5 , 4 * 3 , 12 - 2"),)

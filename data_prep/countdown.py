@@ -1,0 +1,342 @@
+"""Countdown: reach a target with all of some numbers, by a search that is written out.
+
+A document is a prompt, a depth-first search and the answer, in words that are one token each:
+
+    P 4 1 4 3 T 44
+    R #1 4 + 3 = 7 : 1 4 7
+    #1 4 + 1 = 5 : 7 5 > 12 2 35 .
+    ...
+    R #2 4 * 3 = 12 : 1 4 12
+    ...
+    #2 12 - 1 = 11 : 11 4 > 15 7 44 !
+    ANS 4 * 3 , 12 - 1 , 11 * 4 <eod>
+
+First moves come in random order, each once, and are numbered; everything below a first move has a
+fixed order. A line states the move, its result and the numbers that are left. When two are left,
+their sum, difference, product and quotient follow, `.` for one that does not exist; `!` marks the
+target and ends the search. Results are whole numbers from 1 to 100, and nothing is multiplied or
+divided by 1.
+
+What a solver must remember: the target, the line of the current first move, and which first moves
+have been tried. One instance in sixteen is held out by a hash of its numbers and target: no
+training document has it, in any order of its numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dms_train.data_prep.token_documents import EOD, Drawn, Tokens
+
+Split = Literal["train", "held_out"]
+State = tuple[int, ...]  # numbers, ascending
+
+LARGEST = 100  # of results
+LARGEST_NUMBER = 20  # of a prompt
+TARGETS = range(10, 101)
+MOST_FIRST_MOVES = 40
+OPERATORS = ("+", "-", "*", "/")
+WORDS = (
+    EOD,
+    *(str(number) for number in range(LARGEST + 1)),
+    *(f"#{number}" for number in range(MOST_FIRST_MOVES + 1)),
+    *("P", "T", "R", "ANS", *OPERATORS, "=", ":", ">", ".", "!", ","),
+)
+
+_ID = {word: number for number, word in enumerate(WORDS)}
+_NUMBER, _MARK = _ID["0"], _ID["#0"]
+_STATES = 1 << 18  # there are fewer of three numbers
+_BLOCKS = 1 << 15  # about 10 KB each
+
+
+class Move(NamedTuple):
+    """`left operator right = result`, the larger number on the left."""
+
+    left: int
+    operator: str
+    right: int
+    result: int
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """Without the result."""
+        return str(self.left), self.operator, str(self.right)
+
+
+class Instance(NamedTuple):
+    """A problem.
+
+    Attributes:
+        numbers: In the order of the prompt.
+        target: What all of them must give.
+    """
+
+    numbers: State
+    target: int
+
+    @property
+    def held_out(self) -> bool:
+        """Whether training never shows these numbers with this target."""
+        key = f"{','.join(map(str, sorted(self.numbers)))}:{self.target}".encode()
+        return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 16 == 0
+
+    @property
+    def prompt(self) -> str:
+        """Words that a search follows."""
+        return f"P {' '.join(map(str, self.numbers))} T {self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountdownRule:
+    """Which instances are drawn.
+
+    Attributes:
+        numbers: How many a prompt has.
+        fewest_solving: First moves from which the target can be reached, at least.
+        most_solving: Likewise, at most.
+    """
+
+    numbers: int = 4
+    fewest_solving: int = 1
+    most_solving: int = 4
+
+
+# Of training documents and of problems, by the numbers of a prompt. With five, one first move has
+# about 1,700 tokens below it: instances are kept whose search mostly ends within 8,192.
+TRAINING = {
+    4: CountdownRule(),
+    5: CountdownRule(numbers=5, fewest_solving=6, most_solving=12),
+}
+PROBLEMS = {
+    4: CountdownRule(most_solving=2),
+    5: CountdownRule(numbers=5, fewest_solving=6, most_solving=9),
+}
+
+
+class Hit(NamedTuple):
+    """Where a search meets a target.
+
+    Attributes:
+        end: Tokens of the block up to the target itself.
+        moves: From the state of the block to the target.
+    """
+
+    end: int
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The whole search below a state.
+
+    Attributes:
+        tokens: uint16 [tokens].
+        marks: Places of the number of the first move, int64 [lines].
+        hits: The first place of each target.
+    """
+
+    tokens: Tokens
+    marks: npt.NDArray[np.int64]
+    hits: dict[int, Hit] = field(default_factory=dict)
+
+    def numbered(self, number: int, end: int | None = None) -> Tokens:
+        """A copy of the first `end` tokens below the first move of this number."""
+        tokens = self.tokens.copy()
+        tokens[self.marks] = _MARK + number
+        return tokens[:end]
+
+
+def results(left: int, right: int) -> list[int | None]:
+    """Sum, difference, product and quotient of `left >= right`; None where there is none."""
+    found = (
+        left + right,
+        left - right,
+        left * right if right > 1 else 0,
+        left // right if right > 1 and left % right == 0 else 0,
+    )
+    return [value if 1 <= value <= LARGEST else None for value in found]
+
+
+def moves(state: State) -> Iterator[tuple[Move, State]]:
+    """Every move from a state, and what is left; the same move of equal numbers once."""
+    seen = set[tuple[int, int]]()
+    for high in range(len(state)):
+        for low in range(high):
+            left, right = state[high], state[low]
+            if (left, right) in seen:
+                continue
+            seen.add((left, right))
+            rest = state[:low] + state[low + 1 : high] + state[high + 1 :]
+            for operator, result in zip(OPERATORS, results(left, right), strict=True):
+                if result is not None:
+                    yield Move(left, operator, right, result), tuple(sorted((*rest, result)))
+
+
+@lru_cache(_STATES)
+def reachable(state: State) -> int:
+    """Bit n is set if n can be made of all numbers of the state."""
+    if len(state) == 2:
+        found = (value for value in results(state[1], state[0]) if value is not None)
+        return sum(1 << value for value in set(found))
+    bits = 0
+    for _, rest in moves(state):
+        bits |= reachable(rest)
+    return bits
+
+
+@lru_cache(_BLOCKS)
+def _last_moves(state: State) -> Block:
+    """The search below a state of three numbers."""
+    return _searched(state)
+
+
+def _block(state: State) -> Block:
+    return _last_moves(state) if len(state) == 3 else _searched(state)
+
+
+def _searched(state: State) -> Block:
+    parts: list[Tokens] = []
+    marks: list[npt.NDArray[np.int64]] = []
+    hits: dict[int, Hit] = {}
+    end = 0
+    for move, rest in moves(state):
+        left = rest if len(rest) > 2 else rest[::-1]
+        line = [_MARK, *_stated(move), *(_NUMBER + number for number in left)]
+        parts.append(np.array(line, dtype=np.uint16))
+        marks.append(np.array([end]))
+        end += len(line)
+        below = _last_results(rest) if len(rest) == 2 else _block(rest)
+        for target, hit in below.hits.items():
+            hits.setdefault(target, Hit(end + hit.end, (move, *hit.moves)))
+        parts.append(below.tokens)
+        marks.append(below.marks + end)
+        end += len(below.tokens)
+    if not parts:
+        return Block(np.empty(0, dtype=np.uint16), np.empty(0, dtype=np.int64))
+    return Block(np.concatenate(parts), np.concatenate(marks), hits)
+
+
+def _last_results(pair: State) -> Block:
+    """What follows the numbers that are left, such as `> 15 7 44 .` behind `11 4`."""
+    right, left = pair
+    tokens, hits = [_ID[">"]], dict[int, Hit]()
+    for operator, result in zip(OPERATORS, results(left, right), strict=True):
+        tokens.append(_ID["."] if result is None else _NUMBER + result)
+        if result is not None:
+            hits.setdefault(result, Hit(len(tokens), (Move(left, operator, right, result),)))
+    return Block(np.array(tokens, dtype=np.uint16), np.empty(0, dtype=np.int64), hits)
+
+
+def _stated(move: Move) -> list[int]:
+    """Of a line, such as `4 * 3 = 12 :`."""
+    left, operator, right, result = move
+    return [
+        *(_NUMBER + left, _ID[operator], _NUMBER + right),
+        *(_ID["="], _NUMBER + result, _ID[":"]),
+    ]
+
+
+@lru_cache(_BLOCKS)
+def _first_moves(state: State) -> tuple[tuple[Move, State, int], ...]:
+    """Moves, what they leave, and what can be reached from there."""
+    return tuple((move, rest, reachable(rest)) for move, rest in moves(state))
+
+
+def solving_moves(instance: Instance) -> int:
+    """First moves from which the target can be reached."""
+    found = _first_moves(tuple(sorted(instance.numbers)))
+    return sum(bits >> instance.target & 1 for _, _, bits in found)
+
+
+def instance(rng: random.Random, rule: CountdownRule, split: Split) -> Instance:
+    """Draw an instance of a split: uniform numbers and targets that the rule keeps."""
+    while True:
+        numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(rule.numbers))
+        drawn = Instance(numbers, rng.choice(TARGETS))
+        if (
+            rule.fewest_solving <= solving_moves(drawn) <= rule.most_solving
+            and len(_first_moves(tuple(sorted(numbers)))) <= MOST_FIRST_MOVES
+            and drawn.held_out == (split == "held_out")
+        ):
+            return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Countdown:
+    """Training documents of the instances that a rule keeps."""
+
+    rule: CountdownRule
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the documents besides the seed."""
+        return {"task": "countdown", **asdict(self.rule)}
+
+    def draw(self, rng: random.Random) -> Drawn:
+        """A document of an instance that is not held out."""
+        drawn = instance(rng, self.rule, "train")
+        return Drawn(search(rng, drawn), prompt=len(drawn.prompt.split()))
+
+
+def held_out_problems(count: int, rule: CountdownRule, seed: int) -> list[dict[str, Any]]:
+    """Different instances that training never shows, with an answer each.
+
+    Args:
+        count: How many.
+        rule: Which are drawn.
+        seed: The same seed gives the same problems.
+    """
+    rng, seen = random.Random(seed), dict[tuple[State, int], dict[str, Any]]()
+    while len(seen) < count:
+        drawn = instance(rng, rule, "held_out")
+        words = decoded(search(rng, drawn))
+        seen.setdefault(
+            (tuple(sorted(drawn.numbers)), drawn.target),
+            {
+                "numbers": list(drawn.numbers),
+                "target": drawn.target,
+                "answer": " ".join(words[words.index("ANS") + 1 : -1]),
+                "solving_moves": solving_moves(drawn),
+            },
+        )
+    return list(seen.values())
+
+
+def decoded(tokens: Tokens) -> list[str]:
+    """Words of token ids."""
+    return [WORDS[token] for token in tokens.tolist()]
+
+
+def search(rng: random.Random, instance: Instance) -> Tokens:
+    """Prompt, search, answer and `<eod>`, with first moves in random order; uint16 [tokens].
+
+    Raises:
+        ValueError: The target cannot be reached.
+    """
+    first = list(_first_moves(tuple(sorted(instance.numbers))))
+    rng.shuffle(first)
+    parts = [np.array([_ID[word] for word in instance.prompt.split()], dtype=np.uint16)]
+    for number, (move, rest, bits) in enumerate(first, 1):
+        left = [_NUMBER + n for n in rest]
+        parts.append(np.array([_ID["R"], _MARK + number, *_stated(move), *left], dtype=np.uint16))
+        block = _block(rest)
+        if bits >> instance.target & 1:
+            hit = block.hits[instance.target]
+            answer = [_ID["!"], *_answer((move, *hit.moves)), _ID[EOD]]
+            parts += [block.numbered(number, hit.end), np.array(answer, dtype=np.uint16)]
+            return np.concatenate(parts)
+        parts.append(block.numbered(number))
+    raise ValueError(f"{instance.prompt}: the target cannot be reached")
+
+
+def _answer(path: tuple[Move, ...]) -> list[int]:
+    words = [word for move in path for word in (",", *move.words)]
+    return [_ID[word] for word in ("ANS", *words[1:])]

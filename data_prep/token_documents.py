@@ -1,0 +1,194 @@
+"""Shards of tasks that draw their documents as tokens, without text in between."""
+
+from __future__ import annotations
+
+import json
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from dms_train.data.manifest import Manifest, file_sha256
+from dms_train.data.writer import ShardWriter
+from dms_train.data_prep.encode import encode_in_order
+from dms_train.data_prep.progress import progress_bar
+
+EOD = "<eod>"
+Tokens = npt.NDArray[np.uint16]
+
+_LENGTHS = tuple(128 << step for step in range(8))  # of the statistics: 128 to 16,384
+
+
+class Drawn(NamedTuple):
+    """A document.
+
+    Attributes:
+        tokens: uint16 [tokens], the last one `<eod>`.
+        prompt: Tokens that a model is given.
+    """
+
+    tokens: Tokens
+    prompt: int
+
+
+class TokenTask(Protocol):
+    """Draws training documents; picklable."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the documents besides the seed; plain JSON values."""
+        ...
+
+    def draw(self, rng: random.Random) -> Drawn:
+        """One document."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShard:
+    """One shard to make.
+
+    Attributes:
+        output: Prefix of the files.
+        tokenizer: Directory of the tokenizer.
+        documents: How many.
+        document_tokens: Length of every document, filled with drawn ones; None is one drawn each.
+        long_share: Share of the filled documents that begin with a drawn one of at least half
+            their length.
+        seed: Of all draws.
+        workers: Processes.
+        overwrite: Replace an existing shard.
+    """
+
+    output: Path
+    tokenizer: Path
+    documents: int
+    document_tokens: int | None = None
+    long_share: float = 0.0
+    seed: int = 0
+    workers: int = 1
+    overwrite: bool = False
+
+
+class Batch(NamedTuple):
+    """Consecutive documents.
+
+    Attributes:
+        documents: Their tokens.
+        lengths: How many drawn documents have at most so many tokens behind their prompts, under
+            the lengths of `_LENGTHS` or 0 for more.
+    """
+
+    documents: list[Tokens]
+    lengths: Counter[int]
+
+
+class DocumentDrawer:
+    """Draws documents of a task; each has a seed of its own, so that workers do not matter."""
+
+    def __init__(self, task: TokenTask, shard: TokenShard) -> None:
+        self._task, self._shard = task, shard
+
+    def encode(self, chunk: list[int]) -> Batch:
+        """The documents of these numbers."""
+        lengths: Counter[int] = Counter()
+        return Batch([self._document(number, lengths) for number in chunk], lengths)
+
+    def _document(self, number: int, lengths: Counter[int]) -> Tokens:
+        rng = random.Random(f"{self._shard.seed} {number}")
+        size = self._shard.document_tokens
+        if size is None:
+            return self._draw(rng, lengths).tokens
+        first = self._draw(rng, lengths)
+        if rng.random() < self._shard.long_share:
+            while len(first.tokens) * 2 < size:
+                first = self._draw(rng, lengths)
+        parts, filled = [first.tokens], len(first.tokens)
+        while filled < size:
+            parts.append(self._draw(rng, lengths).tokens)
+            filled += len(parts[-1])
+        return np.concatenate(parts)[:size]
+
+    def _draw(self, rng: random.Random, lengths: Counter[int]) -> Drawn:
+        drawn = self._task.draw(rng)
+        place = bisect_left(_LENGTHS, len(drawn.tokens) - drawn.prompt)
+        lengths[_LENGTHS[place] if place < len(_LENGTHS) else 0] += 1
+        return drawn
+
+
+def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
+    """Make one shard, showing progress on stderr.
+
+    The manifest records the settings, and which share of all drawn documents ends within 128, 256
+    and more tokens behind its prompt.
+
+    Raises:
+        DataError: The output exists or cannot be written.
+    """
+    lengths: Counter[int] = Counter()
+    vocabulary = Tokenizer.from_file(str(shard.tokenizer / "tokenizer.json"))
+    writer = ShardWriter(
+        shard.output,
+        vocab_size=vocabulary.get_vocab_size(),
+        eod_id=vocabulary.token_to_id(EOD),
+        tokenizer_sha256=file_sha256(shard.tokenizer / "tokenizer.json"),
+        overwrite=shard.overwrite,
+    )
+    with writer, progress_bar(shard.documents) as advance:
+        for batch in _batches(task, shard):
+            for tokens in batch.documents:
+                writer.add(tokens.astype(np.int32))
+            lengths += batch.lengths
+            advance(len(batch.documents), f"{lengths.total()} drawn")
+        settings = {
+            **task.settings,
+            "documents": shard.documents,
+            "document_tokens": shard.document_tokens,
+            "long_share": shard.long_share,
+            "seed": shard.seed,
+        }
+        return writer.finish((), {"settings": settings, "statistics": _statistics(lengths)})
+
+
+def _batches(task: TokenTask, shard: TokenShard) -> Iterator[Batch]:
+    make = partial(DocumentDrawer, task, shard)
+    return encode_in_order(iter(range(shard.documents)), make(), make, shard.workers)
+
+
+def _statistics(lengths: Counter[int]) -> dict[str, Any]:
+    drawn, within, shares = lengths.total(), 0, {}
+    for length in _LENGTHS:
+        within += lengths[length]
+        shares[str(length)] = round(within / drawn, 4)
+    return {"drawn": drawn, "share_within_tokens": shares}
+
+
+def write_word_tokenizer(directory: Path, words: tuple[str, ...]) -> None:
+    """Write the files of a tokenizer whose tokens are words between blanks.
+
+    The first word is `<eod>`, which ends a document and pads. There is no unknown token: other
+    words are an error.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(EOD, special=True, normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    special = {"eos_token": EOD, "pad_token": EOD}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, record in (("special_tokens_map", special), ("tokenizer_config", config)):
+        text = json.dumps(record, indent=2) + "\n"
+        (directory / f"{name}.json").write_text(text, encoding="utf-8")

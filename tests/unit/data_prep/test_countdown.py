@@ -1,0 +1,242 @@
+"""Countdown: every line is true, searches are complete, held-out instances are never trained on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dms_train.data.manifest import read_manifest
+from dms_train.data.reader import ShardReader
+from dms_train.data_prep.countdown import (
+    PROBLEMS,
+    TRAINING,
+    WORDS,
+    CountdownRule,
+    Instance,
+    decoded,
+    held_out_problems,
+    instance,
+    search,
+    solving_moves,
+)
+from dms_train.data_prep.prepare import main
+from dms_train.evaluation.scorers.countdown import solves
+from dms_train.evaluation.tasks.base import FIXTURES
+
+
+def plays(numbers: tuple[int, ...]) -> set[tuple[str, tuple[int, ...]]]:
+    """First moves of any two places and what they leave, by trying all."""
+    found = set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        a, b = numbers[i], numbers[j]
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        values = {"+": a + b, "-": a - b}
+        if a != 1 and b != 1:
+            values |= {"*": a * b, "/": a / b}
+        for sign, value in values.items():
+            if value == int(value) and 1 <= value <= 100:
+                left, right = (a, b) if a >= b else (b, a)
+                name = f"{left} {sign} {right}" if sign in "+*" else f"{a} {sign} {b}"
+                found.add((name, tuple(sorted([*rest, int(value)]))))
+    return found
+
+
+def can_make(numbers: tuple[int, ...], target: int) -> bool:
+    """Whether some play ends in the target, by trying all."""
+    if len(numbers) == 1:
+        return numbers[0] == target
+    return any(can_make(rest, target) for _, rest in plays(numbers))
+
+
+def lines(words: list[str], prompt: int) -> list[list[str]]:
+    """The lines of a search, each begins with R or with a number of a first move."""
+    found: list[list[str]] = []
+    for word in words[prompt : words.index("ANS")]:
+        if word == "R" or (word.startswith("#") and found[-1] != ["R"]):
+            found.append([])
+        found[-1].append(word)
+    return found
+
+
+def check_line(line: list[str]) -> None:
+    """The arithmetic of one line."""
+    start = 2 if line[0] == "R" else 1
+    a, sign, b, equals, result, colon, *rest = line[start:]
+    assert (equals, colon) == ("=", ":")
+    assert eval(f"{a} {sign} {b}") == int(result)
+    if ">" in rest:
+        place = rest.index(">")
+        x, y = map(int, rest[:place])
+        assert x >= y
+        values = [x + y, x - y, x * y if y > 1 else 0, x / y if y > 1 else 0]
+        fit = [str(int(v)) if v == int(v) and 1 <= v <= 100 else "." for v in values]
+        given = rest[place + 1 :]
+        assert given == (fit if given[-1] != "!" else [*fit[: len(given) - 1], "!"])
+
+
+def test_there_are_157_words() -> None:
+    assert len(WORDS) == len(set(WORDS)) == 157
+    assert WORDS[0] == "<eod>"
+
+
+@pytest.mark.parametrize("numbers", [4, 5])
+def test_every_line_of_a_search_is_true(numbers: int) -> None:
+    rng = random.Random(3)
+    for _ in range(20 if numbers == 4 else 4):
+        drawn = instance(rng, TRAINING[numbers], "train")
+        words = decoded(search(rng, drawn))
+        assert words[: numbers + 3] == drawn.prompt.split()
+        told = lines(words, numbers + 3)
+        for line in told:
+            check_line(line)
+            assert "!" not in line or line is told[-1]
+        assert told[-1][-2:] == [str(drawn.target), "!"]
+        roots = [line for line in told if line[0] == "R"]
+        assert [line[1] for line in roots] == [f"#{n}" for n in range(1, len(roots) + 1)]
+        assert len({tuple(line[2:5]) for line in roots}) == len(roots)
+        answer = " ".join(words[words.index("ANS") + 1 : -1])
+        assert solves(drawn.numbers, drawn.target, answer)
+        assert words[-1] == "<eod>"
+
+
+def test_a_search_below_a_first_move_is_complete() -> None:
+    """Every value that trying all reaches below the first moves is written, and no other."""
+    rng = random.Random(0)
+    numbers = (4, 1, 4, 3)
+    unreachable = next(t for t in range(100, 0, -1) if not can_make(numbers, t))
+    with pytest.raises(ValueError, match="cannot be reached"):
+        search(rng, Instance(numbers, unreachable))
+    for target in range(10, 101):
+        reached = sum(can_make(rest, target) for _, rest in plays(numbers))
+        assert solving_moves(Instance(numbers, target)) == reached, target
+
+
+def test_solving_moves_are_those_of_trying_all() -> None:
+    rng = random.Random(5)
+    for _ in range(12):
+        drawn = instance(rng, CountdownRule(), "train")
+        found = sum(can_make(rest, drawn.target) for _, rest in plays(drawn.numbers))
+        assert 1 <= found == solving_moves(drawn) <= 4
+
+
+def test_first_moves_come_in_random_order() -> None:
+    rng = random.Random(1)
+    first = Counter(tuple(search(rng, Instance((4, 1, 4, 3), 44))[9:12]) for _ in range(600))
+    assert len(first) == len(plays((4, 1, 4, 3)))
+    assert min(first.values()) > 600 / len(first) / 2
+
+
+def test_an_ideal_solver_finishes_within_these_lengths() -> None:
+    """Published for this grammar: 0.42, 0.74 and 0.98 within 512, 1,024 and 2,048 tokens."""
+    rng, count = random.Random(11), 1000
+    drawn = [instance(rng, PROBLEMS[4], "held_out") for _ in range(count)]
+    sizes = np.array([len(search(rng, each)) - 7 for each in drawn])
+    for length, share in ((512, 0.42), (1024, 0.74), (2048, 0.98)):
+        error = math.sqrt(share * (1 - share) / count)
+        assert (sizes <= length).mean() == pytest.approx(share, abs=4 * error + 0.005)
+
+
+def test_held_out_instances_are_one_in_sixteen_and_never_trained_on() -> None:
+    rng = random.Random(2)
+    train = [instance(rng, CountdownRule(), "train") for _ in range(300)]
+    assert not any(each.held_out for each in train)
+    every = [
+        Instance((a, b, 3, 4), t) for a in range(1, 21) for b in range(1, 21) for t in (30, 40)
+    ]
+    assert sum(each.held_out for each in every) == pytest.approx(len(every) / 16, rel=0.5)
+    for each in every[:50]:
+        assert each.held_out == Instance(each.numbers[::-1], each.target).held_out
+
+
+def test_problems_are_held_out_different_and_solved() -> None:
+    problems = held_out_problems(40, PROBLEMS[4], seed=1)
+    assert problems == held_out_problems(40, PROBLEMS[4], seed=1)
+    assert len({(tuple(sorted(p["numbers"])), p["target"]) for p in problems}) == 40
+    for row in problems:
+        assert Instance(tuple(row["numbers"]), row["target"]).held_out
+        assert solves(row["numbers"], row["target"], row["answer"])
+        assert row["solving_moves"] in (1, 2)
+
+
+def made(folder: Path, *words: str) -> list[np.ndarray]:
+    assert main(["countdown", "--out", str(folder), *words]) == 0
+    reader = ShardReader(folder / "train")
+    return [reader[number][0] for number in range(len(reader))]
+
+
+def test_filled_documents_begin_with_prompts_and_many_with_long_searches(tmp_path: Path) -> None:
+    words = ("--documents", "60", "--document-tokens", "400", "--long-share", "0.8")
+    documents = made(tmp_path / "a", *words)
+    assert {len(each) for each in documents} == {400}
+    assert {WORDS[each[0]] for each in documents} == {"P"}
+    long = sum(0 not in each[:199] for each in documents)
+    assert long > 0.8 * 60 - 4 * 3.1
+    again = made(tmp_path / "b", *words, "--workers", "2")
+    assert all((a == b).all() for a, b in zip(documents, again, strict=True))
+    other = made(tmp_path / "c", *words, "--seed", "1")
+    assert any((a != b).any() for a, b in zip(documents, other, strict=True))
+
+
+def test_the_manifest_has_the_settings_and_the_statistics(tmp_path: Path) -> None:
+    documents = made(tmp_path, "--documents", "50", "--numbers", "4", "--most-solving", "2")
+    manifest = read_manifest(tmp_path / "train")
+    assert (manifest.vocab_size, manifest.eod_id, manifest.documents) == (157, 0, 50)
+    assert manifest.preparation is not None
+    assert manifest.preparation["settings"]["most_solving"] == 2
+    shares = manifest.preparation["statistics"]["share_within_tokens"]
+    for length, share in shares.items():
+        within = sum(len(each) - 7 <= int(length) for each in documents)
+        assert share == pytest.approx(within / 50)
+
+
+def test_the_tokenizer_is_loaded_by_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    made(tmp_path, "--documents", "1")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    words = ["P", "4", "1", "#3", "ANS"]
+    assert tokenizer.encode(" ".join(words)) == [WORDS.index(word) for word in words]
+    assert tokenizer.decode(range(157)) == " ".join(WORDS)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<eod>", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["countdown", "--out", "a", "--documents", "1", "--long-share", "0.5"], "--document-tok"),
+        (
+            [
+                "countdown",
+                "--out",
+                "a",
+                "--documents",
+                "1",
+                "--fewest-solving",
+                "5",
+                "--most-solving",
+                "4",
+            ],
+            "--fewest-solving 5 is above --most-solving 4",
+        ),
+        (["countdown-problems", "--out", "p.jsonl", "--problems", "1"], "p.jsonl: exists already"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text("")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("a").exists()
+
+
+def test_the_problems_of_the_package_are_held_out() -> None:
+    for row in map(json.loads, (FIXTURES / "countdown.jsonl").read_text().splitlines()):
+        assert Instance(tuple(row["numbers"]), row["target"]).held_out
