@@ -26,7 +26,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="Hugging Face directory or hub id, dense or a DMS export")
+    parser.add_argument(
+        "model", help="Hugging Face directory or hub id, dense or a retrofitted export"
+    )
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)"

@@ -36,9 +36,9 @@ def _show(path: Path, facts: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dms-inspect",
-        description="Print what a folder is: a Hugging Face model (dense or DMS), a Megatron "
-        "checkpoint, a run or one export of a run; for an export, format, compression ratio and "
-        "constants of the method. Reads metadata only, no weights.",
+        description="Print what a folder is: a Hugging Face model (dense or retrofitted), a "
+        "Megatron checkpoint, a run or one export of a run; for an export, format, compression "
+        "ratio and constants of the method. Reads metadata only, no weights.",
         epilog="Exit status: 0, or 2 if the folder is damaged or unknown.",
     )
     parser.add_argument("path", type=Path, help="model, checkpoint or run folder")

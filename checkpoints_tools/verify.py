@@ -41,7 +41,7 @@ def _show(directory: Path, report: Report, window: int) -> None:
     print(f"{directory} (format {read_format(directory)}), {report.tokens} tokens")
     for check, found, limit in rows:
         print(f"  {check:<36}{found:>18}{limit:>10}")
-    if report.tokens <= window + 1:
+    if window and report.tokens <= window + 1:
         print(f"note: {report.tokens} tokens fit the window of {window}; nothing expired")
     print("PASS" if report.passed else "FAIL: the export is not the trained model")
 
@@ -49,7 +49,7 @@ def _show(directory: Path, report: Report, window: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dms-verify",
-        description="Replay the self-test in a DMS export: load it as transformers would, and "
+        description="Replay the self-test in an export: load it as transformers would, and "
         "compare decisions and logits with those of the trained Megatron model. The code "
         "in the export is run: use it on exports you trust.",
         epilog="Exit status: 0 passed, 1 mismatch, 2 bad input.",

@@ -33,6 +33,7 @@ from dms_train.config.activations import Microbatch
 from dms_train.config.gpus import GPUS, Calibration, read_calibration
 from dms_train.config.memory import PipelineStage, of_stage
 from dms_train.config.step_time import step_time, work_of
+from dms_train.method.spec import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA_FILE = ROOT / "dms_train" / "assets" / "planning.json"
@@ -147,6 +148,7 @@ def stages(case: Case) -> list[PipelineStage]:
     architecture, length, samples = SHAPES[case.shape]
     microbatch = Microbatch(
         architecture=architecture,
+        method=PRESETS["dms"],
         parallel=parallel_options(case, torch.device("cuda")),
         samples=samples,
         length=length,

@@ -53,7 +53,7 @@ def open_engine(
 def import_model(
     model: str, out: Path, *, dtype: str, revision: str | None, download: bool
 ) -> None:
-    """Write a Hugging Face model, dense or a DMS export, as a Megatron checkpoint.
+    """Write a Hugging Face model, dense or a retrofitted export, as a Megatron checkpoint.
 
     Args:
         model: Directory or hub id.

@@ -15,7 +15,7 @@ from dms_train.data.tokens import build_valid_samples
 from dms_train.evaluation import report
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.findings import Findings, export_window, require_replay, validate
+from dms_train.evaluation.findings import Findings, export_spec, require_replay, validate
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.problems import check_prompts, read_problems
@@ -70,7 +70,7 @@ def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> 
     target = EvaluationTarget(
         export=export,
         teacher=teacher,
-        window=export_window(export),
+        spec=export_spec(export),
         device=resolve_device(options.device),
     )
     architecture = read_architecture(teacher)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dms_train.export.writer import MARKER_FILE
 from dms_train.hf.directory import WeightReader, read_architecture
-from dms_train.hf.formats import read_stated
+from dms_train.hf.formats import Stated, read_stated
 from dms_train.hf.json_files import read_json
 from dms_train.hf.selftest import REFERENCE
 
@@ -37,7 +37,7 @@ def describe_model(directory: Path) -> dict[str, Any]:
     names = reader.names()
     found = read_stated(directory)
     facts: dict[str, Any] = {
-        "kind": "Hugging Face dense model" if found is None else "Hugging Face DMS export",
+        "kind": f"Hugging Face {'dense model' if found is None else _export_of(found[1])}",
         "family": read_architecture(directory).family,
         "parameters": sum(math.prod(reader.shape(name)) for name in names),
         "tensors": len(names),
@@ -52,6 +52,10 @@ def describe_model(directory: Path) -> dict[str, Any]:
     if (directory / MARKER_FILE).is_file():
         facts["provenance"] = read_json(directory / MARKER_FILE).get("provenance")
     return facts
+
+
+def _export_of(stated: Stated) -> str:
+    return f"{stated.spec.label} export"
 
 
 def describe_checkpoint(directory: Path) -> dict[str, Any]:

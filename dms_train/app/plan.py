@@ -19,7 +19,6 @@ from dms_train.method.schedule import evicted_fraction
 from dms_train.training.stages import Action, Stage, build_stages
 
 _SHOWN_STEPS = 5
-_HEADER = "      step  neuron  eviction  CR target  evicted"
 
 
 def describe(
@@ -115,7 +114,7 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
             yield f"stage {name}: {_action(config, stage)}"
             continue
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
-        yield _HEADER
+        yield f"      step  neuron  decision  CR target  {config.method.verb}"
         yield from (_row(stage, done, index) for index in _spread(stage.steps))
         done += stage.steps
 

@@ -83,10 +83,11 @@ def find_start(config: RunConfig) -> StartPoint:
 
 
 def _original(directory: Path) -> StartPoint:
-    if formats.read_spec(directory) is not None:
+    spec = formats.read_spec(directory)
+    if spec is not None:
         raise ConfigError(
-            f"model.path={directory}: this is a DMS export; give the original model as model.path "
-            "(it is the teacher) and this folder as run.load"
+            f"model.path={directory}: this is a {spec.label} export; give the original model as "
+            "model.path (it is the teacher) and this folder as run.load"
         )
     return StartPoint(
         architecture=_whole_model(directory),

@@ -94,7 +94,7 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
 
     Raises:
         FileNotFoundError: If the directory, its weights or its self-test are absent.
-        ValueError: If it is not a DMS export or a file is damaged.
+        ValueError: If it is no retrofitted export or a file is damaged.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
-"""Continue prompts with a model, dense or DMS, and print what its KV cache cost.
+"""Continue prompts with a model, dense or retrofitted, and print what its KV cache cost.
 
-A DMS export runs on the compact cache, which frees the tokens that the model evicts.
+An export runs on the compact cache, which frees what the model evicts or merges.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="model directory or export, dense or DMS")
+    parser.add_argument("model", help="model directory or export, dense or retrofitted")
     _add_prompts(parser)
     _add_sampling(parser)
     add_engine(parser)

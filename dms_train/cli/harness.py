@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="model directory or export, dense or DMS, with a tokenizer")
+    parser.add_argument(
+        "model", help="model directory or export, dense or retrofitted, with a tokenizer"
+    )
     _add_tasks(parser)
     add_engine(parser)
     parser.set_defaults(enable_prefix_caching=True)

@@ -1,6 +1,6 @@
-"""Serve a model, dense or DMS, over HTTP in the shapes of OpenAI's API.
+"""Serve a model, dense or retrofitted, over HTTP in the shapes of OpenAI's API.
 
-A DMS export runs on the compact cache, which frees the tokens that the model evicts. Every
+An export runs on the compact cache, which frees what the model evicts or merges. Every
 answer reports what the cache of its request cost.
 """
 
@@ -40,7 +40,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="model directory or export, dense or DMS")
+    parser.add_argument("model", help="model directory or export, dense or retrofitted")
     _add_server(parser)
     _add_limits(parser)
     add_engine(parser)

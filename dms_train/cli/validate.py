@@ -1,4 +1,4 @@
-"""Compare a DMS export, run on the compact cache, with the original model.
+"""Compare an export, run on the compact cache, with the original model.
 
 Measures on held-out text (--data): KL divergence and top-1 agreement with the original, next-token
 losses, evicted share, KV reads and size of both caches, all beside a control: the original with
@@ -43,7 +43,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("export", help="directory of a DMS export")
+    parser.add_argument("export", help="directory of a retrofitted export")
     parser.add_argument(
         "--teacher",
         required=True,

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from dms_train.hf.architecture import Architecture
 from dms_train.kernels.options import ROW_TILE
 from dms_train.mcore.options import LOGITS_CHUNK, VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.method.base import LayerSizes, MethodOptions
 
 _FP32 = 4
 _INT64 = 8
-# float32 numbers of a KV head and token: alpha, the negated logit and log(1 - alpha)
-_DECISION_VALUES = 3
-_FUSED_DECISION_VALUES = 1  # the logit alone
 # Backends that keep float32 copies of q, k and v instead of tiles' statistics.
 _WIDE_KERNELS = ("blockwise", "reference")
 
@@ -32,12 +30,14 @@ class Microbatch:
     """One microbatch in a layout, as each rank sees it.
 
     Attributes:
+        method: What is retrofitted.
         distills: Whether the frozen teacher runs beside the student.
         kernels: Backend of the attention.
         fused: Whether the kernels beside the attention run too, as on every GPU.
     """
 
     architecture: Architecture
+    method: MethodOptions
     parallel: ParallelOptions
     samples: int
     length: int
@@ -133,9 +133,9 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
     if m.architecture.qk_layernorm:
         # q is copied out of the projection before its norm, k is a view
         statistics = m.query + m.tokens * (heads + groups) * _FP32
-    elif m.fused:
-        mixed = 0  # split and rotated at once
-    if m.architecture.qk_layernorm or not m.fused:
+    elif m.fused or m.method.replaces_values:
+        mixed = 0  # split and rotated at once, or read by nothing that keeps it
+    if (m.architecture.qk_layernorm or not m.fused) and not m.method.replaces_values:
         rotated -= m.key  # the values are a view of the projection
     if m.kernels in _WIDE_KERNELS and recompute != "selective":
         mixed = rotated = 0  # copied, not kept
@@ -151,15 +151,21 @@ def layer(m: Microbatch, recompute: str | None) -> int:
     """
     heads, groups = _heads(m)
     norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
-    # sine and cosine, for q and for k, and the eviction channel's mask of a group's heads; the
-    # fused kernel has one table for all layers
-    rows = 4 * m.length + heads // groups
-    tables = 0 if m.fused else rows * m.architecture.kv_channels * m.width
-    values = _FUSED_DECISION_VALUES if m.fused else _DECISION_VALUES
+    # sine and cosine, for q and for k; the fused kernel has one table for all layers
+    tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
+    sizes = LayerSizes(
+        samples=m.samples,
+        length=m.length,
+        groups=groups,
+        queries=heads // groups,
+        head=m.architecture.kv_channels,
+        width=m.width,
+        fused=m.fused,
+    )
+    decisions = m.method.kept_bytes(sizes)
     attention = attention_kernel(m)
     if recompute == "selective":
-        attention, values = m.query, values + 1  # the output, and log(1 - alpha) by key
-    decisions = values * m.tokens * groups * _FP32
+        attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
     # both halves in one tensor and their product; plain operations keep silu and the other half
     mlp = (3 if m.fused else 5) * m.mlp_half
     return norms + _projected(m, recompute) + tables + decisions + attention + mlp

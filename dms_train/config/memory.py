@@ -159,6 +159,7 @@ def stages_of(
     copies = world_size // (parallel.tensor_model_parallel_size * pp)
     microbatch = Microbatch(
         architecture=architecture,
+        method=config.method,
         parallel=parallel,
         samples=data.micro_batch_size,
         length=data.seq_length,

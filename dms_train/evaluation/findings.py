@@ -25,6 +25,7 @@ from dms_train.evaluation.measure import (
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.problems import read_problems
 from dms_train.hf.formats import read_spec
+from dms_train.method.base import MethodSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Findings:
         target: The models.
         agreement: On validation text; None when there was none.
         replay: Of the self-test.
-        solved: By `teacher`, `dms` and `window_only`; empty without problems.
+        solved: By `teacher`, `student` and `window_only`; empty without problems.
         sheets: Lines of the problems file that were used.
         problems: Problems on them.
         seconds: The process took until then, training included.
@@ -51,13 +52,13 @@ class Findings:
 
     @property
     def costs(self) -> dict[str, dict[str, Cost]]:
-        """By what was computed, `generation` or `text`, then by `dense`, `dms`, `window_only`."""
+        """By `generation` or `text`, then by `dense`, `student` and `window_only`."""
         found: dict[str, dict[str, Cost]] = {}
         if self.solved:
-            names = {"teacher": "dense", "dms": "dms", "window_only": "window_only"}
+            names = {"teacher": "dense", "student": "student", "window_only": "window_only"}
             found["generation"] = {names[name]: s.cost for name, s in self.solved.items()}
         if self.agreement is not None:
-            found["text"] = {"dense": self.agreement.dense, "dms": self.agreement.dms}
+            found["text"] = {"dense": self.agreement.dense, "student": self.agreement.student}
             if self.agreement.window_only is not None:
                 found["text"]["window_only"] = self.agreement.window_only.cost
         return found
@@ -85,8 +86,8 @@ def _agreement_numbers(found: Agreement, window: int) -> dict[str, float]:
         **_interval("kl_nats_per_token", found.kl),
         **_interval("top1_agreement", found.top1),
         "lm_nats_per_token.teacher": found.teacher_loss.value,
-        "lm_nats_per_token.dms": found.student_loss.value,
-        "evicted_share.dms": found.evicted_share(found.dms, window),
+        "lm_nats_per_token.student": found.student_loss.value,
+        "evicted_share.student": found.evicted_share(found.student, window),
     }
     if found.window_only is not None:
         control = found.window_only
@@ -99,7 +100,7 @@ def _agreement_numbers(found: Agreement, window: int) -> dict[str, float]:
 
 
 def _cost_numbers(prefix: str, both: dict[str, Cost]) -> dict[str, float]:
-    found: dict[str, float] = {f"{prefix}cr_factor": both["dms"].cr_factor}
+    found: dict[str, float] = {f"{prefix}cr_factor": both["student"].cr_factor}
     for name, cost in both.items():
         found |= {
             f"{prefix}kv_reads.{name}": cost.kv_reads,
@@ -158,16 +159,16 @@ def validate(
     )
 
 
-def export_window(export: Path) -> int:
-    """The window an export was trained with.
+def export_spec(export: Path) -> MethodSpec:
+    """What an export was trained with.
 
     Raises:
-        EvaluationError: It is not a DMS export.
+        EvaluationError: It is a dense model.
     """
     spec = read_spec(export)
     if spec is None:
-        raise EvaluationError(f"{export}: not a DMS export; give the folder of an export")
-    return spec.window
+        raise EvaluationError(f"{export}: a dense model; give the folder of a retrofitted export")
+    return spec
 
 
 def require_replay(findings: Findings) -> None:

@@ -23,6 +23,7 @@ from dms_train.inference.accounting import TotalKV
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
+from dms_train.method.base import MethodSpec
 from dms_train.method.losses import kl_teacher_student
 
 _CHUNK = 64  # tokens between which the compact cache really frees what is evicted
@@ -36,14 +37,19 @@ class EvaluationTarget:
     Attributes:
         export: Directory of the export.
         teacher: Directory of the original.
-        window: Of the export, and of the control.
+        spec: What the export was trained with.
         device: torch device.
     """
 
     export: Path
     teacher: Path
-    window: int
+    spec: MethodSpec
     device: str
+
+    @property
+    def window(self) -> int:
+        """Of the export, and of the control."""
+        return self.spec.window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,7 @@ class Agreement:
         student_loss: Of the export.
         lengths: Tokens of each text.
         dense: What the teacher's cache cost.
-        dms: What the export's cost.
+        student: What the export's cost.
         window_only: The teacher with only its window; None when left out.
     """
 
@@ -89,7 +95,7 @@ class Agreement:
     student_loss: Estimate
     lengths: tuple[int, ...]
     dense: Cost
-    dms: Cost
+    student: Cost
     window_only: WindowOnly | None = None
 
     def evicted_share(self, cost: Cost, window: int) -> float:
@@ -174,7 +180,7 @@ def agreement(
         student_loss=ratio(student_nll, tokens),
         lengths=tuple(len(text.tokens) for text in texts),
         dense=_text_cost(teacher),
-        dms=_text_cost(student),
+        student=_text_cost(student),
         window_only=_control(rows[1], models[1]) if window_only else None,
     )
 
@@ -269,7 +275,7 @@ def examine(
     """Greedy answers of teacher, export and, if selected, the teacher with its window only."""
     models: dict[str, tuple[Path, dict[str, Any]]] = {
         "teacher": (target.teacher, {"cache": "dense"}),
-        "dms": (target.export, {}),
+        "student": (target.export, {}),
     }
     if window_only:
         how = {"policy": "window", "policy_options": {"window": target.window}}

@@ -14,13 +14,13 @@ from dms_train.evaluation.measure import Agreement, Cost
 from dms_train.evaluation.plots import draw_training
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
+from dms_train.method.base import MethodSpec
 
 METRICS, REPORT = "metrics.json", "report.md"
 TRAINING, RETENTION = "training.png", "retention.png"
 NO_PLOTS = "no plots: matplotlib is not installed; pip install 'dms-train[plot]' draws them"
 _NAMES = {
     "teacher": "original",
-    "dms": "DMS",
     "window_only": "original, window only",
     "dense": "original, dense cache",
 }
@@ -32,14 +32,15 @@ _WORDS = {
 
 def tables(findings: Findings) -> str:
     """What was found, as Markdown tables."""
-    parts = []
+    parts, spec = [], findings.target.spec
+    names = {**_NAMES, "student": spec.label}
     if findings.agreement is not None:
-        parts.append(_agreement_table(findings.agreement, findings.target.window))
+        parts.append(_agreement_table(findings.agreement, spec))
     if findings.solved:
-        rows = [[_NAMES[n], str(s.accuracy)] for n, s in findings.solved.items()]
+        rows = [[names[n], str(s.accuracy)] for n, s in findings.solved.items()]
         parts.append(_table(["model", "accuracy"], rows))
     for name, costs in findings.costs.items():
-        parts.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs)}")
+        parts.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs, names)}")
     found = findings.replay
     verdict = "passed" if found.passed else "FAILED"
     parts.append(
@@ -49,13 +50,15 @@ def tables(findings: Findings) -> str:
     return "\n\n".join(parts)
 
 
-def _agreement_table(found: Agreement, window: int) -> str:
+def _agreement_table(found: Agreement, spec: MethodSpec) -> str:
+    counted = "tokens past the window" if spec.window else "all tokens but the first"
+    share = found.evicted_share(found.student, spec.window)
     rows = [
-        ["KL(original, DMS), nats/token", str(found.kl)],
+        [f"KL(original, {spec.label}), nats/token", str(found.kl)],
         ["same most likely token", str(found.top1)],
         ["next-token loss of the original, nats", str(found.teacher_loss)],
-        ["next-token loss of DMS, nats", str(found.student_loss)],
-        ["evicted, of tokens past the window", f"{found.evicted_share(found.dms, window):.3f}"],
+        [f"next-token loss of {spec.label}, nats", str(found.student_loss)],
+        [f"{spec.verb}, of {counted}", f"{share:.3f}"],
     ]
     if found.window_only is not None:
         rows += [
@@ -65,11 +68,11 @@ def _agreement_table(found: Agreement, window: int) -> str:
     return _table(["agreement", "value"], rows)
 
 
-def _cost_table(costs: dict[str, Cost]) -> str:
+def _cost_table(costs: dict[str, Cost], names: dict[str, str]) -> str:
     header = ["model", "cr_factor", "KV reads", "peak tokens", "cache bytes"]
     rows = [
         [
-            _NAMES[name],
+            names[name],
             f"{cost.cr_factor:.2f}",
             f"{cost.kv_reads:,.0f}",
             f"{cost.peak_tokens:,.1f}",
@@ -120,7 +123,7 @@ def _draw(findings: Findings, folder: Path, rows: Path | None) -> list[str] | No
 
 def _main_cost(findings: Findings) -> Cost:
     """Of the export in what it was mainly measured on."""
-    return next(iter(findings.costs.values()))["dms"]
+    return next(iter(findings.costs.values()))["student"]
 
 
 def _report(findings: Findings, pictures: list[str]) -> str:
@@ -137,6 +140,7 @@ def _report(findings: Findings, pictures: list[str]) -> str:
 
 def _measured(findings: Findings) -> str:
     target, on = findings.target, []
+    window = f" with a window of {target.window}" if target.window else ""
     if findings.agreement is not None:
         lengths = findings.agreement.lengths
         sizes = " to ".join(str(size) for size in sorted({min(lengths), max(lengths)}))
@@ -146,7 +150,7 @@ def _measured(findings: Findings) -> str:
     versions = ", ".join(f"{name} {_version(name)}" for name in ("dms-train", "torch"))
     return "\n".join(
         [
-            f"- export: `{target.export}`, window {target.window}",
+            f"- export: `{target.export}`, {target.spec.label}{window}",
             f"- original: `{target.teacher}`",
             f"- measured on: {'; '.join(on)}",
             f"- device: {_device(target.device)}; {versions}, Python {platform.python_version()}",
@@ -181,12 +185,13 @@ def _meaning(findings: Findings) -> str:
     if findings.agreement is not None:
         lines.append(
             "- KL and next-token loss: both models read the same text through their caches, "
-            "evicted tokens gone."
+            f"{findings.target.spec.verb} tokens gone."
         )
     if findings.solved:
+        lines.append("- accuracy: problems whose answer is exactly the expected one.")
+    if "window_only" in findings.solved:
         lines.append(
-            "- accuracy: problems whose answer is exactly the expected one; "
-            "window only: the original's weights, every token evicted when it leaves the window."
+            "- window only: the original's weights, every token evicted when it leaves the window."
         )
     lines.append("- tokens kept: 1 / cr_factor of each layer and KV head.")
     return "\n".join(lines)

@@ -32,14 +32,14 @@ _MEASURED = {
     "kl_nats_per_token": "KL(original, this model), nats per token",
     "top1_agreement": "most likely token agrees with the original's",
     "teacher.accuracy": "accuracy of the original",
-    "dms.accuracy": "accuracy of this model",
+    "student.accuracy": "accuracy of this model",
     "window_only.accuracy": "accuracy of the original with the window alone",
     "problems": "problems",
     "cr_factor": "tokens seen per token held",
     "kv_reads.dense": "KV reads per sequence, original",
-    "kv_reads.dms": "KV reads per sequence, this model",
+    "kv_reads.student": "KV reads per sequence, this model",
     "peak_tokens.dense": "most tokens held by a sequence, original",
-    "peak_tokens.dms": "most tokens held by a sequence, this model",
+    "peak_tokens.student": "most tokens held by a sequence, this model",
     "selftest.kl": "KL of the self-test through the compact cache, nats per token",
 }
 
@@ -140,7 +140,7 @@ def render(
     else:
         model, layout = compressed
         parts += [
-            f"# {title} with {model.spec.kind.upper()}",
+            f"# {title} with {model.spec.label}",
             _summary(model.spec),
             _table([*origin, *_training(model, layout)]),
             "## Method",
@@ -167,7 +167,7 @@ def _tags(spec: MethodSpec) -> list[str]:
 
 def _summary(spec: MethodSpec) -> str:
     return (
-        f"Retrofitted with [{spec.full_name}]({spec.paper}) ({spec.kind.upper()}) by dms-train: "
+        f"Retrofitted with [{spec.full_name}]({spec.paper}) ({spec.label}) by dms-train: "
         f"{spec.summary}. The weights have the names and shapes of the original."
     )
 

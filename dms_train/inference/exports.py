@@ -1,4 +1,4 @@
-"""Loading a DMS export for inference."""
+"""Loading an export for inference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_export(path: str | Path, **options: Any) -> LLM:
     directory = resolve(path)
     if read_spec(directory) is None:
         raise InferenceError(
-            f"{directory}: a dense model, not a DMS export; load it with dms_train.LLM, or give "
-            "the folder of an export such as RUN/exports/final/hf"
+            f"{directory}: a dense model, no retrofitted export; load it with dms_train.LLM, or "
+            "give the folder of an export such as RUN/exports/final/hf"
         )
     return LLM(directory, **options)

@@ -11,10 +11,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from dms_train import limits
 from dms_train.limits import OneOf
+
+
+class LayerSizes(NamedTuple):
+    """One microbatch in a layer, as a rank sees it.
+
+    Attributes:
+        samples: Samples.
+        length: Tokens of each.
+        groups: KV heads.
+        queries: Query heads of a KV head.
+        head: Head size.
+        width: Bytes of a number in the precision of the weights.
+        fused: Whether kernels take the place of torch operations, as on every GPU.
+    """
+
+    samples: int
+    length: int
+    groups: int
+    queries: int
+    head: int
+    width: int
+    fused: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +74,23 @@ class MethodOptions:
     aux_form: Annotated[str, OneOf("mean", "sum")]
     kl_direction: Annotated[str, OneOf("teacher_student", "student_teacher")]
     kl_temperature: float
+
+    verb: ClassVar[str]
+    """What becomes of a token that takes no slot, as a participle."""
+    replaces_values: ClassVar[bool] = False
+    """Whether attention reads other values than the projection's."""
+
+    @property
+    def label(self) -> str:
+        """The method's name as the papers write it."""
+        return self.kind.upper()
+
+    def kept_bytes(self, sizes: LayerSizes) -> int:
+        """Bytes that a layer keeps of the method for its backward pass.
+
+        Beside the projections, and what attention keeps of its arguments.
+        """
+        raise NotImplementedError
 
     def check(self, path: str) -> Iterator[str]:
         """One line for every constant that no model can be trained with."""

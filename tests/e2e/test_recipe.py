@@ -169,9 +169,9 @@ def test_dms_is_evaluated_between_the_window_and_the_original(folder: Path) -> N
     )
     launch.checked(command)
     found = json.loads((folder / "evaluation/metrics.json").read_text())
-    assert found["kv_reads.window_only"] < found["kv_reads.dms"] <= found["kv_reads.dense"]
+    assert found["kv_reads.window_only"] < found["kv_reads.student"] <= found["kv_reads.dense"]
     assert found["evicted_share.window_only"] == pytest.approx(1.0)
-    assert 0 <= found["evicted_share.dms"] < 1
+    assert 0 <= found["evicted_share.student"] < 1
     assert 1.0 <= found["cr_factor"] <= 96 / 17
     assert found["kl_nats_per_token.window_only"] > 0
 

@@ -68,11 +68,11 @@ EXPORT_EVALUATION_PREFIX = "export_eval/"
 EXPORT_EVALUATION = {
     "distillation_loss": "kl_nats_per_token",
     "top_1_agreement": "top1_agreement",
-    "language_model_loss": "lm_nats_per_token.dms",
+    "language_model_loss": "lm_nats_per_token.student",
     "teacher_language_model_loss": "lm_nats_per_token.teacher",
     "ratio": "cr_factor",
-    "cache_reads": "kv_reads.dms",
-    "peak_tokens": "peak_tokens.dms",
+    "cache_reads": "kv_reads.student",
+    "peak_tokens": "peak_tokens.student",
 }
 
 Curve = dict[str, list[dict[str, Any]]]

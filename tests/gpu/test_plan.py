@@ -63,7 +63,12 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
     run(hidden, eviction_stats, keys, rope)  # compiled and tuned
     counted = layer(
         Microbatch(
-            architecture=a, parallel=parallel, samples=samples, length=LENGTH, distills=False
+            architecture=a,
+            method=spec,
+            parallel=parallel,
+            samples=samples,
+            length=LENGTH,
+            distills=False,
         ),
         recompute,
     )

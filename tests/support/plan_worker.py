@@ -114,7 +114,7 @@ def step_bytes(case: dict[str, Any]) -> dict[str, int]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp)
     view = groups.start(parallel, seed=1)
     a = configs.architecture(**SIZES, **case["architecture"])
-    spec = PRESETS["dms"]
+    spec = PRESETS[case["method"]]
     options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
     with LiveBytes() as live:
         engine = McoreEngine(a, spec, view, options, None)

@@ -36,7 +36,7 @@ class Mark(NamedTuple):
     """A point of a figure.
 
     Attributes:
-        method: Vanilla, DMS, DMC or the name of a policy.
+        method: Vanilla, the method of the export or the name of a policy.
         budget: L-W-CR.
         cost: KV reads or peak tokens.
         accuracy: From 0 to 1.

@@ -119,7 +119,7 @@ class RunResult:
 
     @property
     def method(self) -> str:
-        """Vanilla, DMS or the name of the policy."""
+        """Vanilla, the method of the export or the name of the policy."""
         name: str = self.header["method"]
         return name
 

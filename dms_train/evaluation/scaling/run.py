@@ -36,9 +36,9 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy, check_policy, parse_options
 from dms_train.inference.tokenizer import Tokenizer
+from dms_train.method.spec import OPTIONS as METHODS
 
 _MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
-_METHODS = {"dms": "DMS", "dmc": "DMC"}  # as the papers write them
 _PACKAGES = ("dms-train", "torch", "math-verify")
 
 
@@ -217,7 +217,7 @@ def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[
     """Window of the policy, None without one, and the compression ratio of the run."""
     policy, spec = options.policy, read_spec(directory)
     own = read_target_cr(directory) if spec is not None else 1.0
-    if policy.name in ("auto", "dms", "keep_all"):
+    if policy.name in ("auto", "keep_all", *METHODS):
         evicts = spec is not None and policy.name != "keep_all"
         ratio = options.model.cr or (own if evicts else 1.0)
         return (spec.window if spec is not None and evicts else None), float(ratio or 1.0)
@@ -267,14 +267,14 @@ def _task_config(options: EvaluationOptions) -> dict[str, Any]:
 
 
 def _method(checked: CheckedRun) -> str:
-    """What the run measures: Vanilla, DMS, DMC or the name of a policy."""
+    """What the run measures: Vanilla, the method of the export or the name of a policy."""
     name = checked.options.policy.name
     if checked.cr == 1:
         return "Vanilla"
     if name == "auto":
         spec = read_spec(checked.directory)
         name = name if spec is None else spec.kind
-    return _METHODS.get(name, name)
+    return name.upper() if name in METHODS else name
 
 
 def _header(config: dict[str, Any], checked: CheckedRun) -> dict[str, Any]:

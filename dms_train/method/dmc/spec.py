@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from dms_train.limits import AtLeast, OneOf
-from dms_train.method.base import MethodOptions, MethodSpec
+from dms_train.method.base import LayerSizes, MethodOptions, MethodSpec
+
+_FP32 = 4
+# float32 numbers of a KV head and token: decisions, importance and their sums
+_VALUES = 9
+_FUSED_VALUES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,29 @@ class DMCOptions(MethodOptions):
     heads: Annotated[str, OneOf("separate", "shared")]
     consistency: Annotated[float, AtLeast(0)]
     prior: Annotated[str, OneOf("global", "layer")]
+
+    verb: ClassVar[str] = "merged"
+    replaces_values: ClassVar[bool] = True
+
+    def kept_bytes(self, sizes: LayerSizes) -> int:
+        """Decisions, what averages keys and values, and the masks that clear both channels.
+
+        The kernels keep keys and values as they are given, the share of each of `merge_window`
+        tokens in the average of every token, and the products that the shares are made of. Torch
+        operations keep keys, values and their sums in float32.
+        """
+        lists = sizes.samples * sizes.groups
+        others = min(self.merge_window, sizes.length) - 1
+        numbers = lists * sizes.length * sizes.head
+        if sizes.fused:
+            kept = 2 * numbers * sizes.width
+            values = (_FUSED_VALUES + 2 * (others + 1) + 3 * others) * sizes.length
+            values += others**2  # of tokens before the first
+        else:
+            kept = 4 * numbers * _FP32
+            values = (_VALUES + 2 * others) * sizes.length - others * (others + 1)
+        masks = 2 * sizes.head * sizes.width + sizes.length
+        return kept + values * lists * _FP32 + masks
 
     def check(self, path: str) -> Iterator[str]:
         """One line for every constant that no model can be trained with."""

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 from dms_train.limits import AtLeast, OneOf
-from dms_train.method.base import MethodOptions, MethodSpec
+from dms_train.method.base import LayerSizes, MethodOptions, MethodSpec
+
+_FP32 = 4
+# float32 numbers of a KV head and token: alpha, the negated logit and log(1 - alpha)
+_DECISION_VALUES = 3
+_FUSED_DECISION_VALUES = 1  # the logit alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,15 @@ class DMSOptions(MethodOptions):
     decision_shift: Annotated[int, OneOf(0, 1)]
     window: Annotated[int, AtLeast(1)]
     eviction: Annotated[str, OneOf("delayed", "immediate")]
+
+    verb: ClassVar[str] = "evicted"
+
+    def kept_bytes(self, sizes: LayerSizes) -> int:
+        """Decisions, and without kernels the mask that clears the eviction channel."""
+        decisions = sizes.samples * sizes.length * sizes.groups * _FP32
+        if sizes.fused:
+            return _FUSED_DECISION_VALUES * decisions
+        return _DECISION_VALUES * decisions + sizes.queries * sizes.head * sizes.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

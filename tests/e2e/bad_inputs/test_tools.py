@@ -166,7 +166,7 @@ CASES = {
             "--data=x",
         ),
         kind="error",
-        facts=("MODEL", "DMS", "give"),
+        facts=("MODEL", "dense model", "give"),
     ),
     "validate-data": Case(
         done="`dms-validate --data` of files that are not there",

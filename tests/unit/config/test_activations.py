@@ -14,6 +14,7 @@ from dms_train.config.activations import Microbatch, layer
 from dms_train.config.memory import MemoryEstimate, PipelineStage, of_stage
 from dms_train.families import FAMILIES
 from dms_train.mcore.options import ParallelOptions
+from dms_train.method.spec import PRESETS
 from tests.support import configs
 from tests.support.plan_worker import SIZES
 
@@ -36,7 +37,13 @@ def case(
     for layout in layouts:
         parallel |= layout
     pipeline = parallel.get(PP, 1) > 1
-    values = {"samples": 1, "length": 512, "microbatches": 4 if pipeline else 1, "distills": True}
+    values = {
+        "method": "dms",
+        "samples": 1,
+        "length": 512,
+        "microbatches": 4 if pipeline else 1,
+        "distills": True,
+    }
     architecture = {"family": family, "tie_word_embeddings": family == "llama", "vocab_size": 256}
     return {
         **values,
@@ -66,6 +73,11 @@ CASES = {
     "pp2_vp2_last": case({PP: 2, VP: 2}, stage=1),
     "pp2_vp4_full": case({PP: 2, VP: 4}, FULL),
     "pp2_tp2_sp_full": case({PP: 2}, SP, FULL, stage=1),
+    "dmc": case(method="dmc"),
+    "dmc_llama": case(method="dmc", family="llama", samples=2),
+    "dmc_qwen3": case(method="dmc", family="qwen3", length=640),
+    "dmc_selective": case({"recompute_granularity": "selective"}, method="dmc"),
+    "dmc_pp2_tp2_sp_full": case({PP: 2}, SP, FULL, method="dmc", stage=1),
 }
 
 
@@ -82,6 +94,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
 def stage(given: dict[str, Any], **parallel: Any) -> PipelineStage:
     microbatch = Microbatch(
         architecture=configs.architecture(**SIZES, **given["architecture"]),
+        method=PRESETS[given["method"]],
         parallel=ParallelOptions(**{**given["parallel"], **parallel}),
         samples=given["samples"],
         length=given["length"],

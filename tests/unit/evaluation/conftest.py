@@ -12,11 +12,11 @@ from dms_train.data.batches import Sample
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.export.writer import write_export
+from dms_train.hf.formats import default_format
 from dms_train.hf.selftest import SelfTest
-from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.base import MethodSpec
 from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import (
-    WINDOW,
     random_ids,
     small_spec,
     tiny_architecture,
@@ -32,7 +32,7 @@ def architecture():
     return replace(tiny_architecture("llama"), vocab_size=50)
 
 
-def write_model(path: Path, spec: DMSSpec | None, seed: int, tokenizer: Path, selftest=None):
+def write_model(path: Path, spec: MethodSpec | None, seed: int, tokenizer: Path, selftest=None):
     a = architecture()
     write_export(
         path,
@@ -41,7 +41,7 @@ def write_model(path: Path, spec: DMSSpec | None, seed: int, tokenizer: Path, se
         cr_factor=None,
         target_cr=2.0,
         dtype=torch.float32,
-        export_format="dms",
+        export_format="dms" if spec is None else default_format(spec),
         weights=varied_weights(a, seed).items(),
         source_dir=tokenizer,
         selftest=selftest,
@@ -70,7 +70,7 @@ def target(tmp_path_factory, tokenizer, load) -> EvaluationTarget:
     recorded = SelfTest(input_ids=ids, decision_logits=decisions, logits=logits, dtype="float32")
     write_model(root / "export", SPEC, 0, tokenizer, recorded)
     return EvaluationTarget(
-        export=root / "export", teacher=root / "teacher", window=WINDOW, device="cpu"
+        export=root / "export", teacher=root / "teacher", spec=SPEC, device="cpu"
     )
 
 

@@ -45,13 +45,13 @@ def test_packed_documents_are_texts_of_their_own(target, samples):
     ]
     found = agreement(target, packed, COUNT)
     theirs = agreement(target, alone, 3 * COUNT)
-    assert found == replace(theirs, dms=found.dms, dense=found.dense)
-    assert found.dms.cr_factor == theirs.dms.cr_factor
+    assert found == replace(theirs, student=found.student, dense=found.dense)
+    assert found.student.cr_factor == theirs.student.cr_factor
     assert found.lengths == (50, 1, LENGTH - 60) * COUNT
-    evicted = found.evicted_share(found.dms, WINDOW)
+    evicted = found.evicted_share(found.student, WINDOW)
     seen = sum(found.lengths)
     left = sum(max(0, n - WINDOW - 1) for n in found.lengths)
-    assert evicted == pytest.approx((seen - seen / found.dms.cr_factor) / left)
+    assert evicted == pytest.approx((seen - seen / found.student.cr_factor) / left)
     assert 0.1 < evicted < 1
 
 
@@ -81,16 +81,16 @@ def test_agreement_and_cost(target, samples, load):
     assert found.teacher_loss.value == pytest.approx(sums["teacher"] / tokens, rel=1e-5)
     assert found.student_loss.value == pytest.approx(sums["student"] / tokens, rel=1e-5)
     held = torch.stack(ends).sum(0)
-    assert found.dms.cr_factor == pytest.approx(COUNT * LENGTH / held.mean().item())
-    assert found.dms.cr_factor > 1.2
-    torch.testing.assert_close(found.dms.cr_factors, COUNT * LENGTH / held)
-    assert found.dms.kv_reads == pytest.approx(sum(reads) / COUNT)
+    assert found.student.cr_factor == pytest.approx(COUNT * LENGTH / held.mean().item())
+    assert found.student.cr_factor > 1.2
+    torch.testing.assert_close(found.student.cr_factors, COUNT * LENGTH / held)
+    assert found.student.kv_reads == pytest.approx(sum(reads) / COUNT)
     # looked at after every chunk of 64 tokens and at the end
-    assert found.dms.peak_tokens == pytest.approx(max(max(x[63], x[-1]) for x in live).item())
+    assert found.student.peak_tokens == pytest.approx(max(max(x[63], x[-1]) for x in live).item())
     assert found.dense.cr_factor == 1.0
     assert found.dense.kv_reads == LENGTH * (LENGTH + 1) / 2
     assert found.dense.peak_tokens == LENGTH
-    assert found.dms.cache_bytes < found.dense.cache_bytes
+    assert found.student.cache_bytes < found.dense.cache_bytes
 
 
 def test_the_control_attends_within_its_window_only(target, samples):
@@ -119,7 +119,7 @@ def test_the_control_attends_within_its_window_only(target, samples):
     assert cost.cr_factor == pytest.approx(LENGTH / (WINDOW + 1))
     assert found.evicted_share(cost, WINDOW) == pytest.approx(1.0)
     assert found.evicted_share(found.dense, WINDOW) == 0.0
-    assert 0 < found.evicted_share(found.dms, WINDOW) < 1
+    assert 0 < found.evicted_share(found.student, WINDOW) < 1
 
 
 def test_a_model_agrees_with_itself(target, samples):
@@ -164,7 +164,7 @@ def test_examine(target, load):
 
     tokens = AutoTokenizer.from_pretrained(target.teacher)
     teacher = AutoModelForCausalLM.from_pretrained(target.teacher, dtype=torch.float32)
-    models = {"teacher": teacher, "dms": load(target.export)}
+    models = {"teacher": teacher, "student": load(target.export)}
     for right, model in models.items():
         sheets = []
         for prompt in PROMPTS:
@@ -174,11 +174,11 @@ def test_examine(target, load):
         whole = re.compile(r"(?s)^(.+)$")
         exam = Exam(sheets=sheets, pattern=whole, max_tokens=30, max_num_seqs=2)
         found = examine(target, exam, window_only=True, note=lambda line: None)
-        assert list(found) == ["teacher", "dms", "window_only"]
+        assert list(found) == ["teacher", "student", "window_only"]
         assert found[right].accuracy.value == 0.5
         others = [result.accuracy.value for name, result in found.items() if name != right]
         assert max(others) < 0.5
-        assert found["window_only"].cost.peak_tokens < found["dms"].cost.peak_tokens
+        assert found["window_only"].cost.peak_tokens < found["student"].cost.peak_tokens
         assert found["teacher"].cost.cr_factor == 1.0
         lengths = [len(prompt) for prompt in PROMPTS]
         cost = found["teacher"].cost  # decoding: 29 passes for 30 tokens

@@ -12,8 +12,8 @@ from dms_train.evaluation.findings import validate
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.plots import curves_of, read_rows
 
-COST = ("kv_reads.dense", "kv_reads.dms", "peak_tokens.dense", "peak_tokens.dms")
-BYTES = ("cache_bytes.dense", "cache_bytes.dms", "cr_factor")
+COST = ("kv_reads.dense", "kv_reads.student", "peak_tokens.dense", "peak_tokens.student")
+BYTES = ("cache_bytes.dense", "cache_bytes.student", "cr_factor")
 TEXT = {"kl_nats_per_token", "top1_agreement", *COST, *BYTES, "selftest.kl", "seconds"}
 
 
@@ -44,13 +44,13 @@ def test_metrics(findings, target, samples, tmp_path):
     written = json.loads((tmp_path / report.METRICS).read_text())
     assert written == findings.numbers()
     assert set(written) >= TEXT
-    for name in ("teacher", "dms", "window_only"):
+    for name in ("teacher", "student", "window_only"):
         low, value, high = (written[f"{name}.accuracy{end}"] for end in (".low", "", ".high"))
         assert low <= value <= high
     assert written["problems"] == 8
     # generation has the plain names, text its own
-    assert written["cr_factor"] == findings.solved["dms"].cost.cr_factor
-    assert written["text.cr_factor"] == findings.agreement.dms.cr_factor
+    assert written["cr_factor"] == findings.solved["student"].cost.cr_factor
+    assert written["text.cr_factor"] == findings.agreement.student.cr_factor
     alone = validate(target, samples, ValidateOptions(samples=2), lambda line: None, 0.0).numbers()
     assert set(alone) >= TEXT
     assert alone["cr_factor"] == written["text.cr_factor"]

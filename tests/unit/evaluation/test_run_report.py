@@ -47,9 +47,9 @@ ROWS = [
         "step": STEPS,
         "tokens": 4096 * STEPS,
         "export_eval/cr_factor": 2.718,
-        "export_eval/dms.accuracy": 0.96,
-        "export_eval/dms.accuracy.low": 0.94,
-        "export_eval/dms.accuracy.high": 0.98,
+        "export_eval/student.accuracy": 0.96,
+        "export_eval/student.accuracy.low": 0.94,
+        "export_eval/student.accuracy.high": 0.98,
     },
 ]
 
@@ -120,7 +120,7 @@ def test_tables(run):
     lines = page(run).lines
     assert ["train/kl", "0.0493827", "20", "0.0493827", "0.987654"] in lines
     assert ["train/mfu", "0.4321", "20", "0.4321", "0.4321"] in lines
-    assert ["dms.accuracy", "0.96", "0.94", "0.98"] in lines
+    assert ["student.accuracy", "0.96", "0.94", "0.98"] in lines
     assert ["cr_factor", "2.718", "", ""] in lines
     assert lines[lines.index(["step", "kl", "cr"]) + 1] == ["20", "0.0456", "2.7"]
 

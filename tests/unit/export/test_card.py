@@ -82,7 +82,7 @@ def test_an_evaluation_replaces_the_one_before(export):
             "kl_nats_per_token": 0.0123456,
             "kl_nats_per_token.low": 0.01,
             "kl_nats_per_token.high": 0.015,
-            "kv_reads.dms": 123456.7,
+            "kv_reads.student": 123456.7,
             "seconds": 3.0,
         },
     )

@@ -13,7 +13,13 @@ if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
 
 from dms_train.kernels.layers import triton_merge
+from dms_train.method.base import LayerSizes
+from dms_train.method.dmc.attention import DMCLayer
 from dms_train.method.dmc.merge import merge
+from dms_train.method.layer import Heads, LayerPass
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import PRESETS
+from tests.support.live_memory import saved_bytes
 
 
 @pytest.mark.parametrize("hard", [True, False], ids=["hard", "soft"])
@@ -36,3 +42,24 @@ def test_states_and_gradients(s: int, d: int, width: int, hard: bool) -> None:
         results.append([*states, *(torch.zeros_like(x) if y is None else y for x, y in pairs)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("changes", [{}, {"merge_window": 3}], ids=["12", "3"])
+def test_the_plan_counts_what_a_layer_keeps_of_the_method(changes: dict, fused: bool) -> None:
+    spec = PRESETS["dmc"].override(**changes)
+    layer = DMCLayer(spec, triton_merge.merge if fused else merge)
+    s, b, g, r, d = 40, 2, 3, 2, 16
+    shapes = ((s, b, g, r, d), (s, b, g, d), (s, b, g, d))
+    heads = Heads(*(torch.ones(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes))
+    step = LayerPass(
+        plan=StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0),
+        documents=None,
+        noise=lambda count, shared, length: torch.zeros(length, b, count),
+        rotate=lambda query, key: (query, key),
+        sum_ranks=lambda x: x,
+        first_rank=True,
+        heads=g,
+    )
+    sizes = LayerSizes(samples=b, length=s, groups=g, queries=r, head=d, width=2, fused=fused)
+    assert saved_bytes(lambda: layer.prepare(heads, step), heads) == spec.kept_bytes(sizes)

@@ -199,7 +199,7 @@ KEPT = ((1.0, 0.25), (0.5, 0.75), (0.125, 0.3))
 def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
     sink = WandbSink(ObserveOptions(), tmp_path, {}, run_id="a", warn=pytest.fail)
     sink.log(1, {"tokens": 64, "eval/kl": 0.5, "eval/kept": KEPT})
-    evaluated = {"export_eval/cr_factor": 2.5, "export_eval/dms.accuracy": 0.96}
+    evaluated = {"export_eval/cr_factor": 2.5, "export_eval/student.accuracy": 0.96}
     sink.log(2, {"tokens": 128, **evaluated})
     sink.close()
     (path,) = wandb_file.find(tmp_path)
@@ -214,7 +214,7 @@ def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
     assert second["export_eval/cr_factor"] == 2.5
     table = json.loads((path.parent / "files" / second["export_eval/table.path"]).read_text())
     assert table["columns"] == ["metric", "value"]
-    assert table["data"] == [["cr_factor", 2.5], ["dms.accuracy", 0.96]]
+    assert table["data"] == [["cr_factor", 2.5], ["student.accuracy", 0.96]]
 
 
 def test_names_are_those_of_metrics_jsonl(wandb, tmp_path):

@@ -20,7 +20,7 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.inference.errors import InferenceError
-from tests.unit.evaluation.conftest import WINDOW
+from tests.unit.inference.conftest import WINDOW
 
 SHEETS, WIDTHS, LENGTHS = 8, (1, 3), (20 / 1024, 40 / 1024)
 CLOCKS = ("session", "clock", "seconds", "peak_allocated_bytes")
