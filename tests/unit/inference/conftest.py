@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dms_train.export.writer import write_export
-from dms_train.hf.formats import read_spec
+from dms_train.hf.formats import default_format, read_spec
+from dms_train.method.base import MethodSpec
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
 from tests.unit.hf import conftest as hf
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """(family, spec or None, seed=0, tied=False) -> export directory, written once."""
     known: dict[tuple, Path] = {}
 
-    def _folder(family: str, spec: DMSSpec | None, seed: int = 0, tied: bool = False) -> Path:
+    def _folder(family: str, spec: MethodSpec | None, seed: int = 0, tied: bool = False) -> Path:
         key = (family, spec, seed, tied)
         if key not in known:
             a = tiny_architecture(family, tied)
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 cr_factor=None,
                 target_cr=2.0,
                 dtype=torch.float32,
-                export_format="dms",
+                export_format="dms" if spec is None else default_format(spec),
                 weights=varied_weights(a, seed).items(),
                 source_dir=None,
                 selftest=None,

@@ -1,6 +1,11 @@
-"""What must hold for every policy, through the engine: batches, forks, preemption, turns."""
+"""What must hold for every registered policy, through the engine: batches, forks, turns.
+
+A policy that is registered later is tested with a small budget; options of interest are listed.
+"""
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 import pytest
 import torch
@@ -8,12 +13,14 @@ import torch
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.policies.base import CachePolicy
+from dms_train.inference.policies.registry import build_policy, policy_kind, policy_names
+from dms_train.method.spec import PRESETS
 from tests.unit.inference.conftest import random_ids, small_spec
 
 SNAP = {"window": 4, "kernel": 3}
 HARD = {"window": 4, "interval": 3, "p": 0.5}
-POLICIES = [
-    ("dms", {}),
+LISTED = [
     ("window", {"window": 8}),
     ("streaming_llm", {"cr": 2.0, "sinks": 2}),
     ("streaming_llm", {"cr": 2.0, "sinks": 2, "positions": "cache"}),
@@ -34,9 +41,18 @@ POLICIES = [
     ("keydiff", {"budget": 12}),
     ("quest", {"budget": 8, "page": 4}),
 ]
-MERGING = ("cam", "memory_pooling", "d2o")
-SELECTING = ("quest", "hard_kv")  # hold more than they read
-EARLY = ("dms", "window", "streaming_llm", "memory_pooling")  # evict before a query reads
+SMALL = {"budget": 12, "cr": 2, "window": 8}  # what a policy has of these, the first one
+WHOLE = {"budget": 100, "cr": 1, "window": 100}  # likewise, so that nothing is evicted
+
+
+def first_of(sizes, name):
+    """The first of the sizes that is an option of a policy."""
+    known = {item.name for item in fields(policy_kind(name).options)}
+    return next(({key: value} for key, value in sizes.items() if key in known), {})
+
+
+OTHERS = set(policy_names()) - {"auto", *(name for name, _ in LISTED)}
+POLICIES = LISTED + [(name, first_of(SMALL, name)) for name in sorted(OTHERS)]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in POLICIES]
 EVERY = pytest.mark.parametrize(("policy", "own"), POLICIES, ids=IDS)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, seed=3)
@@ -49,18 +65,35 @@ def options(policy, own, **how) -> EngineOptions:
     )
 
 
-def merges(policy, own) -> bool:
-    return policy in MERGING or "merge" in own
+def trained_for(policy):
+    """What the model must have been trained for; DMS where the policy does not say."""
+    kind = policy if policy in policy_names() and policy_kind(policy).trained else "dms"
+    return PRESETS[kind].override(alpha_offset=0.0) if kind == "dmc" else small_spec(kind)
+
+
+def built(policy, own):
+    return build_policy(policy, own, trained_for(policy))
+
+
+def has(policy, own, hook) -> bool:
+    """Whether a policy has a hook of its own."""
+    return getattr(type(built(policy, own)), hook) is not getattr(CachePolicy, hook)
 
 
 @pytest.fixture
-def model(folder):
-    return folder("llama", small_spec("dms"))
+def model(request, folder):
+    callspec = getattr(request.node, "callspec", None)
+    policy = callspec.params.get("policy") if callspec else None
+    return folder("llama", trained_for(policy))
 
 
 def facts(outputs):
     """Tokens and costs of every request."""
     return [(o.outputs[0].token_ids, o.kv.kv_reads, o.kv.peak_live_tokens) for o in outputs]
+
+
+def test_every_registered_policy_is_tested():
+    assert {name for name, _ in POLICIES} == set(policy_names()) - {"auto"}
 
 
 @EVERY
@@ -75,7 +108,7 @@ def test_batches_chunks_and_caches_give_the_results_of_runs_alone(model, policy,
         {"prefill_chunk": 5},
         {"cache": "dense"},
     ):
-        if merges(policy, own) and "cache" in how:
+        if has(policy, own, "merge") and "cache" in how:
             continue  # a masked cache merges nothing
         found = LLM(model, options(policy, own, **how)).generate(prompts, GREEDY)
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in alone]
@@ -85,41 +118,51 @@ def test_batches_chunks_and_caches_give_the_results_of_runs_alone(model, policy,
 
 
 @EVERY
-def test_reads_are_those_of_the_tokens_held_and_none_comes_back(model, policy, own):
-    engine = InferenceEngine(model, options(policy, own))
+def test_reads_and_peak_are_those_of_the_tokens_held_and_none_comes_back(model, policy, own):
+    engine, rule = InferenceEngine(model, options(policy, own)), built(policy, own)
     request = engine.add_request(random_ids(20), GREEDY)
-    before, reads, peak = None, 0.0, 0.0
+    before, reads, peak, steps = None, 0.0, 0.0, 0
     while engine.has_unfinished_requests():
-        (output,) = engine.step() or [None]
-        if output is None or output.finished:
+        (output,) = engine.step()
+        if output.finished:
             break
         held = [set(head.tolist()) for layer in engine.live_positions(request) for head in layer]
         generated = len(output.outputs[0].token_ids)
         computed = 20 + generated - 1
         if before is not None and generated > 1:
-            new = {computed - 1}
+            new, steps = {computed - 1}, steps + 1
             assert all(now <= old | new for now, old in zip(held, before, strict=True))
-            if policy in EARLY:
-                reads += sum(map(len, held)) / len(held)
-            elif policy not in SELECTING:
-                reads += sum(len(old | new) for old in before) / len(before)
+            # scored policies evict behind the attention, others before it
+            read = [old | new for old in before] if rule.scored else held
+            reads += sum(map(len, read)) / len(read)
         peak = max(peak, sum(map(len, held)) / len(held))
         before = held
-        if policy not in SELECTING:
+        if has(policy, own, "select"):  # reads less than it holds
+            assert output.kv.kv_reads <= reads
+        else:
             assert output.kv.kv_reads == pytest.approx(reads)
-        assert output.kv.peak_live_tokens >= peak
+        assert output.kv.peak_live_tokens == pytest.approx(peak)
+    assert steps == GREEDY.max_tokens - 2
 
 
 @EVERY
-def test_a_budget_of_the_whole_request_changes_nothing(model, policy, own):
-    if policy in ("dms", "window"):
+def test_a_budget_of_the_whole_request_gives_the_logits_of_the_model(model, policy, own):
+    whole = first_of(WHOLE, policy)
+    if not whole and policy != "keep_all":
         pytest.skip("has no budget")
+    scored = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, seed=3, logprobs=3)
     prompts = [random_ids(n, seed=n) for n in LENGTHS]
-    whole = {"cr": 1} if policy == "memory_pooling" else {"budget": 100}
-    own = {key: value for key, value in own.items() if key != "cr"} | whole
-    found = LLM(model, options(policy, own)).generate(prompts, GREEDY)
-    dense = LLM(model, options("keep_all", {})).generate(prompts, GREEDY)
+    own = {key: value for key, value in own.items() if key not in WHOLE} | whole
+    found = LLM(model, options(policy, own)).generate(prompts, scored)
+    dense = LLM(model, options("keep_all", {})).generate(prompts, scored)
     assert facts(found) == facts(dense)
+    assert max(logprobs(found) - logprobs(dense), key=abs) == pytest.approx(0, abs=1e-5)
+
+
+def logprobs(outputs):
+    """Of the likeliest tokens at every position."""
+    entries = [entry for o in outputs for entry in o.outputs[0].logprobs]
+    return torch.tensor([list(entry.top.values()) for entry in entries]).flatten()
 
 
 @EVERY
@@ -185,7 +228,7 @@ def test_prefixes_are_shared_where_the_request_does_not_matter(model, policy, ow
     fresh = LLM(model, options(policy, own)).generate(prompt, GREEDY)[0]
     assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
     assert found.kv.kv_reads == fresh.kv.kv_reads
-    assert (found.kv.cached_tokens > 0) == (policy in ("dms", "window", "memory_pooling"))
+    assert (found.kv.cached_tokens > 0) == built(policy, own).shareable
 
 
 def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):
@@ -201,7 +244,7 @@ def test_a_fixed_budget_that_prompts_keep_to_is_shared(model):
 
 @EVERY
 def test_the_second_turn_of_a_conversation_equals_both_caches(model, policy, own):
-    if merges(policy, own):
+    if has(policy, own, "merge"):
         pytest.skip("a masked cache merges nothing")
     tokens = []
     for cache in ("compact", "dense"):
