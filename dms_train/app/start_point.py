@@ -105,7 +105,16 @@ def _whole_model(directory: Path) -> Architecture:
 
 
 def with_student(start: StartPoint, student: Path) -> StartPoint:
-    """`start` with the weights of `run.load` in place of the original's."""
+    """`start` with the weights of `run.load` in place of the original's.
+
+    A run folder stands for its newest whole checkpoint.
+
+    Raises:
+        ConfigError: There is no model of this architecture, or its retrofit was not finished.
+        CheckpointError: The checkpoint was not written by this program, or is damaged.
+    """
+    if (student / "checkpoints").is_dir():
+        student = _newest_checkpoint(student)
     if (student / STATE_FILE).is_file():
         stored = checkpoint.check(student)
         _require_whole_eviction_channel(student, stored)
@@ -124,6 +133,14 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
         raise ConfigError(f"run.load={student}: its architecture is not that of model.path")
     state = TrainState(eviction_enabled=spec is not None, loaded_cr=ratio, target_cr=ratio)
     return replace(start, student=student, spec=spec, state=state)
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    newest, passed = checkpoint.newest(run / "checkpoints")
+    if newest is None:
+        why = f" ({passed[0].rpartition('; ')[0]})" if passed else ""
+        raise ConfigError(f"run.load={run}: this run has no whole checkpoint{why}; load another")
+    return newest
 
 
 def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, MethodSpec]:

@@ -142,7 +142,8 @@ class RunOptions:
         seed: Data order, relaxation noise, and the weights of a model trained from scratch.
         resume: `auto` continues from the newest valid checkpoint in `dir`, `never` refuses a
             folder that already holds one.
-        load: Megatron checkpoint whose weights the student starts from, instead of the model's.
+        load: Megatron checkpoint whose weights the student starts from, instead of the model's; a
+            run folder stands for its newest whole checkpoint, and an export will do too.
         max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
         async_save: Write them in the background while training continues; off, training waits.

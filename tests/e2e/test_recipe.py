@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from dms_train.app.start_point import find_start, with_student
+from dms_train.cli.config_source import compose
+from dms_train.config.build import ConfigError
 from tests.support import launch, paused_run
 
 TINY = [
@@ -194,3 +198,17 @@ def test_a_killed_run_resumes_with_the_same_losses(folder: Path) -> None:
         process.wait()
     train(1, *retrofit(folder, "killed"), "parallel=single")
     assert rows(killed) == rows(folder / "whole")
+
+
+def test_a_run_folder_stands_for_its_newest_whole_checkpoint(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "pretrain" / "checkpoints", run / "checkpoints")
+    (whole,) = (run / "checkpoints").glob("step_????????")
+    damaged = whole.with_name("step_99999999")
+    shutil.copytree(whole, damaged)
+    next(damaged.glob("*.distcp")).write_bytes(b"")
+    config = compose(["model=scratch", "data.paths=[x]", "experiment=tiny_pretrain", *TINY])
+    assert with_student(find_start(config), run).student == whole
+    shutil.rmtree(whole)
+    with pytest.raises(ConfigError, match=r"run: this run has no whole checkpoint \(.*; load anot"):
+        with_student(find_start(config), run)

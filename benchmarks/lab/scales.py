@@ -1,0 +1,129 @@
+"""Sizes of the lab: what is generated, trained and evaluated for one teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrofit:
+    """One anneal with its hold.
+
+    Attributes:
+        cr: Compression ratio at its end.
+        steps_per_cr: Steps for each unit of it.
+        hold: Steps at the end, in which the learning rate falls to 0.
+    """
+
+    cr: int
+    steps_per_cr: int
+    hold: int = 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """A teacher and everything that is done with it.
+
+    Attributes:
+        experiment: Of the teacher, in `conf/experiment`.
+        context: Tokens of a training sample.
+        micro_batch: Samples of a forward pass of the retrofit.
+        numbers: Of a Countdown prompt.
+        documents: Training documents of the teacher, each of `context` tokens.
+        long_documents: Likewise of the retrofits, most of which begin with a long search.
+        retrofits: One after the other, each from the one before.
+        policies: Cache policies that the teacher is evaluated with.
+        budget_ratios: Compression ratios whose peak tokens the policies get as their budget.
+        problems: Documents of an evaluation.
+        policy_problems: The first of them, for policies.
+        lengths: Generated tokens of a chain, in units of 1,024.
+        widths: Chains of a problem.
+        teacher: Further overrides of the teacher's experiment.
+        retrofit: Likewise of the retrofits.
+    """
+
+    experiment: str
+    context: int
+    micro_batch: int = 32
+    numbers: int
+    documents: int
+    long_documents: int
+    retrofits: tuple[Retrofit, ...] = (
+        Retrofit(cr=4, steps_per_cr=100),
+        Retrofit(cr=8, steps_per_cr=75),
+        Retrofit(cr=16, steps_per_cr=40),
+    )
+    policies: tuple[str, ...] = ("window", "streaming_llm", "h2o", "tova", "r_kv", "quest")
+    budget_ratios: tuple[int, ...] = (4, 8)
+    problems: int = 400
+    policy_problems: int = 100
+    lengths: tuple[float, ...]
+    widths: tuple[int, ...] = (1, 2, 4)
+    teacher: tuple[str, ...] = ()
+    retrofit: tuple[str, ...] = ()
+
+
+SCALES = {
+    "s": Scale(
+        experiment="lab_teacher_s",
+        context=2048,
+        numbers=4,
+        documents=288_000,
+        long_documents=46_000,
+        lengths=(0.25, 0.5, 0.75, 1, 1.5, 2),
+    ),
+    "m": Scale(
+        experiment="lab_teacher_m",
+        context=4096,
+        micro_batch=8,
+        numbers=5,
+        documents=79_000,
+        long_documents=46_000,
+        lengths=(0.5, 1, 2, 3, 4),
+    ),
+    "l": Scale(
+        experiment="lab_teacher_l",
+        context=8192,
+        micro_batch=4,
+        numbers=5,
+        documents=23_500,
+        long_documents=23_500,
+        problems=200,
+        lengths=(1, 2, 4, 6, 8),
+    ),
+    "toy": Scale(
+        experiment="lab_teacher_s",
+        context=192,
+        micro_batch=4,
+        numbers=4,
+        documents=150,
+        long_documents=150,
+        retrofits=(Retrofit(cr=2, steps_per_cr=2, hold=1),),
+        policies=("streaming_llm",),
+        budget_ratios=(2,),
+        problems=2,
+        policy_problems=1,
+        lengths=(1 / 64, 1 / 32),
+        widths=(1, 2),
+        teacher=(
+            "model.architecture.num_layers=2",
+            "model.architecture.hidden_size=32",
+            "model.architecture.ffn_hidden_size=48",
+            "model.architecture.num_attention_heads=4",
+            "model.architecture.kv_channels=8",
+            "data.micro_batch_size=4",
+            "data.global_batch_size=4",
+            "stage.pretrain.steps=4",
+            "optim.lr_warmup_steps=0",
+            "run.log_interval=1",
+            "run.eval_samples=1",
+        ),
+        retrofit=(
+            "data.global_batch_size=4",
+            "stage.zero_neuron.steps=1",
+            "stage.export.every_integer_cr=false",
+            "run.log_interval=1",
+            "run.eval_samples=1",
+        ),
+    ),
+}

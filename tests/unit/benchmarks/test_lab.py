@@ -1,0 +1,132 @@
+"""The lab at toy size on a CPU: every step is a command that runs, and none runs twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import __main__ as lab
+from benchmarks.lab.scales import SCALES
+from benchmarks.lab.steps import Settings, phases
+from dms_train.cli.config_source import compose, compose_evaluation
+from dms_train.config.check import check
+from dms_train.evaluation.scaling.results import load
+from dms_train.evaluation.scaling.run import evaluate, prepare
+from dms_train.hf.formats import read_spec, read_target_cr
+from dms_train.inference.tokenizer import read_stop_ids
+
+pytestmark = pytest.mark.timeout(1200)
+HF = Path("exports") / "final" / "hf"
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return ["toy", "--folder", str(folder), "--device", "cpu", "--workers", "1", *more]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished lab."""
+    root = tmp_path_factory.mktemp("lab")
+    assert lab.main(words(root)) == 0
+    return root
+
+
+def test_a_teacher_is_pretrained_retrofitted_exported_and_evaluated(folder: Path) -> None:
+    teacher, retrofitted = folder / "teacher" / HF, folder / "retrofit" / "seed1234" / "cr2" / HF
+    for export in (teacher, retrofitted):
+        assert read_stop_ids(export) == {0}  # <eod>
+    assert read_spec(teacher) is None
+    spec = read_spec(retrofitted)
+    assert spec is not None
+    assert (spec.window, read_target_cr(retrofitted)) == (16, 2.0)
+    assert "Countdown" in (folder / "report.md").read_text()
+    scale = SCALES["toy"]
+    for name in ("teacher", "seed1234_cr2"):
+        run = load([folder / "eval" / name])
+        assert run.complete
+        assert len(run.documents) == scale.problems
+        assert len(run.points()) == len(scale.lengths) * len(scale.widths)
+
+
+def test_generation_of_an_export_ends_at_the_end_of_a_document(folder: Path) -> None:
+    """A model of four steps draws nearly uniformly, so that some chains meet <eod>."""
+    options = compose_evaluation(
+        [
+            f"model.path={folder / 'teacher' / HF}",
+            "task.name=countdown",
+            f"task.path={folder / 'problems.jsonl'}",
+            "task.limit=1",
+            "sweep.lengths=[1]",
+            "sweep.widths=[8]",
+            "sampling.temperature=1.0",
+            "model.device=cpu",
+            f"run.dir={folder / 'ends'}",
+        ]
+    )
+    run = evaluate(prepare(options), lambda line: None)
+    rows = [row for found in run.documents.values() for row in found]
+    ended = [row for row in rows if row["finish_reason"] == "stop"]
+    assert ended
+    for row in ended:
+        assert row["tokens"] < 1024
+        assert "<eod>" not in row["text"]
+
+
+def test_a_policy_gets_the_tokens_of_the_retrofitted_model(folder: Path) -> None:
+    run = load([folder / "eval" / "seed1234_cr2"])
+    longest = [p for p in run.points() if p.budget.width == 1][-1]
+    policy = json.loads((folder / "eval" / "streaming_llm_as_cr2" / "run.json").read_text())
+    given = policy["config"]["policy"]
+    assert given["budget"] == math.ceil(longest.peak_tokens)
+    assert given["sinks"] == 7
+
+
+def test_finished_steps_are_skipped_and_other_settings_refused(folder, capsys) -> None:
+    assert lab.main(words(folder)) == 0
+    assert "started" not in capsys.readouterr().out
+    assert lab.main(words(folder, "--problems", "3")) == 2
+    error = capsys.readouterr().err
+    assert "problems was finished with other settings; take another --folder" in error
+    assert error.count("\n") == 1
+
+
+def test_the_time_can_be_over(tmp_path: Path, capsys) -> None:
+    assert lab.main(words(tmp_path, "--seconds", "0")) == lab.UNFINISHED
+    assert "the same command continues" in capsys.readouterr().out
+    assert not list((tmp_path / "state").iterdir())
+
+
+def test_a_command_that_fails_ends_the_lab_with_its_last_line(tmp_path: Path, capsys) -> None:
+    (tmp_path / "problems.jsonl").mkdir()
+    assert lab.main(words(tmp_path, "--jobs", "3")) == 2
+    error = capsys.readouterr().err
+    assert "problems: exit code 2; " in error
+    assert "problems.log" in error
+
+
+@pytest.mark.parametrize("scale", ["s", "m", "l"])
+def test_the_commands_of_every_scale_compose(scale: str, tmp_path: Path) -> None:
+    settings = Settings(
+        scale=SCALES[scale],
+        root=tmp_path,
+        seeds=(1, 2),
+        also=("immediate", "dmc"),
+        device="cpu",
+        rows=64,
+        workers=1,
+    )
+    steps = [step for phase in phases(settings)[1:-2] for step in phase]
+    assert len({step.name for step in steps}) == len(steps) == 1 + 2 * 5 + 1 + 2 * 5
+    teacher = None
+    for step in steps:
+        found = step.words()
+        if found[:2] == ["-m", "dms_train"]:
+            config = compose(found[2:])
+            teacher = teacher or config.model.architecture
+            check(config, world_size=1, architecture=teacher)
+            assert SCALES[scale].context == config.data.seq_length
+        else:
+            compose_evaluation(found[2:])
