@@ -5,14 +5,18 @@ phrase such as "the final answer is $5$"; never the last number of the text) and
 math-verify. Three cases that math-verify accepts are wrong here: another base (`17_8` for 17),
 another unit (18 m for 18 cm) and a set for a tuple.
 
-math-verify limits the time of a call by SIGALRM, which it can use in the main thread of a process
-only, and which does not interrupt arithmetic of very large numbers: `verification` runs
-`verify_answer` in processes of its own.
+The time of a call of math-verify is limited, in seconds of the processor, so that a busy machine
+finds what a free one does. The limit is a signal, which only the main thread of a process can have,
+and which does not interrupt arithmetic of very large numbers: `verification` runs `verify_answer`
+in processes of its own.
 """
 
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from functools import cache
@@ -20,7 +24,8 @@ from typing import Any, NamedTuple
 
 END_OF_REASONING = "</think>"
 _START_OF_REASONING = "<think>"
-_CALL_SECONDS = 5  # of each call of math-verify
+CALL_SECONDS = 5.0  # of the processor, for each call of math-verify
+_CALL_CLOCK_SECONDS = 120  # math-verify's own limit
 
 
 class Verdict(StrEnum):
@@ -223,6 +228,29 @@ def _boxed_first() -> list[Any]:
     ]
 
 
+@contextmanager
+def processor_limit(seconds: float) -> Iterator[None]:
+    """Raise math-verify's TimeoutException after that time of this process on a processor.
+
+    It is raised again after each further such time, because math-verify catches some of them.
+
+    Raises:
+        ValueError: Not called in the main thread of a process.
+    """
+    from math_verify.errors import TimeoutException
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutException(f"{seconds:g} s of processor time are used up")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 def _compare(gold: str, text: str) -> Verdict:
     from math_verify.errors import TimeoutException
 
@@ -233,24 +261,30 @@ def _compare(gold: str, text: str) -> Verdict:
 
 
 def _compare_in_time(gold: str, text: str) -> Verdict:
-    library = _math_verify()
-    limits = {"extraction_mode": "first_match", "parsing_timeout": _CALL_SECONDS}
-    expected = _parsed(f"${gold}$", **limits)
+    expected = _parsed(f"${gold}$")
     if not expected:
         return Verdict.UNREADABLE_GOLD
-    found = _parsed(text, extraction_config=_boxed_first(), **limits)
+    found = _parsed(text, extraction_config=_boxed_first())
     if not found:
         return Verdict.NO_ANSWER
     try:
-        equal = library.verify(expected, found, timeout_seconds=_CALL_SECONDS, raise_on_error=True)
+        equal = _verified(expected, found, raise_on_error=True)
     except Exception:  # of one of the pairs; the others may still be equal
-        equal = library.verify(expected, found, timeout_seconds=_CALL_SECONDS)
+        equal = _verified(expected, found)
     return Verdict.CORRECT if equal else Verdict.WRONG
 
 
-def _parsed(text: str, **limits: Any) -> list[Any]:
+def _verified(expected: list[Any], found: list[Any], **options: Any) -> bool:
+    with processor_limit(CALL_SECONDS):
+        limit = _CALL_CLOCK_SECONDS
+        return bool(_math_verify().verify(expected, found, timeout_seconds=limit, **options))
+
+
+def _parsed(text: str, **options: Any) -> list[Any]:
+    options |= {"extraction_mode": "first_match", "parsing_timeout": _CALL_CLOCK_SECONDS}
     try:
-        return list(_math_verify().parse(text, raise_on_error=True, **limits))
+        with processor_limit(CALL_SECONDS):
+            return list(_math_verify().parse(text, raise_on_error=True, **options))
     except ValueError as error:
         if "thread" in str(error):
             raise

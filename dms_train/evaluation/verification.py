@@ -1,8 +1,9 @@
-"""Verifies many answers in worker processes, each with a deadline.
+"""Verifies many answers in worker processes, each with limited time.
 
 The comparison of two expressions can run for ever in code that no signal interrupts, such as the
-power of two large numbers. A worker that exceeds the deadline is killed and replaced; its attempt
-gets the verdict `timeout`.
+power of two large numbers. A worker that has used up its processor time is killed and replaced; its
+attempt gets the verdict `timeout`. Time of the clock is limited too, generously: a process that
+waits for others on a busy machine is not stuck.
 """
 
 from __future__ import annotations
@@ -20,12 +21,22 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, verify_answer
+import psutil
+
+from dms_train.evaluation.answers import (
+    CALL_SECONDS,
+    AnswerForm,
+    Attempt,
+    Verdict,
+    verify_answer,
+)
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.observe.processes import end_with_parent
 
-DEADLINE_SECONDS = 20.0  # above the sum of math-verify's own limits, 5 s for each of three calls
-_START_SECONDS = 120.0  # a new interpreter and its imports, on a busy machine
+PROCESSOR_SECONDS = 4 * CALL_SECONDS  # more than three calls of math-verify may take
+CLOCK_SECONDS = 600.0
+_START_SECONDS = 60.0  # of the processor: a new interpreter and its imports
+_SHORTEST_WAIT = 0.05  # seconds; finer than this processor time is not known
 _AHEAD_PER_WORKER = 16
 Item = TypeVar("Item")
 _WORKER_BYTES = 4 << 30  # address space; an expression may be a number of any size
@@ -54,6 +65,18 @@ class _Entry:
         self.verdict: Verdict | None = None
 
 
+class Limits(NamedTuple):
+    """Time of one attempt.
+
+    Attributes:
+        processor: Seconds that the worker may spend on a processor.
+        clock: Seconds until it must have answered.
+    """
+
+    processor: float = PROCESSOR_SECONDS
+    clock: float = CLOCK_SECONDS
+
+
 class _Worker:
     """One process and the attempt that it works on."""
 
@@ -64,12 +87,36 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.entry: _Entry | None = None
-        self.deadline = time.monotonic() + _START_SECONDS
+        self._watched = psutil.Process(self.process.pid)
+        self._limit(Limits(processor=_START_SECONDS))
 
-    def give(self, entry: _Entry, seconds: float) -> None:
+    def give(self, entry: _Entry, limits: Limits) -> None:
         self.entry = entry
-        self.deadline = time.monotonic() + seconds
+        self._limit(limits)
         self.pipe.send(entry.attempt)
+
+    def _limit(self, limits: Limits) -> None:
+        now = time.monotonic()
+        self._processor_end = self._processor_time() + limits.processor
+        self._clock_end = now + limits.clock
+        self.look_at = now + min(limits)
+
+    def has_time(self) -> bool:
+        """Whether no limit is exceeded; `look_at` is when that can be otherwise."""
+        now = time.monotonic()
+        if now < self.look_at:
+            return True
+        # with one thread, processor time is at most time of the clock
+        left = min(self._processor_end - self._processor_time(), self._clock_end - now)
+        self.look_at = now + max(left, _SHORTEST_WAIT)
+        return left > 0
+
+    def _processor_time(self) -> float:
+        try:
+            used = self._watched.cpu_times()
+        except psutil.Error:  # it has ended, which its pipe will say
+            return 0.0
+        return float(used.user + used.system)
 
     def kill(self) -> None:
         self.process.kill()
@@ -77,11 +124,14 @@ class _Worker:
         self.pipe.close()
 
 
+_LIMITS = Limits()
+
+
 class Losses(NamedTuple):
     """Workers that had to be replaced.
 
     Attributes:
-        stuck: Killed at the deadline.
+        stuck: Killed when their time was over.
         crashed: Ended by themselves or by something else.
     """
 
@@ -92,19 +142,19 @@ class Losses(NamedTuple):
 class Verifier:
     """Worker processes that verify attempts; use it as a context manager."""
 
-    def __init__(self, workers: int, *, deadline: float = DEADLINE_SECONDS) -> None:
+    def __init__(self, workers: int, limits: Limits = _LIMITS) -> None:
         """Start the processes.
 
         Args:
             workers: How many.
-            deadline: Seconds after which a worker that has not answered is killed.
+            limits: After which a worker that has not answered is killed.
 
         Raises:
             EvaluationError: math-verify is not installed.
         """
         require_math_verify()
         self._context = multiprocessing.get_context("spawn")
-        self._deadline = deadline
+        self._limits = limits
         self._stuck = self._crashed = 0
         self._workers = [_Worker(self._context) for _ in range(workers)]
 
@@ -162,24 +212,23 @@ class Verifier:
                 self._step(waiting)
 
     def _step(self, waiting: deque[_Entry]) -> None:
-        """Send attempts, then wait until a worker answers, ends or exceeds its deadline."""
+        """Send attempts, then wait until a worker answers, ends or may have used up its time."""
         for worker in self._workers:
             if worker.ready and worker.entry is None and waiting:
                 self._give(worker, waiting.popleft())
-        soonest = min(worker.deadline for worker in self._workers if _is_busy(worker))
         busy = {worker.pipe: worker for worker in self._workers if _is_busy(worker)}
+        soonest = min(worker.look_at for worker in busy.values())
         for pipe in wait(list(busy), max(0.0, soonest - time.monotonic())):
             assert isinstance(pipe, Connection)
             self._receive(busy[pipe])
-        now = time.monotonic()
         for worker in list(self._workers):
-            if _is_busy(worker) and now > worker.deadline:
+            if _is_busy(worker) and not worker.has_time():
                 self._stuck += 1
                 self._replace(worker, Verdict.TIMEOUT)
 
     def _give(self, worker: _Worker, entry: _Entry) -> None:
         try:
-            worker.give(entry, self._deadline)
+            worker.give(entry, self._limits)
         except OSError:  # it has ended since its last answer
             self._crashed += 1
             self._replace(worker, Verdict.CRASHED)

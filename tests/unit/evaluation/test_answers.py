@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from math_verify.errors import TimeoutException
 
-from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, verify_answer
+from dms_train.evaluation.answers import (
+    AnswerForm,
+    Attempt,
+    Verdict,
+    processor_limit,
+    verify_answer,
+)
 
 BOXED = "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct."
 STATED = "The final answer is %s."
@@ -200,3 +209,28 @@ def test_a_thread_cannot_judge() -> None:
     thread.start()
     thread.join()
     assert "thread" in str(caught[0])
+
+
+def _busy(catches: int = 0) -> None:
+    """Computes for ever; the first limits that strike are caught."""
+    while True:
+        try:
+            while True:
+                sum(range(1000))
+        except TimeoutException:
+            if not catches:
+                raise
+            catches -= 1
+
+
+def test_a_limit_counts_processor_time_not_time_of_the_clock() -> None:
+    with processor_limit(0.2):
+        time.sleep(0.6)
+    with pytest.raises(TimeoutException), processor_limit(0.2):
+        _busy()
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_limit_strikes_again_where_the_first_time_was_caught() -> None:
+    with pytest.raises(TimeoutException), processor_limit(0.1):
+        _busy(catches=2)

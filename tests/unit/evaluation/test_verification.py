@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 
 import pytest
 
 from dms_train.evaluation.answers import Attempt, Verdict, verify_answer
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.verification import Verifier
+from dms_train.evaluation.verification import Limits, Verifier
 
 STUCK = "\\boxed{3^{10^{10}}}"  # one power of integers, which no signal interrupts
 
@@ -24,7 +27,7 @@ def test_verdicts_come_in_order_and_equal_those_of_one_process() -> None:
 
 def test_a_stuck_worker_is_killed_and_replaced() -> None:
     attempts = [Attempt("5", STUCK), *[Attempt("5", "\\boxed{5}")] * 40, Attempt("5", STUCK)]
-    with Verifier(1, deadline=4.0) as verifier:
+    with Verifier(1, Limits(processor=2.0)) as verifier:
         verdicts = list(verifier.verdicts(attempts))
         assert verdicts == [Verdict.TIMEOUT, *[Verdict.CORRECT] * 40, Verdict.TIMEOUT]
         assert verifier.losses == (2, 0)
@@ -42,6 +45,33 @@ def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
         assert rest.count(Verdict.CRASHED) == 1
         assert rest.count(Verdict.CORRECT) == 38
         assert verifier.losses == (0, 1)
+
+
+def test_time_in_which_a_worker_does_not_run_is_not_its_own() -> None:
+    attempts = (Attempt("5", "\\boxed{5}") for _ in range(40))
+    with Verifier(1, Limits(processor=1.0)) as verifier:
+        stream = verifier.verdicts(attempts)
+        assert next(stream) is Verdict.CORRECT
+        (process,) = multiprocessing.active_children()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        threading.Timer(3.0, os.kill, (process.pid, signal.SIGCONT)).start()
+        assert set(stream) == {Verdict.CORRECT}
+        assert verifier.losses == (0, 0)
+
+
+def test_a_worker_that_sleeps_is_killed_by_the_clock() -> None:
+    attempts = (Attempt("5", "\\boxed{5}") for _ in range(40))
+    with Verifier(1, Limits(clock=2.0)) as verifier:
+        stream = verifier.verdicts(attempts)
+        assert next(stream) is Verdict.CORRECT
+        (process,) = multiprocessing.active_children()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        rest = list(stream)
+        assert rest.count(Verdict.TIMEOUT) == 1
+        assert rest.count(Verdict.CORRECT) == 38
+        assert verifier.losses == (1, 0)
 
 
 def test_claims_are_read_only_a_little_ahead() -> None:
