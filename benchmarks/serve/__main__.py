@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.serve.case import Case, measure
+from benchmarks.serve.latency import known_gpu, latency_table
 from benchmarks.serve.models import LONGEST, SHAPES, WINDOW, random_model
 from benchmarks.timing import device_name, versions
 from dms_train.cli.errors import run_main
@@ -49,9 +50,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--table", type=Path, metavar="JSON", help="print a stored record and end")
+    parser.add_argument(
+        "--predicted", type=Path, metavar="JSON", help="print it beside the latency model and end"
+    )
     args = parser.parse_args(arguments)
     if args.table:
         return run_main(lambda: _show(args.table))
+    if args.predicted:
+        return run_main(lambda: _predict(args.predicted))
     if unknown := set(args.shapes) - set(SHAPES):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
     if args.new_tokens < _FEWEST:
@@ -86,6 +92,13 @@ def _run(args: argparse.Namespace) -> int:
 def _show(path: Path) -> int:
     """Print the table of a stored record."""
     print(table(json.loads(path.read_text())["cases"]))
+    return 0
+
+
+def _predict(path: Path) -> int:
+    """Print the steps of a stored record beside those of the latency model."""
+    record = json.loads(path.read_text())
+    print(latency_table(record["cases"], known_gpu(record["device"])))
     return 0
 
 

@@ -12,6 +12,7 @@ from benchmarks.serve import throughput
 from benchmarks.serve.models import WINDOW
 
 NEW = 9
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_way_is_measured_and_decisions_evict(tmp_path: Path) -> None:
@@ -42,6 +43,30 @@ def test_many_sequences_forks_and_chains_are_measured(tmp_path: Path) -> None:
     one, many = record["fork"]
     assert one["bytes_after_fork"] < many["bytes_after_fork"] < 2 * one["bytes_after_fork"]
     assert 20 * 2 <= record["chains"]["tokens"] <= 20 * 20
+
+
+def test_the_latency_model_stands_beside_what_was_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = ROOT / "benchmarks" / "results" / "nvidia_h200" / "serve.json"
+    assert serve.main(["--predicted", str(record)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    page = (ROOT / "docs" / "performance" / "serving.md").read_text().splitlines()
+    assert set(lines) <= set(page)
+    # Llama-3.1-8B by hand: 7,504,658,432 multiplied weights and 8,256 tokens of 32 x 1,024 keys
+    # and values, 2 bytes each, at 4.8e12 bytes a second
+    seconds = 2 * (7_504_658_432 + 2 * 8256 * 32 * 1024) / 4.8e12
+    (row,) = [line for line in lines if "| Llama-3.1-8B | 1 | 8192 | dense |" in line]
+    assert f"| 8256 | {1e3 * seconds:.2f} | 4.57 |" in row
+
+
+def test_a_device_whose_speeds_are_not_known_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "serve.json"
+    record.write_text(json.dumps({"device": "Some CPU", "cases": []}))
+    assert serve.main(["--predicted", str(record)]) == 2
+    assert "Some CPU: its speeds are not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["Llama-9"], ["small", "--new-tokens", "1"]])
