@@ -46,6 +46,7 @@ from dms_train.data_prep.encode import DocumentEncoder, EncoderOptions, encode_i
 from dms_train.data_prep.exam_files import STYLES, SheetText, write_problems, write_sheets
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
+from dms_train.data_prep.token_arrays import ArrayJob, write_arrays
 
 _EPILOG = """\
 examples:
@@ -58,6 +59,10 @@ examples:
 _TOKENIZE = (
     "Make a shard from text. Special tokens that are written out in the text become those tokens."
 )
+_ARRAYS = """\
+Make a shard from token ids. A .npy file has one document a row; a .npz file has `ids` of all
+documents, one behind the other, and their `lengths`, or `offsets` with the end.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +163,17 @@ def _run_tokenize(args: argparse.Namespace) -> None:
     _report(args.output, tokenize_files(job))
 
 
+def _run_arrays(args: argparse.Namespace) -> None:
+    job = ArrayJob(
+        inputs=tuple(args.inputs),
+        output=args.output,
+        tokenizer=args.tokenizer,
+        eod_id=args.eod_id,
+        overwrite=args.overwrite,
+    )
+    _report(args.output, write_arrays(job), hint=False)
+
+
 def _run_check(args: argparse.Namespace) -> None:
     manifest = read_manifest(args.prefix)
     check_shard(args.prefix, manifest)
@@ -225,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--workers", type=_count, default=1, help="processes (%(default)s)")
     shared.add_argument("--overwrite", action="store_true", help="replace existing output")
     _add_tokenize(commands, shared)
+    _add_arrays(commands)
     check = commands.add_parser(
         "check",
         help="verify a shard, every byte of it",
@@ -289,6 +306,19 @@ def _add_tokenize(
     for flag, rule in rules.items():
         split.add_argument(flag, dest="text_split", action="store_const", const=rule)
     parser.set_defaults(run=_run_tokenize, text_split=WHOLE_FILE)
+
+
+def _add_arrays(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "arrays", help="make a shard from token ids in NumPy files", description=_ARRAYS
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", type=Path, help=".npy or .npz files")
+    add("--output", type=Path, required=True, metavar="PREFIX")
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="that the ids belong to")
+    add("--eod-id", type=int, help="token that ends every document, which is checked")
+    add("--overwrite", action="store_true", help="replace existing output")
+    parser.set_defaults(run=_run_arrays)
 
 
 if __name__ == "__main__":
