@@ -10,6 +10,7 @@ from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.cache.paged import PagedKVCache, decode_rule
+from dms_train.inference.cache.paged_budget import BudgetPagedCache, supported
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
@@ -81,7 +82,9 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
         obstacle = f"page_slots={options.page_slots} is not a power of two"
     elif model.spec is not None and model.spec.kind != "dms":
         obstacle = f"the kernels do not clear the channels that {model.spec.kind} borrows"
-    elif decode_rule(policy) is None:
+    elif supported(policy) and options.cache_dtype == "fp8":
+        obstacle = f"{type(policy).__name__} stores no fp8"
+    elif decode_rule(policy) is None and not supported(policy):
         obstacle = f"the kernels do not support {type(policy).__name__}"
     wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
     if wanted and (obstacle is not None or options.kernels == "reference"):
@@ -106,14 +109,15 @@ def _paged(
         page_slots=options.page_slots,
         pages=pages,
     )
-    return PagedKVCache(
-        pool,
-        policy,
-        layers=a.num_layers,
-        rows=options.max_num_seqs,
-        heads=a.num_query_groups,
-        longest=longest_sequence(model.architecture, options),
-    )
+    sizes = {
+        "layers": a.num_layers,
+        "rows": options.max_num_seqs,
+        "longest": longest_sequence(model.architecture, options),
+    }
+    if supported(policy):
+        heads = (a.num_query_groups, a.num_attention_heads // a.num_query_groups)
+        return BudgetPagedCache(pool, policy, heads=heads, **sizes)
+    return PagedKVCache(pool, policy, heads=a.num_query_groups, **sizes)
 
 
 def _stored(model: LoadedModel, options: EngineOptions) -> torch.dtype:

@@ -11,6 +11,7 @@ Shape letters: b sequences of a step.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,13 +31,13 @@ class StepStatus(NamedTuple):
 
     Attributes:
         tokens: int64 [b], the sampled ones.
-        live: int32 [layers, rows, KV heads], tokens held.
+        lists: int32 [any, layers, rows, KV heads], for `PagedKVCache.counts`.
         left: Free pages.
         fault: `FreePages.fault`.
     """
 
     tokens: Tensor
-    live: Tensor
+    lists: Tensor
     left: int
     fault: int
 
@@ -48,7 +49,7 @@ class LaunchedStep:
         event: Recorded behind it; None on a CPU, where it is done.
         status: int32 on the host, filled by then.
         sequences: Of the step.
-        shape: Of the live tokens.
+        shape: Of `StepStatus.lists`.
         reserved: `DevicePool.reserved` when it was launched.
     """
 
@@ -57,7 +58,7 @@ class LaunchedStep:
         event: torch.cuda.Event | None,
         status: Tensor,
         sequences: int,
-        shape: tuple[int, int, int],
+        shape: tuple[int, int, int, int],
         reserved: int,
     ) -> None:
         self._event, self._status = event, status
@@ -68,11 +69,10 @@ class LaunchedStep:
         """The host waits until the step is done."""
         if self._event is not None:
             self._event.synchronize()
-        layers, rows, heads = self._shape
-        live = self._status[2 : 2 + layers * rows * heads].clone()
-        tokens = self._status[2 + len(live) :].clone().view(torch.int64)[: self._sequences]
+        lists = self._status[2 : 2 + math.prod(self._shape)].clone()
+        tokens = self._status[2 + len(lists) :].clone().view(torch.int64)[: self._sequences]
         left, fault = self._status[:2].tolist()
-        return StepStatus(tokens, live.view(self._shape), left, fault)
+        return StepStatus(tokens, lists.view(self._shape), left, fault)
 
 
 class _Captured(NamedTuple):
@@ -139,7 +139,8 @@ class DecodeGraphs:
             event = torch.cuda.Event()
             event.record()
         reserved = self._cache.pool.reserved
-        return LaunchedStep(event, received, b, self._cache.lists_shape, reserved)
+        shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
+        return LaunchedStep(event, received, b, shape, reserved)
 
     def _capture(self, size: int) -> _Captured:
         """Record a step of `size` sequences."""

@@ -83,11 +83,13 @@ class ModelRunner:
         self.total = TotalMeter(self.cache, torch.arange(options.max_num_seqs, device=self._device))
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
+        self._decodes_prompts = True
         if isinstance(self.cache, PagedKVCache):
             self._graphs = DecodeGraphs(
                 model.decoder, self.cache, options.max_num_seqs, self.longest
             )
-            if self._device.type == "cuda":
+            self._decodes_prompts = self.cache.decodes_prompts
+            if self._device.type == "cuda" and self.cache.captures_prompts:
                 chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
                 with torch.no_grad():
                     self._prompts = PromptGraphs(model.decoder, self.cache, chunk, self.longest)
@@ -155,6 +157,8 @@ class ModelRunner:
     def samples(self, sequence: Sequence) -> bool:
         """Whether `launch` takes the next token of a sequence, which is sampled in a plain way."""
         last = sequence.remaining == 1 and sequence.computed + 1 >= sequence.prompt_end
+        if sequence.prefilling and not self._decodes_prompts:
+            return False
         return self._graphs is not None and last and sequence.params.plain
 
     def launch(self, batch: list[tuple[Sequence, int]]) -> DecodeStep:
@@ -193,10 +197,12 @@ class ModelRunner:
         assert isinstance(self.cache, PagedKVCache)
         status = step.launched.wait()
         self.cache.pool.learn(status.left, status.fault, step.launched.reserved)
-        live = status.live[:, [place.row for place in step.places]]
-        slots = self.limits.page_slots
-        counts = PassCounts(live, live, (live + slots - 1) // slots * slots)
-        self.total.step(status.live)
+        read, held = self.cache.counts(status.lists)
+        self.total.step(held)
+        rows, slots = [place.row for place in step.places], self.limits.page_slots
+        read, held = read[:, rows], held[:, rows]
+        filled = torch.maximum(read, held)
+        counts = PassCounts(read, held, (filled + slots - 1) // slots * slots)
         wanted = []
         sampled = status.tokens.tolist()
         for index, (place, token) in enumerate(zip(step.places, sampled, strict=True)):

@@ -64,9 +64,13 @@ def empty_cache(s: Shape, pages: int | None = None) -> PagedCache:
 
 def copied(cache: PagedCache) -> PagedCache:
     """The same in other memory, on the CPU."""
-    fields = [None if x is None else x.clone().cpu() for x in cache[:-1]]
+    fields = {
+        name: None if x is None else x.clone().cpu()
+        for name, x in cache._asdict().items()
+        if name != "free"
+    }
     free = [None if x is None else x.clone().cpu() for x in cache.free]
-    return PagedCache(*fields, FreePages(*free))
+    return PagedCache(**fields, free=FreePages(*free))
 
 
 def filled_cache(s: Shape, lengths: torch.Tensor) -> PagedCache:

@@ -64,7 +64,14 @@ class PagedKVCache:
         rows: Sequences held at the same time.
         heads: KV heads.
         longest: Most tokens of a sequence.
+
+    Attributes:
+        captures_prompts: Whether chunks of prompts may be captured as CUDA graphs.
+        decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
     """
+
+    captures_prompts = True
+    decodes_prompts = True
 
     def __init__(
         self,
@@ -76,11 +83,9 @@ class PagedKVCache:
         heads: int,
         longest: int,
     ) -> None:
-        rule = decode_rule(policy)
-        assert rule is not None
         self.pool = pool
         self.policy = policy
-        self._rule, window = rule
+        self._rule, window = self._rule_for(policy)
         put: dict[str, Any] = {"dtype": torch.int32, "device": pool.device}
         kv_lists = (layers, rows, heads)
         places = -(-longest // pool.page_slots)
@@ -94,6 +99,12 @@ class PagedKVCache:
             self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
         self._recording = False
         self._memory: dict[int, Any] = {}  # by sequences of a step
+
+    @staticmethod
+    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
+        rule = decode_rule(policy)
+        assert rule is not None
+        return rule
 
     @property
     def allocated_bytes(self) -> int:
@@ -158,9 +169,9 @@ class PagedKVCache:
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """Nothing to note: the policies of the kernels do not depend on the request."""
 
-    def positions(self, row: int) -> None:
+    def positions(self, row: int) -> list[list[Tensor]] | None:
         """None: only tokens in the window have a position."""
-        return
+        return None
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
@@ -328,8 +339,16 @@ class PagedKVCache:
             self._recording = False
 
     def status(self) -> list[Tensor]:
-        """What the host learns after a step: int32 free pages [1], fault [1], live tokens [all]."""
+        """What the host learns after a step: int32 free pages [1], fault [1], and for `counts`."""
         return [self.pool.free.left, self.pool.free.fault, self._lengths.view(-1)]
+
+    def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots that a step has read, and tokens held after it, [layers, rows, h] each.
+
+        Args:
+            lists: The rest of `status` on the host, [any, layers, rows, h].
+        """
+        return lists[0], lists[0]
 
     @property
     def lists_shape(self) -> tuple[int, int, int]:
@@ -380,7 +399,11 @@ class PagedKVCache:
         )
         self.pool.changed()
 
-    def _tables_and_exponents(self) -> list[Tensor]:
+    def _row_tensors(self) -> list[Tensor]:
+        """What else a row holds, [layers, rows, ...]."""
+        return [self._lengths, self._rings]
+
+    def _place_tensors(self) -> list[Tensor]:
         """What has an entry for each place, [layers, rows, h, p, ...]."""
         return [x for x in (self._tables, self._exponents) if x is not None]
 
@@ -431,16 +454,16 @@ class PagedSnapshot:
         self._cache = cache
         self._pages = cache._held(row)
         places = int(cache._pages(cache._lengths[:, row]).max())
-        self._state = [x[:, row].clone() for x in (cache._lengths, cache._rings)]
-        self._tables = [x[:, row, :, :places].clone() for x in cache._tables_and_exponents()]
+        self._state = [x[:, row].clone() for x in cache._row_tensors()]
+        self._tables = [x[:, row, :, :places].clone() for x in cache._place_tensors()]
         cache.pool.share(self._pages)
 
     def restore(self, row: int) -> None:
         """Have an empty row hold the same pages."""
         cache = self._cache
-        for x, stored in zip((cache._lengths, cache._rings), self._state, strict=True):
+        for x, stored in zip(cache._row_tensors(), self._state, strict=True):
             x[:, row] = stored
-        for x, stored in zip(cache._tables_and_exponents(), self._tables, strict=True):
+        for x, stored in zip(cache._place_tensors(), self._tables, strict=True):
             x[:, row, :, : stored.shape[2]] = stored
         cache.pool.share(self._pages)
 

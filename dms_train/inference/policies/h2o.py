@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import PolicyKind, Received, Slots
+from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
 from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy, reduced
 from dms_train.limits import OneOf
@@ -30,24 +30,33 @@ class H2OOptions(ScoredOptions):
 
 
 class H2OPolicy(ScoredPolicy):
-    """State: the attention received so far."""
+    """State: the attention received so far.
+
+    Attributes:
+        reduce: As in the options.
+    """
 
     state_width = 1
 
     def __init__(self, options: H2OOptions) -> None:
         super().__init__(options)
-        self._reduce = options.group_reduce
+        self.reduce = options.group_reduce
+
+    def limits(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Tokens that stay now, and how many of them are the newest ones, int64 [b] each."""
+        budget = self.budget(sequences)
+        return budget, budget - budget // 2
 
     def observe(self, slots: Slots, received: Received) -> Tensor:
         """Add what the pass gave."""
-        total = reduced(received.total, self._reduce)
+        total = reduced(received.total, self.reduce)
         return slots.state + total[..., None].to(slots.state)
 
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
         """The least of the tokens that are not recent."""
         assert slots.sequences is not None
-        budget = self.budget(slots.sequences)
-        recent = newest(slots.position, slots.sequences.end, budget - budget // 2)
+        budget, count = self.limits(slots.sequences)
+        recent = newest(slots.position, slots.sequences.end, count)
         score = slots.state[..., 0].masked_fill(recent, torch.inf)
         return beyond_budget(score, slots.position, budget)[:, :, None]
 

@@ -34,20 +34,29 @@ class ScoredOptions(BudgetOptions):
 
 
 class ScoredPolicy(CachePolicy):
-    """Keeps to a budget after every pass, or after those from the end of the prompt on."""
+    """Keeps to a budget after every pass, or after those from the end of the prompt on.
+
+    Attributes:
+        streams: Whether it is after every pass, `prefill=stream`.
+    """
 
     scored = True
     settles = False
 
     def __init__(self, options: ScoredOptions) -> None:
         self._options = options
-        self.shareable = options.fixed and options.prefill == STREAM
+        self.streams = options.prefill == STREAM
+        self.shareable = options.fixed and self.streams
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
         """With `stream`, the tokens of the budget at first and then one."""
         if self._options.prefill == DENSE:
             return max(1, request.prompt - computed)
         return max(1, self._options.first_tokens(request) - computed)
+
+    def most_tokens(self, longest: int) -> int:
+        """Most tokens that stay of a sequence of at most `longest`."""
+        return self._options.most_tokens(longest)
 
     def budget(self, sequences: Sequences) -> Tensor:
         """Tokens that stay now, int64 [b]; all of them inside a prompt that is computed densely."""

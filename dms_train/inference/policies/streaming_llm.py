@@ -15,7 +15,14 @@ from typing import Annotated
 from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import CachePolicy, Moved, PolicyKind, RequestSizes, Slots
+from dms_train.inference.policies.base import (
+    CachePolicy,
+    Moved,
+    PolicyKind,
+    RequestSizes,
+    Sequences,
+    Slots,
+)
 from dms_train.inference.policies.budget import GROWING, BudgetOptions
 from dms_train.limits import AtLeast, OneOf
 from dms_train.method.base import MethodSpec
@@ -38,12 +45,17 @@ class StreamingLLMOptions(BudgetOptions):
 
 
 class StreamingLLMPolicy(CachePolicy):
-    """Keeps the first tokens and the last ones, the query's own among them."""
+    """Keeps the first tokens and the last ones, the query's own among them.
+
+    Attributes:
+        moves: Whether the first tokens are read at other positions.
+    """
 
     settles = False
 
     def __init__(self, options: StreamingLLMOptions) -> None:
         self._options = options
+        self.moves = options.positions == CACHE
         self.shareable = options.fixed
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
@@ -54,24 +66,25 @@ class StreamingLLMPolicy(CachePolicy):
 
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
         """Whether a token is neither among the first nor among the last ones."""
-        first, last = (count[:, None, None, None] for count in self._parts(slots))
+        assert slots.sequences is not None
+        first, last = (count[:, None, None, None] for count in self.limits(slots.sequences))
         position = slots.position[:, :, None, :]
         return (at[:, None, :, None] - position >= last) & (position >= first)
 
     def moved(self, slots: Slots, at: Tensor) -> Moved | None:
         """The first tokens, by as many positions as there are tokens missing behind them."""
-        if self._options.positions == ORIGINAL:
+        if not self.moves:
             return None
         position = slots.position[:, 0, None]  # alike for all KV heads
         read = (position >= 0) & (position <= at[:, :, None]) & ~self.expired(slots, at)[:, 0]
-        first = self._parts(slots)[0][:, None, None]
+        assert slots.sequences is not None
+        first = self.limits(slots.sequences)[0][:, None, None]
         sinks = (slots.position >= 0) & (slots.position < first)
         return Moved(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
 
-    def _parts(self, slots: Slots) -> tuple[Tensor, Tensor]:
+    def limits(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """How many of the first and of the last tokens stay, int64 [b] each."""
-        assert slots.sequences is not None
-        budget = self._options.tokens(slots.sequences)
+        budget = self._options.tokens(sequences)
         last = (budget - self._options.sinks).clamp(min=1)
         return budget - last, last
 

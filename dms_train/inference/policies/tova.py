@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import PolicyKind, Received, Slots
+from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
 from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy
 from dms_train.limits import OneOf
@@ -35,18 +35,27 @@ class TOVAOptions(ScoredOptions):
 
 
 class TOVAPolicy(ScoredPolicy):
-    """State: the attention of the newest query."""
+    """State: the attention of the newest query.
+
+    Attributes:
+        scope: As in the options.
+    """
 
     state_width = 1
 
     def __init__(self, options: TOVAOptions) -> None:
         super().__init__(options)
-        self._scope, self._protect_last = options.scope, options.protect_last
+        self.scope, self._protected = options.scope, int(options.protect_last)
+
+    def limits(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Tokens that stay now, and how many of the newest ones in any case, int64 [b] each."""
+        budget = self.budget(sequences)
+        return budget, torch.full_like(budget, self._protected)
 
     def observe(self, slots: Slots, received: Received) -> Tensor:
         """Replace the scores."""
         score = received.newest.mean(2)
-        if self._scope == LAYER:
+        if self.scope == LAYER:
             score = self._by_position(slots.position, score)
         return score[..., None].to(slots.state)
 
@@ -60,11 +69,10 @@ class TOVAPolicy(ScoredPolicy):
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
         """The least attended tokens."""
         assert slots.sequences is not None
-        score = slots.state[..., 0]
-        if self._protect_last:
-            last = newest(slots.position, slots.sequences.end, 1)
-            score = score.masked_fill(last, torch.inf)
-        return beyond_budget(score, slots.position, self.budget(slots.sequences))[:, :, None]
+        budget, protected = self.limits(slots.sequences)
+        last = newest(slots.position, slots.sequences.end, protected)
+        score = slots.state[..., 0].masked_fill(last, torch.inf)
+        return beyond_budget(score, slots.position, budget)[:, :, None]
 
 
 POLICY = PolicyKind(TOVAOptions, lambda options, spec: TOVAPolicy(options))

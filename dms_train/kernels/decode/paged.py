@@ -20,7 +20,9 @@ from torch import Tensor
 
 from dms_train.method.base import MethodSpec
 
-NEVER, ALWAYS, EVICTION_CHANNEL, SIGNAL = range(4)  # where decisions come from
+NEVER, ALWAYS, EVICTION_CHANNEL, SIGNAL, CHOSEN = range(5)  # where decisions come from
+OLDEST, SUMMED, LEAST = range(3)  # which token of a KV list leaves after a step
+MEAN, MAXIMUM, SUM = range(3)  # how query heads make one score
 OUT_OF_PAGES, LIST_FULL = 1, 2  # bits of FreePages.fault
 FP8 = torch.float8_e4m3fn
 
@@ -68,9 +70,11 @@ class PagedCache(NamedTuple):
         table: int32 [r, h, p], page numbers.
         lengths: int32 [r, h], live slots.
         ring: int32 [r, h, w + 1]; token t lies in slot `ring[t % (w + 1)] // 2`. If the entry is
-            odd, t is evicted when it leaves the window. Only the last w + 1 tokens are in it.
+            odd, t is evicted when it leaves the window. Only the last w + 1 tokens are in it. With
+            CHOSEN, w is 0, and an odd entry is `2 * slot + 1` of any token that is evicted.
         exponents: int8 [r, h, p, 2] for FP8 pages: a stored key is `key * 2**-e`, likewise a value.
         free: Where new pages come from.
+        positions: int32 [r, h, p * s], of the token in each slot; None if they are not kept.
     """
 
     pages: Tensor
@@ -79,6 +83,7 @@ class PagedCache(NamedTuple):
     ring: Tensor
     exponents: Tensor | None
     free: FreePages
+    positions: Tensor | None = None
 
     @property
     def page_slots(self) -> int:
@@ -90,8 +95,8 @@ class Decisions(NamedTuple):
     """Where eviction decisions come from.
 
     Attributes:
-        source: NEVER, ALWAYS (a plain window), EVICTION_CHANNEL (a query channel) or SIGNAL (given
-            bits).
+        source: NEVER, ALWAYS (a plain window), EVICTION_CHANNEL (a query channel), SIGNAL (given
+            bits) or CHOSEN (a kernel of `triton_choose`, after the step before).
         shift: Distance from a token to the decision that governs it, 0 .. w + 1.
         channel: The borrowed channel of the first query head of a group, 0 .. d - 1.
         scale: Factor on the borrowed activation.
@@ -120,6 +125,27 @@ class Decisions(NamedTuple):
             clear=True,
             clear_after_rope=spec.clear_after_rope,
         )
+
+
+class Choice(NamedTuple):
+    """Which token of a KV list leaves after a step; of equal scores, the latest one.
+
+    Attributes:
+        kind: SUMMED: the lowest sum of attention received, if there are more than `limit` tokens,
+            but none of the newest `recent` ones. LEAST: likewise, by the attention of the newest
+            query alone. OLDEST: the first token from position `limit` on, once `recent` tokens
+            follow it with the next one.
+        limit: Integers [b].
+        recent: Integers [b].
+        reduce: How query heads make one score: MEAN, MAXIMUM or SUM.
+        together: Whether all KV heads have one score, and the same positions in the same slots.
+    """
+
+    kind: int
+    limit: Tensor
+    recent: Tensor
+    reduce: int = MEAN
+    together: bool = False
 
 
 class Step(NamedTuple):

@@ -7,10 +7,16 @@ from torch import Tensor
 
 from dms_train.kernels.decode.paged import (
     ALWAYS,
+    CHOSEN,
     FP8,
     LIST_FULL,
+    MAXIMUM,
+    MEAN,
     NEVER,
+    OLDEST,
     OUT_OF_PAGES,
+    SUMMED,
+    Choice,
     Decisions,
     PagedCache,
     Step,
@@ -47,10 +53,12 @@ def append(step: Step, cache: PagedCache, rule: Decisions) -> Tensor:
     key = rotate(step.key, step.cos[:, None], step.sin[:, None])
     for i, row in enumerate(step.rows.tolist()):
         for head in range(h if row >= 0 else 0):
-            marked = rule.source == ALWAYS or bool(marks[i, head])
+            marked = rule.source == ALWAYS or (rule.source != CHOSEN and bool(marks[i, head]))
             claim = _claim(cache, row, head, (int(step.position[i]), marked), rule)
             if claim is not None:
                 _store(cache, row, head, claim, torch.stack([key[i, head], step.value[i, head]]))
+                if cache.positions is not None:
+                    cache.positions[row, head, claim[0]] = int(step.position[i])
     return query.view(b, heads, d)
 
 
@@ -173,6 +181,63 @@ def attend(query: Tensor, cache: PagedCache, rows: Tensor, scale: float) -> Tens
             if len(key):
                 output[i, head] = (grouped[i, head] @ key.T * scale).softmax(-1) @ value
     return output.view(b, heads, d)
+
+
+def choose(
+    cache: PagedCache,
+    choice: Choice,
+    step: Step,
+    query: Tensor,
+    scale: float,
+    scores: Tensor,
+) -> None:
+    """Mark the token of each KV list that leaves after a step, if any.
+
+    Args:
+        cache: With positions; its ring of one entry is written.
+        choice: Which token.
+        step: Whose tokens were appended last.
+        query: [b, h * g, d] with RoPE.
+        scale: Factor on the products of queries and keys.
+        scores: Float [r, h, s], attention received so far; updated for SUMMED.
+    """
+    assert cache.positions is not None
+    b, heads, d = query.shape
+    h = cache.lengths.shape[1]
+    grouped = query.double().view(b, h, heads // h, d)
+    for i, row in enumerate(step.rows.tolist()):
+        if row < 0:
+            continue
+        weights = [
+            (grouped[i, g] @ live_slots(cache, row, g)[0].T * scale).softmax(-1) for g in range(h)
+        ]
+        for head in range(h):
+            mine = torch.cat(weights) if choice.together else weights[head]
+            received = mine.mean(0) if choice.reduce == MEAN else mine.sum(0)
+            received = mine.amax(0) if choice.reduce == MAXIMUM else received
+            if choice.kind == SUMMED:
+                new = cache.positions[row, head] == int(step.position[i])
+                scores[row, head, new] = 0
+                scores[row, head, : len(received)] += received
+                received = scores[row, head, : len(received)]
+            position = cache.positions[row, head].tolist()
+            slot = _chosen(choice, i, int(step.position[i]), received.tolist(), position)
+            cache.ring[row, head] = 0 if slot is None else 2 * slot + 1
+
+
+def _chosen(
+    choice: Choice, i: int, time: int, score: list[float], position: list[int]
+) -> int | None:
+    """The slot of the token that leaves the KV list of sequence `i`."""
+    limit, recent = int(choice.limit[i]), int(choice.recent[i])
+    held = range(len(score))
+    if choice.kind == OLDEST:
+        due = [s for s in held if limit <= position[s] <= time + 1 - recent]
+        return min(due, key=lambda s: position[s], default=None)
+    free = [s for s in held if position[s] <= time - recent]
+    if len(score) <= limit:
+        return None
+    return min(free, key=lambda s: (score[s], -position[s]), default=None)
 
 
 def live_slots(cache: PagedCache, row: int, head: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.paged import (
     ALWAYS,
+    CHOSEN,
     EVICTION_CHANNEL,
     FP8,
     LIST_FULL,
@@ -28,6 +29,7 @@ from dms_train.kernels.decode.paged import (
 
 _NEVER, _ALWAYS = tl.constexpr(NEVER), tl.constexpr(ALWAYS)
 _EVICTION_CHANNEL, _SIGNAL = tl.constexpr(EVICTION_CHANNEL), tl.constexpr(SIGNAL)
+_CHOSEN = tl.constexpr(CHOSEN)
 _OUT_OF_PAGES, _LIST_FULL = tl.constexpr(OUT_OF_PAGES), tl.constexpr(LIST_FULL)
 
 
@@ -267,8 +269,8 @@ def _rotate_query(
 def _append_kernel(
     query_ptr, key_ptr, value_ptr, signal_ptr, cos_ptr, sin_ptr, position_ptr, rows_ptr,
     rotated_ptr, pages_ptr, table_ptr, length_ptr, ring_ptr, exponent_ptr, numbers_ptr,
-    count_ptr, fault_ptr, holders_ptr, query_norm_ptr, key_norm_ptr, epsilon, query_stride,
-    key_stride, value_stride, angle_stride, places, scale, offset,
+    count_ptr, fault_ptr, holders_ptr, positions_ptr, query_norm_ptr, key_norm_ptr, epsilon,
+    query_stride, key_stride, value_stride, angle_stride, places, scale, offset,
     SOURCE: tl.constexpr, SHIFT: tl.constexpr, CHANNEL: tl.constexpr, CLEAR: tl.constexpr,
     CLEAR_AFTER: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, QUANTISED: tl.constexpr,
@@ -283,7 +285,8 @@ def _append_kernel(
             tl.extra.cuda.gdc_wait()
         return
     HALF: tl.constexpr = D // 2
-    LATE: tl.constexpr = (SOURCE != _NEVER) and (SOURCE != _ALWAYS) and (SHIFT == RING)
+    DECIDES: tl.constexpr = (SOURCE != _NEVER) and (SOURCE != _CHOSEN)
+    LATE: tl.constexpr = DECIDES and (SOURCE != _ALWAYS) and (SHIFT == RING)
     half = tl.arange(0, D_PAD // 2)
     inside = half < HALF
     # no kernel since the step before has written what describes the KV list: read it without a wait
@@ -340,12 +343,14 @@ def _append_kernel(
             holders_ptr, place, page, held, stored, 2 * PAGE * D, 512,
         )  # fmt: skip
     entry = slot * 2
-    if SOURCE != _NEVER:
+    if DECIDES:
         entry += _mark(entry_ptr, time, bit, SHIFT, RING)
     tl.debug_barrier()  # every warp has read the KV list's state
     tl.store(length_ptr + kv_list, length + 1, mask=stored & grown)
     if SOURCE != _NEVER:
         tl.store(entry_ptr + time % RING, entry, mask=stored)
+    if positions_ptr is not None:
+        tl.store(positions_ptr + kv_list * (places * PAGE) + slot, time.to(tl.int32), mask=stored)
     key_1, key_2 = raw_1 * cos - raw_2 * sin, raw_2 * cos + raw_1 * sin
     page_at = pages_ptr + page.to(tl.int64) * (2 * PAGE * D)
     if QUANTISED:
@@ -413,6 +418,7 @@ def append(
         cache.free.left,
         cache.free.fault,
         cache.free.holders,
+        cache.positions,
         None if norms is None else norms.query,
         None if norms is None else norms.key,
         0.0 if norms is None else norms.epsilon,

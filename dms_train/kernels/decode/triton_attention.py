@@ -42,6 +42,18 @@ class Tuning(NamedTuple):
     registers: int | None = None
 
 
+class SlotLogits(NamedTuple):
+    """What a step gives to each slot, from which its weights follow: 2 ** (logit - total).
+
+    Attributes:
+        logits: float32 [b * h, g, at least the longest KV list], scores by base-2 logarithms.
+        totals: float32 [b * h, g], logarithm of the sum of their powers of two.
+    """
+
+    logits: Tensor
+    totals: Tensor
+
+
 class Workspace(NamedTuple):
     """Memory of one step, reused by all layers; fixed addresses for CUDA graphs.
 
@@ -132,6 +144,7 @@ def _merge(
     part_ptr,
     weight_ptr,
     out_ptr,
+    total_ptr,
     count,
     R: tl.constexpr,
     R_PAD: tl.constexpr,
@@ -158,6 +171,9 @@ def _merge(
         total = total * fade[:, None] + tl.sum(parts * factor[:, :, None], 0)
         weight = weight * fade + tl.sum(weights * factor, 0)
         peak = higher
+    if total_ptr is not None:
+        each = tl.arange(0, R_PAD)
+        tl.store(total_ptr + each, peak + tl.log2(weight), mask=each < R)
     output = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0)
     within = tl.arange(0, R_PAD)[:, None] * D + tl.arange(0, D_PAD)[None, :]
     real = (tl.arange(0, R_PAD)[:, None] < R) & (tl.arange(0, D_PAD)[None, :] < D)
@@ -213,14 +229,25 @@ def _power(exponent):
 
 
 @triton.jit
+def _store_logits(logit_ptr, logit_slots, scores, slot, size, R: tl.constexpr, R_PAD: tl.constexpr):
+    """Scores of a tile, [R_PAD, TILE], by query head and slot."""
+    member = tl.arange(0, R_PAD)[:, None]
+    inside = (member < R) & (slot < tl.minimum(size, logit_slots))[None, :]
+    tl.store(logit_ptr + member * logit_slots + slot[None, :], scores, mask=inside)
+
+
+@triton.jit
 def _attend_tiles(
     query,
     pages_ptr,
     list_ptr,
     factor,
+    logit_ptr,
+    logit_slots,
     begin,
     end,
     size,
+    R: tl.constexpr,
     R_PAD: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -253,6 +280,8 @@ def _attend_tiles(
         key = tl.load(key_ptr + channel, mask=inside, other=0.0)
         value = tl.load(key_ptr + PAGE * D + channel, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * factor[:, None]
+        if logit_ptr is not None:
+            _store_logits(logit_ptr, logit_slots, scores, slot, size, R, R_PAD)
         scores = tl.where((slot < size)[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
@@ -271,9 +300,12 @@ def _attend_fp8_tiles(
     list_ptr,
     exponent_ptr,
     factor,
+    logit_ptr,
+    logit_slots,
     begin,
     end,
     size,
+    R: tl.constexpr,
     R_PAD: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -314,6 +346,8 @@ def _attend_fp8_tiles(
         scores = tl.dot(second_query, tl.trans(_second_of(key, ASM)), scores)
         key_e, value_e = (shift << 24) >> 24, shift >> 8
         scores = scores * factor[:, None] * _power(key_e)[None, :]
+        if logit_ptr is not None:
+            _store_logits(logit_ptr, logit_slots, scores, slot, size, R, R_PAD)
         scores += value_e.to(tl.float32)[None, :]
         scores = tl.where((slot < size)[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
@@ -353,10 +387,13 @@ def _decode_kernel(
     part_ptr,
     weight_ptr,
     arrived_ptr,
+    logit_ptr,
+    total_ptr,
     scale,
     kv_lists,
     heads,
     places,
+    logit_slots,
     KV_LISTS: tl.constexpr,
     R: tl.constexpr,
     R_PAD: tl.constexpr,
@@ -387,25 +424,31 @@ def _decode_kernel(
         stop = tl.minimum(last, end)
         query_at = query_ptr + kv_list * (R * D) + member * D + channel
         list_ptr = table_ptr + list_index * places
+        logit_at = None
+        if logit_ptr is not None:
+            logit_at = logit_ptr + kv_list.to(tl.int64) * (R * logit_slots)
         if QUANTISED:
             first_query, second_query, power = _halved_query(query_at, real, R_PAD, D_PAD)
             sums, peak, weight = _attend_fp8_tiles(
                 first_query, second_query, pages_ptr, list_ptr, exponent_ptr + list_index * places,
-                scale * power, at - first, stop - first, size,
-                R_PAD, D, D_PAD, PAGE, TILE, STAGES, ASM,
+                scale * power, logit_at, logit_slots, at - first, stop - first, size,
+                R, R_PAD, D, D_PAD, PAGE, TILE, STAGES, ASM,
             )  # fmt: skip
         else:
             query = tl.load(query_at, mask=real, other=0.0)
             factor = tl.full([R_PAD], scale, tl.float32)
             sums, peak, weight = _attend_tiles(
-                query, pages_ptr, list_ptr, factor, at - first, stop - first, size,
-                R_PAD, D, D_PAD, PAGE, TILE, STAGES,
+                query, pages_ptr, list_ptr, factor, logit_at, logit_slots, at - first, stop - first,
+                size, R, R_PAD, D, D_PAD, PAGE, TILE, STAGES,
             )  # fmt: skip
         out_at = out_ptr + kv_list * (R * D)
         within = member * D + channel
         if (at == first) & (stop == last):
             output = tl.where(weight[:, None] > 0, sums / weight[:, None], 0.0)
             tl.store(out_at + within, output.to(out_ptr.dtype.element_ty), mask=real)
+            if total_ptr is not None:
+                each = tl.arange(0, R_PAD)
+                tl.store(total_ptr + kv_list * R + each, peak + tl.log2(weight), mask=each < R)
         else:
             # program + KV list grows by one from part to part, within a KV list and across
             part = (tl.program_id(0) + kv_list).to(tl.int64)
@@ -423,6 +466,7 @@ def _decode_kernel(
                     part_ptr + part * (R * D),
                     weight_ptr + part * (2 * R),
                     out_at,
+                    None if total_ptr is None else total_ptr + kv_list * R,
                     count,
                     R,
                     MERGED,
@@ -441,6 +485,7 @@ def attend(
     scale: float,
     memory: Workspace,
     output: Tensor | None = None,
+    logits: SlotLogits | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the live slots, float32 inside.
 
@@ -453,6 +498,7 @@ def attend(
         scale: Factor on the scores.
         memory: Made for such queries.
         output: Where the result goes; None makes a tensor.
+        logits: Where scores go; None for nowhere. Those behind a KV list stay as they are.
 
     Returns:
         [b, h * g, d].
@@ -475,10 +521,13 @@ def attend(
         memory.parts,
         memory.weights,
         memory.arrived,
+        None if logits is None else logits.logits,
+        None if logits is None else logits.totals,
         scale * _LOG2E,
         b * h,
         h,
         cache.table.shape[-1],
+        0 if logits is None else logits.logits.shape[-1],
         KV_LISTS=triton.next_power_of_2(b * h),
         R=group,
         R_PAD=max(16, triton.next_power_of_2(group)),

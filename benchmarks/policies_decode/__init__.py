@@ -1,0 +1,1 @@
+"""Decode steps of cache policies with equal budgets."""

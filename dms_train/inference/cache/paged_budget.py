@@ -1,0 +1,458 @@
+"""The paged cache for policies with a budget: H2O, TOVA, SnapKV and StreamingLLM.
+
+Generated tokens are stored and attended by the kernels of `PagedKVCache`. After the attention of a
+layer, one more kernel chooses the token of each KV list that leaves; the next token takes its slot.
+Inside and at the end of a prompt the policy's own hooks decide, in torch operations, and the tokens
+that stay move to the front of their KV lists.
+
+Positions and scores of the slots are kept by KV list and not by page, so that KV lists that share
+pages have their own.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, s slots,
+m recent queries, d head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.base import Attended
+from dms_train.inference.cache.compact import join, received
+from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.inference.cache.interface import AttentionStep
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.policies.base import (
+    Arrival,
+    CachePolicy,
+    Received,
+    RequestSizes,
+    Sequences,
+    Slots,
+)
+from dms_train.inference.policies.h2o import H2OPolicy
+from dms_train.inference.policies.scored import ScoredPolicy
+from dms_train.inference.policies.snapkv import SnapKVPolicy
+from dms_train.inference.policies.streaming_llm import StreamingLLMPolicy
+from dms_train.inference.policies.tova import LAYER, TOVAPolicy
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.decode.paged import (
+    CHOSEN,
+    LEAST,
+    MAXIMUM,
+    MEAN,
+    NEVER,
+    OLDEST,
+    SUM,
+    SUMMED,
+    Choice,
+    Decisions,
+    HeadNorms,
+    PagedCache,
+    Step,
+)
+from dms_train.kernels.decode.slots import attend_slots
+from dms_train.method.base import MethodSpec
+
+_REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
+_QUERIES = 512  # of a prompt whose scores are held at a time
+_SCORES = 2**26  # numbers of them, at most
+
+
+def supported(policy: CachePolicy) -> bool:
+    """Whether this cache serves a policy."""
+    if type(policy) is StreamingLLMPolicy:
+        return not policy.moves
+    return type(policy) in (H2OPolicy, TOVAPolicy, SnapKVPolicy)
+
+
+class BudgetPagedCache(PagedKVCache):
+    """A paged cache whose KV lists keep to the budget of a policy.
+
+    Args:
+        pool: As for `PagedKVCache`, in the dtype of the model.
+        policy: One that is `supported`.
+        layers: Attention layers.
+        rows: Sequences held at the same time.
+        heads: KV heads, and query heads of each of them.
+        longest: Most tokens of a sequence.
+    """
+
+    captures_prompts = False  # the host chooses how much memory they take
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        policy: CachePolicy,
+        *,
+        layers: int,
+        rows: int,
+        heads: tuple[int, int],
+        longest: int,
+    ) -> None:
+        h, group = heads
+        super().__init__(pool, policy, layers=layers, rows=rows, heads=h, longest=longest)
+        self._scored = isinstance(policy, ScoredPolicy)  # evicts after the attention
+        streams = type(policy) is StreamingLLMPolicy
+        self.decodes_prompts = policy.streams if isinstance(policy, ScoredPolicy) else streams
+        put: dict[str, Any] = {"device": pool.device}
+        lists, slots = (layers, rows, h), self._tables.shape[-1] * pool.page_slots
+        self._positions = torch.zeros(*lists, slots, dtype=torch.int32, **put)
+        self._scores = torch.zeros(*lists, slots if type(policy) is H2OPolicy else 0, **put)
+        # row -1 is for places of a step that are not used
+        self._sizes = torch.zeros(rows + 1, len(RequestSizes._fields), dtype=torch.int64, **put)
+        self._requests = [RequestSizes(0, 0, 0)] * rows
+        self._recent = policy.recent_queries
+        shape = (layers, rows + 1, self._recent, h, group, pool.pages.shape[-1])
+        self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
+        self._query_places: tuple[Tensor, Tensor]  # of the step that is computed
+        self._chooser: Any = importlib.import_module("dms_train.kernels.decode.triton_choose")
+        self._choice: Choice | None = None  # of the step that is computed
+        self._inside = [False]  # its sequences whose prompts decide
+        self._logits: Any = None
+        if isinstance(policy, ScoredPolicy):
+            most = min(slots, policy.most_tokens(longest) + 1)
+            queries = ((1 << (rows - 1).bit_length()) * h, group)
+            self._logits = decode.kernels()[1].SlotLogits(
+                torch.zeros(*queries, most, **put), torch.zeros(queries, **put)
+            )
+
+    @staticmethod
+    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
+        """That of prompts, which are stored whole before anything is evicted."""
+        return Decisions(NEVER), 0
+
+    def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
+        rule = super()._rule_of(spec, head_size)
+        return rule if type(self.policy) is SnapKVPolicy else rule._replace(source=CHOSEN)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of what describes the rows."""
+        own = [self._positions, self._scores, self._queries, *(self._logits or ())]
+        return int(super().table_bytes + sum(x.numel() * x.itemsize for x in own))
+
+    def view(self, layer: int) -> PagedCache:
+        """One layer as the kernels see it."""
+        return super().view(layer)._replace(positions=self._positions[layer])
+
+    def status(self) -> list[Tensor]:
+        """As for `PagedKVCache`; odd entries of rings are evicted tokens."""
+        return [*super().status(), *([self._rings.view(-1)] if self._scored else [])]
+
+    def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """As for `PagedKVCache`; scored tokens are evicted after they were read."""
+        return lists[0], lists[0] - lists[1] % 2 if self._scored else lists[0]
+
+    def live(self, rows: Tensor) -> Tensor:
+        """Live tokens, int64 [layers, b, h]."""
+        lengths = self._lengths[:, rows].long()
+        return lengths - self._rings[:, rows, :, 0] % 2 if self._scored else lengths
+
+    def held_slots(self, rows: Tensor) -> Tensor:
+        """Slots of the pages held, int64 [layers, b, h]."""
+        return self._pages(self._lengths[:, rows].long()) * self.pool.page_slots
+
+    def positions(self, row: int) -> list[list[Tensor]]:
+        """Positions of the live tokens of a row by layer and head, each int64 [live] on the CPU."""
+        at, rows = [], torch.tensor([row], device=self.pool.device)
+        for layer in range(len(self._lengths)):
+            position = self._stored_positions(layer, rows)
+            slot = torch.arange(position.shape[-1], device=position.device)
+            if self._scored:
+                position = position.masked_fill(2 * slot + 1 == self._rings[layer, rows], -1)
+            at.append([head[head >= 0].sort().values.cpu() for head in position[0]])
+        return at
+
+    def most_copies(self, row: int, tokens: int) -> int:
+        """Shared pages of a row; the last token of a prompt may rewrite all of them."""
+        return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
+
+    def assign(self, row: int, sizes: RequestSizes) -> None:
+        """A request, or its next turn, takes a row; what the row holds stays."""
+        self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
+        self._requests[row] = sizes
+        if type(self.policy) is StreamingLLMPolicy and int(self._lengths[0, row, 0]):
+            rows = torch.tensor([row], device=self.pool.device)
+            for layer in range(len(self._lengths)):  # another budget may keep what was to leave
+                self._mark_oldest(layer, rows)
+
+    def free(self, rows: Tensor) -> None:
+        """Give back all pages of these rows, int64 [b]."""
+        super().free(rows)
+        self._rings[:, rows] = 0
+
+    def _row_tensors(self) -> list[Tensor]:
+        return [*super()._row_tensors(), self._queries]
+
+    def _place_tensors(self) -> list[Tensor]:
+        size = self.pool.page_slots
+        own = [x for x in (self._positions, self._scores) if x.numel()]
+        return [*super()._place_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
+
+    def step(self, layer: int, step: AttentionStep) -> Attended:
+        """As for `PagedKVCache`; tokens of prompts wait for the host."""
+        if self._recording:
+            return self._decode(layer, step)
+        if layer == 0:
+            self._inside = self._prompts_of(step)
+        if all(self._inside):
+            return self._prompt(layer, step)
+        if not any(self._inside):
+            return self._decode(layer, step)
+        output, reads = torch.empty_like(step.query.flatten(2, 3).transpose(1, 2)), None
+        inside = torch.tensor(self._inside, device=step.rows.device)
+        reads = torch.zeros(len(inside), self._lengths.shape[2], dtype=torch.int64).to(
+            inside.device
+        )
+        for compute, those in ((self._decode, ~inside), (self._prompt, inside)):
+            done = compute(layer, _some(step, those.nonzero()[:, 0]))
+            output[those], reads[those] = done.output, done.reads
+        return Attended(output, reads)
+
+    def _prompts_of(self, step: AttentionStep) -> list[bool]:
+        """Which sequences have more than one token, or a prompt at whose end tokens are chosen."""
+        b, n = step.position.shape
+        if n > 1 or self.decodes_prompts:
+            return [n > 1] * b
+        at = zip(step.rows.tolist(), step.position[:, 0].tolist(), strict=True)
+        return [position < self._requests[row].prompt for row, position in at]
+
+    def _append_and_attend(
+        self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
+    ) -> Tensor:
+        cache, b, d = self.view(layer), len(token.rows), token.query.shape[-1]
+        append, attend = decode.kernels()
+        rotated = append.append(token, cache, rule, norms=norms)
+        if layer == 0:
+            self._choice = self._choice_of(token)
+            if self._recent:
+                self._query_places = token.rows.long(), token.position.long() % self._recent
+        if self._recent:
+            newest = rotated.view(b, *self._queries.shape[3:])
+            self._queries[layer].index_put_(self._query_places, newest)
+        if b not in self._memory:
+            self._memory[b] = attend.workspace(rotated, cache)
+        logits = None
+        if self._logits is not None:
+            lists = b * self._lengths.shape[2]
+            logits = attend.SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
+        output: Tensor = attend.attend(
+            rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits
+        )
+        if self._choice is not None:
+            scores = self._scores[layer] if self._scores.numel() else None
+            self._chooser.choose(
+                cache, self._choice, token.rows, token.position, logits=logits, scores=scores
+            )
+        return output
+
+    def _choice_of(self, token: Step) -> Choice | None:
+        """Which tokens leave after a step; None for none."""
+        policy, end = self.policy, token.position.long() + 1
+        if isinstance(policy, StreamingLLMPolicy):  # it decides before the next token is attended
+            return Choice(OLDEST, *policy.limits(self._sequences(token.rows, end, end + 1)))
+        sequences = self._sequences(token.rows, end - 1, end)
+        if isinstance(policy, H2OPolicy):
+            return Choice(SUMMED, *policy.limits(sequences), _REDUCTIONS[policy.reduce])
+        if isinstance(policy, TOVAPolicy):
+            return Choice(LEAST, *policy.limits(sequences), together=policy.scope == LAYER)
+        return None
+
+    def _sequences(
+        self, rows: Tensor, start: Tensor, end: Tensor, query: Tensor | None = None
+    ) -> Sequences:
+        """What a policy may know of a pass over these rows."""
+        prompt, limit, seed = self._sizes[rows.long()].unbind(1)
+        layers = len(self._lengths)
+        return Sequences(layers, start, end, prompt, limit, seed, {}, query)
+
+    def _prompt(self, layer: int, step: AttentionStep) -> Attended:
+        """Tokens after which the policy's hooks decide."""
+        query, arrival = step.rotated_by_kernel()
+        if isinstance(self.policy, StreamingLLMPolicy):
+            n = range(0, query.shape[2], _QUERIES)
+            parts = [
+                self._stream(layer, step.rows, query[:, :, i : i + _QUERIES], _part(arrival, i))
+                for i in n
+            ]
+            output = torch.cat([part.output for part in parts], 2)
+            return Attended(output, torch.stack([part.reads for part in parts]).sum(0))
+        self._close(layer, step.rows)
+        before = self._lengths[layer, step.rows]
+        done = self._prefill(layer, step.rows, query, arrival, begins=step.begins)
+        self._note(layer, step.rows, before, query, arrival.position)
+        self._evict(layer, step.rows, query, arrival.position)
+        return done
+
+    def _note(
+        self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
+    ) -> None:
+        """Keep positions of tokens that were stored behind `before` [b, h], and queries."""
+        most = int(self._lengths[layer, rows].max())
+        column = torch.arange(most, dtype=torch.int32, device=before.device)
+        behind = column - before[..., None]
+        new = (behind >= 0) & (behind < (position >= 0).sum(1)[:, None, None])
+        known = self._positions[layer, rows, :, :most]
+        arrived = (position[:, :1, None] + behind).int()
+        self._positions[layer, rows, :, :most] = torch.where(new, arrived, known)
+        if self._scores.numel():
+            known = self._scores[layer, rows, :, :most]
+            self._scores[layer, rows, :, :most] = known.masked_fill(new, 0)
+        if m := self._recent:
+            last = (position >= 0) & (position > position.amax(1, keepdim=True) - m)
+            b, n = last.nonzero(as_tuple=True)
+            newest = query.transpose(1, 2)[b, n].view(-1, *self._queries.shape[3:])
+            self._queries[layer][rows[b], position[b, n] % m] = newest.to(self._queries.dtype)
+
+    def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
+        """The newest queries [b, h, m, r, d], 0 where there were fewer."""
+        m = self._recent
+        if not m:
+            return None
+        at = end[:, None] - m + torch.arange(m, device=end.device)
+        found = self._queries[layer][rows[:, None], at % m]
+        return found.masked_fill((at < 0)[..., None, None, None], 0).transpose(1, 2)
+
+    def _evict(self, layer: int, rows: Tensor, query: Tensor, position: Tensor) -> None:
+        """Drop what the policy does not keep after a part of a prompt that is stored."""
+        end = position.amax(1) + 1
+        start = end - (position >= 0).sum(1)
+        sequences = self._sequences(rows, start, end, self._recent_queries(layer, rows, end))
+        if type(self.policy) is SnapKVPolicy and not bool(sequences.ends_prompt.any()):
+            return
+        slots = self._contents(layer, rows)._replace(sequences=sequences)
+        if self._scored:
+            seen = _received(slots, query, position)
+            slots = slots._replace(state=self.policy.observe(slots, seen))
+            if self._scores.numel():
+                self._scores[layer, rows, :, : slots.state.shape[2]] = slots.state[..., 0]
+        held = slots.position >= 0
+        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        if bool((keep != held).any()):
+            self._fill(layer, rows, slots, keep)
+
+    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+        """A part of a prompt whose queries read what is left at their position."""
+        at = arrival.position
+        end = at.amax(1) + 1
+        sequences = self._sequences(rows, end - (at >= 0).sum(1), end)
+        slots = join(self._contents(layer, rows), arrival)._replace(sequences=sequences)
+        assert slots.key is not None
+        assert slots.value is not None
+        held = slots.position >= 0
+        mask = held[:, :, None] & (slots.position[:, :, None] <= at[:, None, :, None])
+        mask = mask & ~self.policy.expired(slots, at)
+        output, _ = attend_slots(query, slots.key, slots.value, mask[:, :, None])
+        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        self._fill(layer, rows, slots, keep)
+        self._mark_oldest(layer, rows)
+        return Attended(output, mask.sum((2, 3)))
+
+    def _mark_oldest(self, layer: int, rows: Tensor) -> None:
+        """Mark the tokens that StreamingLLM evicts when the next token arrives."""
+        assert isinstance(self.policy, StreamingLLMPolicy)
+        position = self._stored_positions(layer, rows)
+        following = position.amax((1, 2)) + 1
+        limits = self.policy.limits(self._sequences(rows, following, following + 1))
+        first, last = (x[:, None, None] for x in limits)
+        due = (position >= first) & (position <= following[:, None, None] - last)
+        oldest = torch.where(due, position, torch.iinfo(position.dtype).max).argmin(-1)
+        self._rings[layer, rows, :, 0] = torch.where(due.any(-1), 2 * oldest + 1, 0).int()
+
+    def _close(self, layer: int, rows: Tensor) -> None:
+        """Remove the tokens that were evicted after the last step."""
+        entry = self._rings[layer, rows]
+        if not bool((entry % 2).any()):
+            return
+        slots = self._contents(layer, rows)
+        column = torch.arange(slots.position.shape[-1], device=entry.device)
+        self._fill(layer, rows, slots, (slots.position >= 0) & (2 * column + 1 != entry))
+        self._rings[layer, rows] = 0
+
+    def _stored_positions(self, layer: int, rows: Tensor) -> Tensor:
+        """Positions in all slots of the pages in use, int64 [b, h, s]; -1 for empty ones."""
+        lengths = self._lengths[layer, rows]
+        most = max(1, int(self._pages(lengths).max())) * self.pool.page_slots
+        held = torch.arange(most, device=rows.device) < lengths[..., None]
+        return self._positions[layer, rows, :, :most].long().masked_fill(~held, -1)
+
+    def _contents(self, layer: int, rows: Tensor) -> Slots:
+        """The tokens of KV lists by slot; 0 in empty slots."""
+        position = self._stored_positions(layer, rows)
+        places = position.shape[-1] // self.pool.page_slots
+        pages = self.pool.pages[self._tables[layer, rows, :, :places].long()]
+        content = pages.transpose(2, 3).flatten(3, 4)  # [b, h, 2, s, d]
+        content = content.masked_fill((position < 0)[:, :, None, :, None], 0)
+        state = torch.zeros(*position.shape, self.policy.state_width, device=position.device)
+        if self._scores.numel():
+            state = self._scores[layer, rows, :, : position.shape[-1], None]
+            state = state.masked_fill((position < 0)[..., None], 0)
+        return Slots(layer, position, state, content[:, :, 0], content[:, :, 1])
+
+    def _fill(self, layer: int, rows: Tensor, slots: Slots, keep: Tensor) -> None:
+        """Have KV lists hold some tokens, bool [b, h, s], in the order of their positions."""
+        assert slots.key is not None
+        assert slots.value is not None
+        size, before = self.pool.page_slots, self._lengths[layer, rows]
+        counts, lists = keep.sum(-1, dtype=torch.int32), self._lists(layer, rows)
+        more = max(0, int((counts - before).max()))
+        table = self._claim(layer, rows, lists, torch.maximum(counts, before), more)
+        if self.pool.sharing:
+            written = self._place() < self._pages(counts)[..., None]
+            table = self._own(layer, rows, table, written)
+        most = int(counts.max())
+        column = torch.arange(most, device=rows.device)
+        order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)
+        order = order.argsort(-1)[..., :most]
+        inside = column < counts[..., None]
+        page = table.gather(2, (column // size).expand_as(order))[inside].long()
+        offset = (column % size).expand_as(order)[inside]
+        for kind, content in enumerate((slots.key, slots.value)):
+            moved = content.gather(2, order[..., None].expand(-1, -1, -1, content.shape[-1]))
+            self.pool.pages[page, kind, offset] = moved[inside].to(self.pool.pages.dtype)
+        self._positions[layer, rows, :, :most] = slots.position.gather(2, order).int()
+        if self._scores.numel():
+            self._scores[layer, rows, :, :most] = slots.state[..., 0].gather(2, order)
+        self._release(lists, counts.flatten().contiguous())
+
+
+def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
+    """Some sequences of a step, int64 [any]."""
+    fields = ("query", "key", "value", "cos", "sin", "position", "rows")
+    adapter = None
+    if step.adapter is not None:
+        decided = step.adapter()[index]
+        adapter = lambda: decided  # noqa: E731
+    return step._replace(**{x: getattr(step, x)[index] for x in fields}, adapter=adapter)
+
+
+def _part(arrival: Arrival, start: int) -> Arrival:
+    """Tokens of a prompt from `start` on, as many as are computed at a time."""
+    part = slice(start, start + _QUERIES)
+    key, value = arrival.key[:, :, part], arrival.value[:, :, part]
+    return Arrival(arrival.position[:, part], key, value, None)
+
+
+def _received(slots: Slots, query: Tensor, at: Tensor) -> Received:
+    """Attention that slots have received from the queries [b, h * r, n, d] at positions [b, n]."""
+    assert slots.key is not None
+    assert slots.value is not None
+    b, heads, n, _ = query.shape
+    h, s = slots.position.shape[1:]
+    zero = torch.zeros(b, h, heads // h, s, device=query.device)
+    found = Received(zero, zero, zero)
+    block = max(1, min(_QUERIES, _SCORES // (b * heads * s)))
+    for start in range(0, n, block):
+        part = slice(start, start + block)
+        position = slots.position[:, :, None]
+        mask = (position >= 0) & (position <= at[:, None, part, None])
+        weights = attend_slots(query[:, :, part], slots.key, slots.value, mask[:, :, None])[1]
+        some = received(weights, mask)
+        there = (at[:, part] >= 0).any(1)[:, None, None, None]
+        newest = torch.where(there, some.newest, found.newest)
+        found = Received(found.total + some.total, newest, found.squares + some.squares)
+    return found

@@ -1,0 +1,87 @@
+"""Policies with a budget on a GPU: captured steps beside torch operations, forks, preemption."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.policies.registry import build_policy
+from tests.gpu.test_paged_engine import model
+from tests.support import policy_cases as cases
+from tests.support import tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+EVERY = pytest.mark.parametrize(("policy", "own"), cases.POLICIES, ids=cases.IDS)
+
+
+def engine_of(policy: str, own: dict, kernels: str, **how: int) -> InferenceEngine:
+    options = EngineOptions(
+        device="cuda", policy=policy, policy_options=own, kernels=kernels,
+        **{"max_num_seqs": 4, "prefill_chunk": 16} | how,
+    )  # fmt: skip
+    return InferenceEngine(model(None), options)
+
+
+def prompt(length: int) -> list[int]:
+    draw = torch.Generator().manual_seed(length)
+    return torch.randint(0, tiny.VOCAB, (length,), generator=draw).tolist()
+
+
+def drained(engine: InferenceEngine, steps: tuple[int, ...] = ()) -> dict:
+    """Finished requests; before some steps the last sequence loses its cache."""
+    done, step = {}, 0
+    while engine.has_unfinished_requests():
+        step += 1
+        scheduler = engine._scheduler
+        placed = [s for s in scheduler.placed if s.finish_reason is None]
+        if step in steps and placed:
+            victim = max(placed, key=lambda s: s.order)
+            scheduler.remove(victim)
+            scheduler.add(victim)
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    return done
+
+
+@EVERY
+def test_every_pass_equals_the_readable_cache(policy: str, own: dict) -> None:
+    cases.check_scenario(build_policy(policy, own, None), torch.device("cuda"))
+
+
+@EVERY
+@pytest.mark.parametrize("steps", [(), (12, 30)], ids=["plain", "preempted"])
+def test_captured_steps_generate_the_same_tokens(policy: str, own: dict, steps: tuple) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    found = []
+    for kernels in ("auto", "reference"):
+        engine = engine_of(policy, own, kernels)
+        ids = [engine.add_request(prompt(n), greedy) for n in (40, 3, 21, 33, 8)]
+        done = drained(engine, steps)
+        assert isinstance(engine._runner.cache, BudgetPagedCache) == (kernels == "auto")
+        assert engine._runner.cache.used_pages == 0
+        outputs = [done[i].outputs[0] for i in ids]
+        costs = [(o.kv.kv_reads, o.kv.prefill_reads, o.kv.live_tokens) for o in outputs]
+        found.append(([o.token_ids for o in outputs], costs))
+    assert found[0] == found[1]
+
+
+@EVERY
+def test_forks_and_turns_generate_the_same_tokens(policy: str, own: dict) -> None:
+    several = SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = []
+    for kernels in ("auto", "reference"):
+        engine = engine_of(policy, own, kernels)
+        engine.add_request(prompt(37), several)
+        tokens = [o.token_ids for output in drained(engine).values() for o in output.outputs]
+        talk = engine.open_conversation()
+        for length in (25, 9):
+            engine.add_turn(talk, prompt(length), greedy)
+            tokens.append(drained(engine)[talk].outputs[0].token_ids)
+        found.append(tokens)
+    assert found[0] == found[1]

@@ -1,0 +1,44 @@
+"""The benchmark of decode steps under policies, in Triton's interpreter: what it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from benchmarks.policies_decode import __main__ as benchmark
+from dms_train.kernels.decode import kernels as decode
+
+pytestmark = pytest.mark.skipif(
+    not decode.runs_on(torch.device("cpu")), reason="needs triton's interpreter"
+)
+BUDGET, STEPS = 6, 5
+
+
+def test_policies_hold_their_budget_and_dms_grows(tmp_path: Path) -> None:
+    words = ["dms", "snapkv", "tova", "--device", "cpu", "--sequences", "1", "--context", "24"]
+    words += ["--cr", "4", "--steps", str(STEPS), "--output", str(tmp_path)]
+    assert benchmark.main(words) == 0
+    (file,) = tmp_path.glob("*/policies_decode.json")
+    record = json.loads(file.read_text())
+    found = {case["policy"]: case for case in record["cases"]}
+    assert record["budget"] == BUDGET
+    assert found["tova"]["live"] == BUDGET
+    assert found["tova"]["read"] == BUDGET + 1
+    for grows in ("dms", "snapkv"):  # the tokens filled in stay, and all of the steps
+        assert found[grows]["live"] == found[grows]["read"] == BUDGET + STEPS
+    lines = benchmark.table(record).splitlines()
+    assert len(lines) == 4 + 3
+    assert "| 1.000 |" in lines[4]
+
+
+@pytest.mark.parametrize("words", [["lru"], ["dms", "--steps", "2"]])
+def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(words)
+    assert ended.value.code == 2
+    assert words[-1] in capsys.readouterr().err

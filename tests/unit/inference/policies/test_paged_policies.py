@@ -1,0 +1,75 @@
+"""Policies with a budget through the decode kernels: the tokens and costs of the readable cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.policies.registry import build_policy
+from dms_train.kernels.decode import kernels as decode
+from tests.support import policy_cases as cases
+from tests.unit.inference.conftest import random_ids, small_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+LENGTHS = (6, 1, 9)
+
+
+@pytest.mark.parametrize(("policy", "own"), cases.POLICIES, ids=cases.IDS)
+def test_every_pass_equals_the_readable_cache(policy, own):
+    cases.check_scenario(build_policy(policy, own, None), DEVICE)
+
+
+def options(policy, own, **how) -> EngineOptions:
+    how = {"prefill_chunk": 5, "max_num_seqs": 2, "device": DEVICE.type} | how
+    return EngineOptions(policy=policy, policy_options=own, page_slots=4, **how)
+
+
+@pytest.mark.parametrize(
+    ("policy", "own"),
+    [
+        ("streaming_llm", {"cr": 2.0, "sinks": 2}),
+        ("snapkv", {"cr": 2.0, "window": 2, "kernel": 3}),
+        ("h2o", {"cr": 1.5}),
+        ("tova", {"budget": 5}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_engine_continues_with_the_same_tokens(folder, policy, own):
+    """More requests of unequal lengths than rows; tokens, reads and peaks of both caches agree."""
+    found = []
+    for kernels in ("triton", "reference"):
+        directory = folder("llama", small_spec("dms"))
+        engine = InferenceEngine(directory, options(policy, own, kernels=kernels))
+        ids = [engine.add_request(random_ids(n, seed=n), GREEDY) for n in LENGTHS]
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+        assert isinstance(engine._runner.cache, BudgetPagedCache) == (kernels == "triton")
+        assert engine._runner.cache.used_pages == 0
+        outputs = [done[i] for i in ids]
+        found.append(
+            [(o.token_ids, o.kv.kv_reads, o.kv.prefill_reads, o.kv.live_tokens) for o in outputs]
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "how"),
+    [
+        ("h2o", {"budget": 8}, {"cache_dtype": "fp8"}),
+        ("streaming_llm", {"budget": 8, "positions": "cache"}, {"kernels": "triton"}),
+        ("roco", {"budget": 8}, {"kernels": "triton"}),
+    ],
+    ids=["fp8", "moved", "roco"],
+)
+def test_what_the_kernels_do_not_support_is_refused(folder, policy, own, how):
+    with pytest.raises(InferenceError, match=r"kernels=\w+ cache_dtype=\w+: .*Policy"):
+        InferenceEngine(folder("llama", small_spec("dms")), options(policy, own, **how))
