@@ -30,6 +30,18 @@ def beyond_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
     return held & (rank >= limit)
 
 
+def beyond_shared_budget(score: Tensor, position: Tensor, budget: Tensor) -> Tensor:
+    """`beyond_budget` where the KV heads of a layer have their budgets, int64 [b], together.
+
+    Of equal scores the lower position stays, and of equal positions the lower head.
+    """
+    h = position.shape[1]
+    head = torch.arange(h, device=position.device)[:, None]
+    place = torch.where(position >= 0, position * h + head, -1)
+    beyond = beyond_budget(score.flatten(1)[:, None], place.flatten(1)[:, None], budget * h)
+    return beyond.view_as(position)
+
+
 def newest(position: Tensor, end: Tensor, count: Tensor | int) -> Tensor:
     """The last `count` tokens of each sequence, bool [b, h, s].
 

@@ -28,13 +28,14 @@ from dms_train.inference.policies.base import (
 )
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.calibration import BINARY, GRADIENT, temperature, top_p
-from dms_train.inference.policies.eviction import beyond_budget, newest
+from dms_train.inference.policies.eviction import beyond_budget, beyond_shared_budget, newest
 from dms_train.inference.policies.r_kv import combined, redundancy
 from dms_train.inference.policies.scored import due
 from dms_train.inference.policies.snapkv import window_logits
 from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
 
 VANILLA, SNAPKV, R_KV = "vanilla", "snapkv", "r_kv"
+PER_HEAD, HEAD_SETS, PER_LAYER, LAYER_SETS = "ha", "hs", "la", "ls"
 NOTHING, FIXED_BUDGET, MULTI_TO_ONE = "none", "fixed_budget", "multi_to_one"
 _TEMPERATURE = "temperature"
 _HIDDEN, _VOTES, _ATTENTION = range(3)  # numbers of the state
@@ -52,6 +53,9 @@ class HardKVOptions(BudgetOptions):
         window: Last queries that vote; their tokens are always read.
         sinks: First tokens that are always read.
         interval: Generated tokens between two selections.
+        layout: What the KV heads of a layer may have for themselves (appendix B.2): `ha`, tokens
+            and their number; `hs`, tokens, of which the heads hold their budgets together; `la`,
+            nothing, where layers differ in number; `ls`, nothing, and as many as the budget.
         solver: Of the temperature: `gradient` or `binary`. Solved at a request's first selection.
         kernel: Neighbouring tokens of `snapkv`, an odd number.
         importance: Weight of the attention in `r_kv`.
@@ -66,6 +70,7 @@ class HardKVOptions(BudgetOptions):
     window: Annotated[int, AtLeast(1), Below(2**16)] = 32
     sinks: Annotated[int, AtLeast(0)] = 1
     interval: Annotated[int, AtLeast(1), Below(2**31)] = 128
+    layout: Annotated[str, OneOf(PER_HEAD, HEAD_SETS, PER_LAYER, LAYER_SETS)] = PER_HEAD
     solver: Annotated[str, OneOf(GRADIENT, BINARY)] = GRADIENT
     kernel: Annotated[int, AtLeast(1)] = 7
     importance: Annotated[float, Share()] = 0.07
@@ -96,15 +101,17 @@ class HardKVPolicy(CachePolicy):
         """Where a selection is due and the budget is reached, count the votes."""
         sequences = slots.sequences
         assert sequences is not None
-        held = (slots.position >= 0).sum(-1)
         selects = due(sequences, self._options.interval)[:, None]
-        selects = selects & (held >= self._options.tokens(sequences)[:, None])
+        selects = selects & (self._held(slots) >= self._options.tokens(sequences)[:, None])
         if not bool(selects.any()):
             return slots.state
-        free = (slots.position >= 0) & ~self._forced(slots, sequences)
+        forced = self._forced(slots, sequences)
+        free = (slots.position >= 0) & ~forced
         votes, attention = self._votes(slots, sequences, free, selects)
-        hidden = (free & (votes == 0)).to(votes)
-        fresh = torch.stack([hidden, votes, attention], -1).to(slots.state)
+        hidden = free & (votes == 0)
+        if self._options.layout in (HEAD_SETS, LAYER_SETS):
+            hidden = self._beyond(votes.masked_fill(forced, torch.inf), slots, sequences)
+        fresh = torch.stack([hidden.to(votes), votes, attention], -1).to(slots.state)
         return torch.where(selects[..., None, None], fresh, slots.state)
 
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
@@ -113,13 +120,16 @@ class HardKVPolicy(CachePolicy):
         assert sequences is not None
         budget = self._options.tokens(sequences)
         most = (self._options.exact(sequences) * self._options.upper).long()
-        held = slots.position >= 0
-        count = held.sum(-1)
+        count = self._held(slots)
         full = due(sequences, self._options.interval)[:, None] & (count >= budget[:, None])
         full = full & (count + self._options.interval > most[:, None])
-        forced = self._forced(slots, sequences)
-        score = slots.state[..., _VOTES].masked_fill(forced, torch.inf)
-        evicted = beyond_budget(score, slots.position, budget) | (held & (score == 0))
+        if self._options.layout in (HEAD_SETS, LAYER_SETS):
+            evicted = slots.state[..., _HIDDEN] > 0
+        else:
+            forced = self._forced(slots, sequences)
+            score = slots.state[..., _VOTES].masked_fill(forced, torch.inf)
+            evicted = self._beyond(score, slots, sequences)
+            evicted = evicted | ((slots.position >= 0) & (score == 0))
         return (evicted & full[..., None])[:, :, None]
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
@@ -129,6 +139,18 @@ class HardKVPolicy(CachePolicy):
         prompt = (sequences.start < sequences.prompt)[:, None, None]
         read = (slots.state[..., _HIDDEN] == 0) | prompt
         return read[:, :, None].expand(-1, -1, query.shape[2], -1)
+
+    def _held(self, slots: Slots) -> Tensor:
+        """Tokens of every KV list, [b, h]; their mean over the heads where these share budgets."""
+        count = (slots.position >= 0).sum(-1)
+        if self._options.layout == HEAD_SETS:
+            count = count.double().mean(1, keepdim=True).expand_as(count)
+        return count
+
+    def _beyond(self, score: Tensor, slots: Slots, sequences: Sequences) -> Tensor:
+        """What the budget of a list, or that of the heads together, does not leave, [b, h, s]."""
+        leaves = beyond_shared_budget if self._options.layout == HEAD_SETS else beyond_budget
+        return leaves(score, slots.position, self._options.tokens(sequences))
 
     def _forced(self, slots: Slots, sequences: Sequences) -> Tensor:
         """The first and the newest tokens, within the budget, bool [b, h, s]."""
@@ -157,6 +179,8 @@ class HardKVPolicy(CachePolicy):
         tau = self._temperature(sequences, logits, shifted, real, selects)
         named, _, _ = top_p(shifted / tau, self._options.p)
         votes = (named & ~outside & real).sum(2).to(logits.dtype)
+        if self._options.layout in (PER_LAYER, LAYER_SETS):
+            votes = votes.sum(1, keepdim=True).expand_as(votes)  # the heads hold the same tokens
         attention = (logits.softmax(-1) * ~outside * real).sum(2) / real.sum(2).clamp(min=1)
         back = torch.empty_like(votes)
         return back.scatter(-1, order, votes), back.scatter(-1, order, attention)

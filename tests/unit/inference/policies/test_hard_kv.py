@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.cache.compact import merged
-from dms_train.inference.policies.base import RequestSizes, Sequences, Slots
+from dms_train.inference.cache.compact import CompactCache, merged
+from dms_train.inference.cache.dense import DenseCache
+from dms_train.inference.cache.pool import PagePool
+from dms_train.inference.policies.base import (
+    Arrival,
+    CachePolicy,
+    RequestSizes,
+    Sequences,
+    Slots,
+)
 from dms_train.inference.policies.calibration import temperature, top_p
+from dms_train.inference.policies.eviction import beyond_shared_budget
 from dms_train.inference.policies.hard_kv import HardKVOptions, HardKVPolicy
 from dms_train.inference.policies.registry import build_policy
 from tests.unit.inference.policies.rules import (
@@ -97,18 +106,36 @@ class HardKV(RKV):
         o, prompt = self.options, self.request.prompt
         if t + 1 < prompt or (t + 1 - prompt) % o["interval"]:
             return
-        for g in range(HEADS):
-            if len(self.held[g]) < self.budget:
-                continue
+        layout = o.get("layout", "ha")
+        sizes = [len(held) for held in self.held]
+        if layout == "hs":
+            sizes = [sum(sizes) / HEADS] * HEADS
+        votes, forced = {}, {}
+        for g in [g for g in range(HEADS) if sizes[g] >= self.budget]:
             window = min(o["window"], self.budget - o["sinks"])
-            forced = set(range(o["sinks"])) | set(range(t + 1 - window, t + 1))
-            free = sorted(self.held[g] - forced)
-            votes = self.votes(g, t, free)
-            self.hidden[g] = {j for j in free if not votes[j]}
-            if len(self.held[g]) + o["interval"] > 2 * self.budget:
+            forced[g] = set(range(o["sinks"])) | set(range(t + 1 - window, t + 1))
+            free = sorted(self.held[g] - forced[g])
+            votes[g] = self.votes(g, t, free)
+        if layout in ("la", "ls"):
+            votes = {g: {j: sum(v[j] for v in votes.values()) for j in votes[g]} for g in votes}
+        for g in votes:
+            self.hidden[g] = {j for j, count in votes[g].items() if not count}
+        self.fill(layout, votes, forced)
+        for g in votes:
+            if sizes[g] + o["interval"] > 2 * self.budget:
                 self.held[g] -= self.hidden[g]
-                self.cut(g, votes, forced, self.budget)
+                if layout in ("ha", "la"):
+                    self.cut(g, votes[g], forced[g], self.budget)
                 self.hidden[g] = set()
+
+    def fill(self, layout, votes, forced):
+        """Where budgets are fixed, the most voted tokens of a list, or of all, are not hidden."""
+        groups = {"ls": [[g] for g in votes], "hs": [list(votes)]}.get(layout, [])
+        for group in groups:
+            left = self.budget * len(group) - sum(len(forced[g] & self.held[g]) for g in group)
+            ranked = sorted((-count, j, g) for g in group for j, count in votes[g].items())
+            for g in group:
+                self.hidden[g] = {j for _, j, own in ranked[left:] if own == g}
 
     def votes(self, g, t, free):
         p, votes = self.options["p"], dict.fromkeys(free, 0)
@@ -180,12 +207,15 @@ CASES = [
     {"budget": 10, "base": "snapkv", "kernel": 3},
     {"budget": 10, "base": "vanilla", "window": 14},  # longer than a prompt
     {"budget": 12, "base": "r_kv", "importance": 0.3, "p": 0.5},
+    {"budget": 12, "base": "vanilla", "layout": "hs"},
+    {"budget": 12, "base": "vanilla", "layout": "la", "p": 0.5},
+    {"budget": 12, "base": "snapkv", "kernel": 3, "layout": "ls"},
 ]
 
 
 @pytest.mark.parametrize("build", [compact, dense])
 @pytest.mark.parametrize("chunk", [40, 7])
-@pytest.mark.parametrize("options", CASES, ids=lambda x: x["base"])
+@pytest.mark.parametrize("options", CASES, ids=lambda x: "-".join(map(str, x.values())))
 def test_the_rule_is_kept_in_mixed_batches(build, chunk, options):
     data, options = text(len(REQUESTS)), OWN | options
     policy = build_policy("hard_kv", options, None)
@@ -220,6 +250,69 @@ def test_most_votes_stay_and_of_equal_ones_the_first():
     assert selected([0, 1, 2, 3, 4], votes, 3) == {0, 2, 4}  # 4 is the newest
     assert selected([4, 3, 2, 1, 0], votes[::-1], 3) == {0, 2, 4}
     assert selected([0, 1, 2, 3, 4], votes, 5) == {0, 2, 3, 4}  # no vote
+
+
+@pytest.mark.parametrize(
+    ("score", "position", "left"),
+    [
+        ([[2, 1, 0], [1, 0, 0]], [[0, 1, 2], [0, 1, 2]], [{0, 1}, {0, 1}]),  # four: 2, 1, 1, and 1
+        ([[5, 4, 3], [2, 1, 0]], [[0, 1, 2], [0, 1, 2]], [{0, 1, 2}, {0}]),
+        ([[9, 1, 1], [9, 1, 9]], [[0, 3, 5], [0, 2, 4]], [{0}, {0, 2, 4}]),  # 2 before 3
+        ([[9, 1, 1], [9, 1, 9]], [[5, 3, 0], [0, 3, 4]], [{5, 0}, {0, 4}]),
+        ([[7, 1, 1], [7, 1, 7]], [[0, 3, -1], [0, 3, 4]], [{0, 3}, {0, 4}]),  # the lower head
+    ],
+)
+def test_heads_that_share_their_budgets_of_two(score, position, left):
+    """The zero at position 1 of the second head wins over those at position 2."""
+    score, position = torch.tensor(score)[None].float(), torch.tensor(position)[None]
+    beyond = beyond_shared_budget(score, position, torch.tensor([2]))[0]
+    found = [
+        {p for p, out in zip(*row, strict=True) if p >= 0 and not out}
+        for row in zip(position[0].tolist(), beyond.tolist(), strict=True)
+    ]
+    assert found == left
+
+
+class FirstOfEachHead(CachePolicy):
+    """Leaves 3, 5 and 8 tokens to three heads when the ninth arrives."""
+
+    def expired(self, slots, at):
+        count = torch.tensor([3, 5, 8])[:, None, None]
+        late = (at[:, None, :, None] >= 8) & (slots.position[:, :, None] < 8)
+        return late & (slots.position[:, :, None] >= count)
+
+
+def test_tokens_that_are_masked_padded_or_packed_give_the_same_attention():
+    """16 slots where every list has its own, 24 where they are padded, of which 0.667 are used."""
+    draw, heads, size = torch.Generator().manual_seed(0), 3, 4
+    query, key, value = torch.randn(3, 1, heads, 9, size, generator=draw, dtype=torch.float64)
+    outputs, held = [], []
+    like, cpu = torch.zeros(0, size, dtype=torch.float64), torch.device("cpu")
+    pool = PagePool(head_size=size, state_width=0, dtype=torch.float64, device=cpu, page_slots=1)
+    sizes = {"layers": 1, "rows": 1, "heads": heads}
+    policy, row = FirstOfEachHead(), torch.tensor([0])
+    for cache in (CompactCache(pool, policy, **sizes), DenseCache(policy, like=like, **sizes)):
+        cache.assign(0, RequestSizes(8, 9, 0))
+        for part in (slice(0, 8), slice(8, 9)):
+            position = torch.arange(9)[None, part]
+            arrival = Arrival(position, key[:, :, part], value[:, :, part], None)
+            found = cache.attend(0, row, query[:, :, part], arrival)
+        outputs.append(found.output)
+        held.append(cache.live(row)[0, 0] - 1)  # without the ninth
+    assert [x.tolist() for x in held] == [[3, 5, 8]] * 2
+    padded = torch.zeros(2, heads, 9, size, dtype=torch.float64)
+    behind = torch.zeros(heads, 1, 9, dtype=torch.bool)
+    for head, count in enumerate(held[0].tolist()):
+        kept = [*range(count), 8]
+        padded[:, head, : len(kept)] = torch.stack([key[0, head, kept], value[0, head, kept]])
+        behind[head, 0, len(kept) :] = True
+    logits = query[0, :, 8:] @ padded[0].transpose(-1, -2) / size**0.5
+    expected = logits.masked_fill(behind, -torch.inf).softmax(-1) @ padded[1]
+    for output in outputs:
+        torch.testing.assert_close(output[0], expected)
+    assert int(held[0].sum()) == 16
+    assert heads * int(held[0].max()) == 24
+    assert float(held[0].double().mean() / held[0].max()) == pytest.approx(0.667, abs=1e-3)
 
 
 @pytest.mark.parametrize(("start", "read"), [(5, [True] * 3), (6, [True, False, True])])
