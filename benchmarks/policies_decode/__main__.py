@@ -3,10 +3,10 @@
     python -m benchmarks.policies_decode [POLICY ...]
 
 The lists are filled with random keys and values: a share of `--context` tokens, as many as a budget
-leaves of them, and with positions from 0 on. Steps are those of the engine: one captured graph with
-the whole model and the sampler, the next one launched before the last one is done. Writes
-`policies_decode.json` into the folder of the device and prints a table. On a CPU the kernels need
-TRITON_INTERPRET=1, and sizes are small.
+leaves of them, and with positions from 0 on; Quest holds the whole context. Steps are those of the
+engine: one captured graph with the whole model and the sampler, the next one launched before the
+last one is done. Writes `policies_decode.json` into the folder of the device and prints a table. On
+a CPU the kernels need TRITON_INTERPRET=1, and sizes are small.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.serve.models import random_model
-from benchmarks.timing import device_name, versions
+from benchmarks.timing import ceilings, device_name, versions
 from dms_train.cli.errors import run_main
+from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache
@@ -31,12 +32,14 @@ from dms_train.inference.graphs import DecodeGraphs
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import RequestSizes
+from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.decode.paged import Step
 
 KEPT = 0.125  # of the tokens behind the window, with DMS
-POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o")
+POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o", "quest")
 _UNBUDGETED = ("dms", "keep_all", "window")
+_PAGE = EngineOptions().page_slots  # and of Quest
 _AT_ONCE = 4  # sequences that are filled together
 _FEWEST = 5  # steps of which a median and a spread are meaningful
 
@@ -57,6 +60,10 @@ class Sizes(NamedTuple):
     context: int
     budget: int
     steps: int
+
+    def held(self, policy: str) -> int:
+        """Tokens that a KV list is filled with."""
+        return self.context if policy == "quest" else self.budget
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,6 +100,7 @@ def _run(args: argparse.Namespace) -> int:
         "device": device_name(device),
         "versions": versions(device),
         "command": "python -m benchmarks.policies_decode",
+        "copy_bytes_per_s": ceilings(device)["copy_bytes_per_s"],
         **sizes._asdict(),
         "cases": [],
     }
@@ -114,27 +122,28 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
     Returns:
         `step_ms` with its 20 % and 80 % quantiles; `cache_ms`, of the kernels of all layers that
         store, attend and choose, on a GPU only; slots `read` by a step and `live` ones after it,
-        means over KV lists.
+        means over KV lists; `bytes` of the keys, values and bounds that a step reads.
     """
     own = {} if name in _UNBUDGETED else {"budget": sizes.budget}
-    policy = build_policy(name, own, model.spec)
+    policy, held = build_policy(name, own, model.spec), sizes.held(name)
+    longest = sizes.context + 3 * sizes.steps + 3 * _PAGE
     options = EngineOptions(
         policy=name,
         policy_options=own,
         device=str(device),
         kernels="triton",
         max_num_seqs=sizes.sequences,
-        max_model_len=sizes.context + 2 * sizes.steps + 1,
-        cache_bytes=_cache_bytes(model, sizes),
+        max_model_len=longest,
+        cache_bytes=_cache_bytes(model, sizes, held),
     )
     cache = build_cache(model, policy, options)
     assert isinstance(cache, PagedKVCache)
     for row in range(sizes.sequences):
-        cache.assign(row, RequestSizes(sizes.budget, sizes.context, 0))
+        cache.assign(row, RequestSizes(held, held + sizes.steps, 0))
         if (row + 1) % _AT_ONCE == 0 or row + 1 == sizes.sequences:
-            _fill(cache, model, sizes, range(row // _AT_ONCE * _AT_ONCE, row + 1))
-    graphs = DecodeGraphs(model.decoder, cache, sizes.sequences, sizes.context + 2 * sizes.steps)
-    times, lists = _steps(graphs, sizes)
+            _fill(cache, model, held, range(row // _AT_ONCE * _AT_ONCE, row + 1))
+    graphs = DecodeGraphs(model.decoder, cache, sizes.sequences, longest)
+    times, lists = _steps(graphs, cache.pool, sizes, held)
     read, live = (x.float().mean().item() for x in cache.counts(lists))
     low, *_, high = statistics.quantiles(times, n=5)
     found = {
@@ -142,24 +151,32 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
         "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
         "read": round(read, 1),
         "live": round(live, 1),
+        "bytes": _bytes_read(model, sizes, read, live if isinstance(policy, QuestPolicy) else 0),
     }
     if device.type == "cuda":
-        found["cache_ms"] = round(_cache_ms(cache, model, sizes), 3)
+        found["cache_ms"] = round(_cache_ms(cache, model, sizes, held), 3)
     return found
 
 
-def _cache_bytes(model: LoadedModel, sizes: Sizes) -> int:
-    """Enough for the budget, and for the tokens of the steps."""
-    a, slots = model.architecture, EngineOptions().page_slots
-    places = -(-(sizes.budget + 3 * sizes.steps) // slots) + 2
-    page = 2 * slots * a.kv_channels * model.dtype.itemsize + 8
+def _bytes_read(model: LoadedModel, sizes: Sizes, read: float, bounded: float) -> int:
+    """Of keys and values, and of the bounds of the pages of `bounded` tokens."""
+    a = model.architecture
+    slots = sizes.sequences * a.num_layers * a.num_query_groups * (read + bounded / _PAGE)
+    return round(slots * 2 * a.kv_channels * model.dtype.itemsize)
+
+
+def _cache_bytes(model: LoadedModel, sizes: Sizes, held: int) -> int:
+    """Enough for the tokens held, and for those of the steps."""
+    a = model.architecture
+    places = -(-(held + 3 * sizes.steps) // _PAGE) + 2
+    page = 2 * (_PAGE + 1) * a.kv_channels * model.dtype.itemsize + 8
     return sizes.sequences * a.num_layers * a.num_query_groups * places * page + page
 
 
-def _fill(cache: PagedKVCache, model: LoadedModel, sizes: Sizes, rows: range) -> None:
-    """Have the KV lists of some rows hold the budget."""
+def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> None:
+    """Have the KV lists of some rows hold random tokens."""
     a, device = model.architecture, model.decoder.embed_tokens.weight.device
-    b, n, g = len(rows), sizes.budget, a.num_query_groups
+    b, n, g = len(rows), held, a.num_query_groups
     put: dict[str, Any] = {"device": device, "dtype": model.dtype}
     shape = (b, n, g, a.num_attention_heads // g, a.kv_channels)
     position = torch.arange(n, device=device).expand(b, n)
@@ -182,26 +199,28 @@ def _fill(cache: PagedKVCache, model: LoadedModel, sizes: Sizes, rows: range) ->
         cache.step(layer, step)
 
 
-def _steps(graphs: DecodeGraphs, sizes: Sizes) -> tuple[list[float], torch.Tensor]:
+def _steps(
+    graphs: DecodeGraphs, pool: DevicePool, sizes: Sizes, held: int
+) -> tuple[list[float], torch.Tensor]:
     """Seconds of each step, and what the host has learnt after the last one."""
     b = sizes.sequences
     times, before, since = [], None, 0.0
     for step in range(sizes.steps):
         tokens = [1 if step == 0 else -1] * b
-        inputs = [tokens, [sizes.budget + step] * b, list(range(b)), [0] * b]
+        inputs = [tokens, [held + step] * b, list(range(b)), [0] * b]
         launched = graphs.launch(inputs, [0.0] * b)
         if before is not None:
-            before.wait()
+            status = before.wait()
+            pool.learn(status.left, status.fault, before.reserved)
             now = time.perf_counter()
             times.append(now - since)
             since = now
         before, since = launched, since or time.perf_counter()
     assert before is not None
-    status = before.wait()
-    return times[1:], status.lists
+    return times[1:], before.wait().lists
 
 
-def _cache_ms(cache: PagedKVCache, model: LoadedModel, sizes: Sizes) -> float:
+def _cache_ms(cache: PagedKVCache, model: LoadedModel, sizes: Sizes, held: int) -> float:
     """Milliseconds of the cache's kernels of a step, all layers in one graph."""
     a, b = model.architecture, sizes.sequences
     put: dict[str, Any] = {"device": "cuda", "dtype": model.dtype}
@@ -209,7 +228,7 @@ def _cache_ms(cache: PagedKVCache, model: LoadedModel, sizes: Sizes) -> float:
     key, value = torch.randn(2, b, a.num_query_groups, a.kv_channels, **put)
     cos = torch.ones(b, a.kv_channels, **put)
     rows = torch.arange(b, device="cuda")
-    position = torch.full((b,), sizes.budget + sizes.steps, device="cuda")
+    position = torch.full((b,), held + sizes.steps, device="cuda")
     token = Step(query, key, value, cos, torch.zeros_like(cos), position, rows)
 
     def layers() -> None:
@@ -240,16 +259,19 @@ def table(record: dict[str, Any]) -> str:
         f"{record['shape']}, {record['sequences']} x {record['context']}, "
         f"{record['budget']} tokens of each KV list",
         "",
-        "| policy | ms a step (20 % to 80 %) | of DMS | ms of the cache's kernels | read | live |",
-        "|---|---|---|---|---|---|",
+        "| policy | ms a step (20 % to 80 %) | of DMS | ms of the cache's kernels "
+        "| of what a copy takes | read | live |",
+        "|---|---|---|---|---|---|---|",
     ]
     base = {case["policy"]: case["step_ms"] for case in record["cases"]}.get("dms")
     for case in record["cases"]:
         low, high = case["step_ms_spread"]
         share = "" if base is None else f"{case['step_ms'] / base:.3f}"
+        cache, least = case.get("cache_ms"), 1e3 * case["bytes"] / record["copy_bytes_per_s"]
+        ratio = "" if cache is None else f"{cache / least:.2f}"
         rows.append(
             f"| `{case['policy']}` | {case['step_ms']:.2f} ({low:.2f} to {high:.2f}) | {share} "
-            f"| {case.get('cache_ms', '')} | {case['read']:,} | {case['live']:,} |"
+            f"| {'' if cache is None else cache} | {ratio} | {case['read']:,} | {case['live']:,} |"
         )
     return "\n".join(rows)
 

@@ -11,6 +11,7 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.cache.paged import PagedKVCache, decode_rule
 from dms_train.inference.cache.paged_budget import BudgetPagedCache, supported
+from dms_train.inference.cache.paged_quest import QuestPagedCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.batch import TokenBatch
@@ -18,6 +19,7 @@ from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy
+from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.kernels.decode import kernels as decode
 from dms_train.kernels.decode.paged import FP8
 
@@ -82,10 +84,8 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
         obstacle = f"page_slots={options.page_slots} is not a power of two"
     elif model.spec is not None and model.spec.kind != "dms":
         obstacle = f"the kernels do not clear the channels that {model.spec.kind} borrows"
-    elif supported(policy) and options.cache_dtype == "fp8":
-        obstacle = f"{type(policy).__name__} stores no fp8"
-    elif decode_rule(policy) is None and not supported(policy):
-        obstacle = f"the kernels do not support {type(policy).__name__}"
+    else:
+        obstacle = _obstacle(policy, options)
     wanted = options.kernels == "triton" or options.cache_dtype == "fp8"
     if wanted and (obstacle is not None or options.kernels == "reference"):
         cause = obstacle or "kernels=reference stores no fp8"
@@ -94,6 +94,18 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
         )
     on_gpu = options.device.startswith("cuda") and options.kernels == "auto"
     return obstacle is None and (wanted or on_gpu)
+
+
+def _obstacle(policy: CachePolicy, options: EngineOptions) -> str | None:
+    """Why the kernels do not serve a policy; None if they do."""
+    name = type(policy).__name__
+    if decode_rule(policy) is not None:
+        return None
+    if isinstance(policy, QuestPolicy) and policy.page % options.page_slots:
+        return f"{name} has pages of {policy.page} tokens, not a multiple of {options.page_slots}"
+    if not supported(policy) and type(policy) is not QuestPolicy:
+        return f"the kernels do not support {name}"
+    return f"{name} stores no fp8" if options.cache_dtype == "fp8" else None
 
 
 def _paged(
@@ -117,6 +129,8 @@ def _paged(
     if supported(policy):
         heads = (a.num_query_groups, a.num_attention_heads // a.num_query_groups)
         return BudgetPagedCache(pool, policy, heads=heads, **sizes)
+    if isinstance(policy, QuestPolicy):
+        return QuestPagedCache(pool, policy, heads=a.num_query_groups, **sizes)
     return PagedKVCache(pool, policy, heads=a.num_query_groups, **sizes)
 
 
@@ -136,6 +150,8 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
         options.max_num_seqs * kv_lists * -(-longest_sequence(model.architecture, options) // size)
     )
     page_bytes = 2 * size * a.kv_channels * _stored(model, options).itemsize + 8
+    if type(policy) is QuestPolicy:  # and its bounds
+        page_bytes += 2 * a.kv_channels * model.dtype.itemsize
     if options.cache_bytes is not None:
         setting, memory = f"cache_bytes={options.cache_bytes}", options.cache_bytes
     elif options.device.startswith("cuda"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy
@@ -17,12 +17,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-EVERY = pytest.mark.parametrize(("policy", "own"), cases.POLICIES, ids=cases.IDS)
+EVERY = pytest.mark.parametrize(
+    ("policy", "own"), cases.POLICIES + cases.SELECTING, ids=[*cases.IDS, "quest", "quest-8"]
+)
 
 
 def engine_of(policy: str, own: dict, kernels: str, **how: int) -> InferenceEngine:
     options = EngineOptions(
-        device="cuda", policy=policy, policy_options=own, kernels=kernels,
+        device="cuda", policy=policy, policy_options=own, kernels=kernels, page_slots=4,
         **{"max_num_seqs": 4, "prefill_chunk": 16} | how,
     )  # fmt: skip
     return InferenceEngine(model(None), options)
@@ -62,7 +64,7 @@ def test_captured_steps_generate_the_same_tokens(policy: str, own: dict, steps: 
         engine = engine_of(policy, own, kernels)
         ids = [engine.add_request(prompt(n), greedy) for n in (40, 3, 21, 33, 8)]
         done = drained(engine, steps)
-        assert isinstance(engine._runner.cache, BudgetPagedCache) == (kernels == "auto")
+        assert isinstance(engine._runner.cache, PagedKVCache) == (kernels == "auto")
         assert engine._runner.cache.used_pages == 0
         outputs = [done[i].outputs[0] for i in ids]
         costs = [(o.kv.kv_reads, o.kv.prefill_reads, o.kv.live_tokens) for o in outputs]

@@ -7,9 +7,12 @@ import torch
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.cache.paged_quest import QuestPagedCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import RequestSizes
+from dms_train.inference.policies.quest import QuestPolicy
 
 POLICIES = [
     ("streaming_llm", {"cr": 2.0, "sinks": 2}),
@@ -19,6 +22,10 @@ POLICIES = [
     ("h2o", {"budget": 5, "prefill": "dense", "group_reduce": "max"}),
     ("tova", {"cr": 2.0}),
     ("tova", {"cr": 1.6, "scope": "group", "protect_last": True, "budget_mode": "growing"}),
+]
+SELECTING = [
+    ("quest", {"budget": 8, "page": 4}),
+    ("quest", {"budget": 9, "page": 8, "include_last_page": False}),
 ]
 IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in POLICIES]
 HEADS, GROUP, SIZE, ROWS, LENGTH = 2, 2, 4, 4, 22
@@ -38,10 +45,12 @@ def readable(policy) -> CompactCache:
     return CompactCache(pool, policy, layers=1, rows=ROWS, heads=HEADS)
 
 
-def paged(policy, device: torch.device, pages: int = 100) -> BudgetPagedCache:
+def paged(policy, device: torch.device, pages: int = 100) -> PagedKVCache:
     pool = DevicePool(head_size=SIZE, dtype=torch.float32, device=device, page_slots=4, pages=pages)
-    sizes = {"layers": 1, "rows": ROWS, "heads": (HEADS, GROUP), "longest": LENGTH}
-    return BudgetPagedCache(pool, policy, **sizes)
+    sizes = {"layers": 1, "rows": ROWS, "longest": LENGTH}
+    if isinstance(policy, QuestPolicy):
+        return QuestPagedCache(pool, policy, heads=HEADS, **sizes)
+    return BudgetPagedCache(pool, policy, heads=(HEADS, GROUP), **sizes)
 
 
 class Passes:
@@ -57,6 +66,7 @@ class Passes:
         self.query = 2 * torch.randn(shape, generator=draw)
         self.key, self.value = torch.randn(2, *shape[:3], 1, SIZE, generator=draw)
         self.cache, self.device = cache, device
+        self.positions = type(cache.policy) is not QuestPolicy  # otherwise all are held
         self.done = [0] * ROWS
         self.requests = [*REQUESTS, REQUESTS[1]]
         self.seen: list = []
@@ -90,10 +100,11 @@ class Passes:
         live = self.cache.live(rows.to(self.device))[0].cpu()
         for place, (row, count) in enumerate(counts.items()):
             self.done[row] += count
-            (held,) = self.cache.positions(row)
-            facts = (self.done[row], done.reads[place].tolist(), live[place].tolist())
-            output = done.output[place, :, :count].cpu()
-            self.seen.append((output, (row, *facts, [head.tolist() for head in held])))
+            facts = (row, self.done[row], done.reads[place].tolist(), live[place].tolist())
+            if self.positions:
+                (held,) = self.cache.positions(row)
+                facts += ([head.tolist() for head in held],)
+            self.seen.append((done.output[place, :, :count].cpu(), facts))
 
     def fork(self, source: int, target: int) -> None:
         self.assign(target, self.requests[source])

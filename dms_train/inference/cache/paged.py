@@ -231,7 +231,11 @@ class PagedKVCache:
         if layer == 0 and not self._recording:
             self.prepare(b)
         output = self._append_and_attend(layer, token, rule, None)
-        return Attended(output.unsqueeze(2), self._lengths[layer, step.rows].long())
+        return Attended(output.unsqueeze(2), self._read(layer)[step.rows].long())
+
+    def _read(self, layer: int) -> Tensor:
+        """Slots that the newest tokens have read, int32 [rows, h]."""
+        return self._lengths[layer]
 
     def decode(
         self, layer: int, token: Step, spec: MethodSpec | None, norms: HeadNorms | None

@@ -25,12 +25,12 @@ from dms_train.inference.cache.compact import join, received
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.row_requests import RowRequests
 from dms_train.inference.policies.base import (
     Arrival,
     CachePolicy,
     Received,
     RequestSizes,
-    Sequences,
     Slots,
 )
 from dms_train.inference.policies.h2o import H2OPolicy
@@ -102,9 +102,7 @@ class BudgetPagedCache(PagedKVCache):
         lists, slots = (layers, rows, h), self._tables.shape[-1] * pool.page_slots
         self._positions = torch.zeros(*lists, slots, dtype=torch.int32, **put)
         self._scores = torch.zeros(*lists, slots if type(policy) is H2OPolicy else 0, **put)
-        # row -1 is for places of a step that are not used
-        self._sizes = torch.zeros(rows + 1, len(RequestSizes._fields), dtype=torch.int64, **put)
-        self._requests = [RequestSizes(0, 0, 0)] * rows
+        self._requests = RowRequests(layers, rows, pool.device)
         self._recent = policy.recent_queries
         shape = (layers, rows + 1, self._recent, h, group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
@@ -173,8 +171,7 @@ class BudgetPagedCache(PagedKVCache):
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """A request, or its next turn, takes a row; what the row holds stays."""
-        self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
-        self._requests[row] = sizes
+        self._requests.assign(row, sizes)
         if type(self.policy) is StreamingLLMPolicy and int(self._lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
             for layer in range(len(self._lengths)):  # another budget may keep what was to leave
@@ -219,7 +216,7 @@ class BudgetPagedCache(PagedKVCache):
         if n > 1 or self.decodes_prompts:
             return [n > 1] * b
         at = zip(step.rows.tolist(), step.position[:, 0].tolist(), strict=True)
-        return [position < self._requests[row].prompt for row, position in at]
+        return [position < self._requests.known[row].prompt for row, position in at]
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
@@ -254,21 +251,15 @@ class BudgetPagedCache(PagedKVCache):
         """Which tokens leave after a step; None for none."""
         policy, end = self.policy, token.position.long() + 1
         if isinstance(policy, StreamingLLMPolicy):  # it decides before the next token is attended
-            return Choice(OLDEST, *policy.limits(self._sequences(token.rows, end, end + 1)))
-        sequences = self._sequences(token.rows, end - 1, end)
+            return Choice(
+                OLDEST, *policy.limits(self._requests.sequences(token.rows, end, end + 1))
+            )
+        sequences = self._requests.sequences(token.rows, end - 1, end)
         if isinstance(policy, H2OPolicy):
             return Choice(SUMMED, *policy.limits(sequences), _REDUCTIONS[policy.reduce])
         if isinstance(policy, TOVAPolicy):
             return Choice(LEAST, *policy.limits(sequences), together=policy.scope == LAYER)
         return None
-
-    def _sequences(
-        self, rows: Tensor, start: Tensor, end: Tensor, query: Tensor | None = None
-    ) -> Sequences:
-        """What a policy may know of a pass over these rows."""
-        prompt, limit, seed = self._sizes[rows.long()].unbind(1)
-        layers = len(self._lengths)
-        return Sequences(layers, start, end, prompt, limit, seed, {}, query)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
         """Tokens after which the policy's hooks decide."""
@@ -321,7 +312,9 @@ class BudgetPagedCache(PagedKVCache):
         """Drop what the policy does not keep after a part of a prompt that is stored."""
         end = position.amax(1) + 1
         start = end - (position >= 0).sum(1)
-        sequences = self._sequences(rows, start, end, self._recent_queries(layer, rows, end))
+        sequences = self._requests.sequences(
+            rows, start, end, self._recent_queries(layer, rows, end)
+        )
         if type(self.policy) is SnapKVPolicy and not bool(sequences.ends_prompt.any()):
             return
         slots = self._contents(layer, rows)._replace(sequences=sequences)
@@ -339,7 +332,7 @@ class BudgetPagedCache(PagedKVCache):
         """A part of a prompt whose queries read what is left at their position."""
         at = arrival.position
         end = at.amax(1) + 1
-        sequences = self._sequences(rows, end - (at >= 0).sum(1), end)
+        sequences = self._requests.sequences(rows, end - (at >= 0).sum(1), end)
         slots = join(self._contents(layer, rows), arrival)._replace(sequences=sequences)
         assert slots.key is not None
         assert slots.value is not None
@@ -357,7 +350,7 @@ class BudgetPagedCache(PagedKVCache):
         assert isinstance(self.policy, StreamingLLMPolicy)
         position = self._stored_positions(layer, rows)
         following = position.amax((1, 2)) + 1
-        limits = self.policy.limits(self._sequences(rows, following, following + 1))
+        limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))
         first, last = (x[:, None, None] for x in limits)
         due = (position >= first) & (position <= following[:, None, None] - last)
         oldest = torch.where(due, position, torch.iinfo(position.dtype).max).argmin(-1)

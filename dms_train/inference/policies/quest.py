@@ -51,25 +51,37 @@ class QuestOptions(BudgetOptions):
 
 
 class QuestPolicy(CachePolicy):
-    """State of a KV list: the lowest and the highest keys of its pages, [b, h, pages, d] each."""
+    """State of a KV list: the lowest and the highest keys of its pages, [b, h, pages, d] each.
+
+    Attributes:
+        page: Tokens of a page.
+        dense_layers: As in the options.
+        include_last_page: Likewise.
+    """
 
     shareable = False  # a prompt reads all tokens, generated text does not
 
     def __init__(self, options: QuestOptions) -> None:
         self._options = options
-        self._page = options.page or max(16, round(2 * (options.cr or 0)))
+        self.page = options.page or max(16, round(2 * (options.cr or 0)))
+        self.dense_layers, self.include_last_page = options.dense_layers, options.include_last_page
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
         """Parts of a prompt, then one token at a time, also where they are computed again."""
         return max(1, request.prompt - computed)
 
+    def pages(self, sequences: Sequences) -> Tensor:
+        """Pages that a query head reads now, int64 [b]."""
+        count = self._options.tokens(sequences) // self.page
+        return count.clamp(min=self._options.min_pages)
+
     def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
         """Bring the bounds of the pages up to date."""
         sequences = slots.sequences
         assert sequences is not None
-        pages = -(-int(sequences.end.max()) // self._page)
-        if pages > 0 and slots.layer >= self._options.dense_layers:
-            first = torch.arange(pages, device=arrival.key.device) * self._page
+        pages = -(-int(sequences.end.max()) // self.page)
+        if pages > 0 and slots.layer >= self.dense_layers:
+            first = torch.arange(pages, device=arrival.key.device) * self.page
             fresh = (first >= sequences.start[:, None])[:, None, :, None]
             for name, reduce, limit in (
                 (_LOWEST, "amin", torch.inf),
@@ -92,7 +104,7 @@ class QuestPolicy(CachePolicy):
         """Bounds that hold for the arriving keys as well; 0 for pages without tokens."""
         real = (arrival.position >= 0)[:, None, :, None]
         key = arrival.key.masked_fill(~real, limit)
-        page = (arrival.position.clamp(min=0) // self._page)[:, None, :, None].expand_as(key)
+        page = (arrival.position.clamp(min=0) // self.page)[:, None, :, None].expand_as(key)
         found = bounds.scatter_reduce(2, page, key, reduce)
         return found.masked_fill(found.isinf(), 0)
 
@@ -100,7 +112,7 @@ class QuestPolicy(CachePolicy):
         """The slots in the best pages of each query head."""
         sequences = slots.sequences
         assert sequences is not None
-        if slots.layer < self._options.dense_layers:
+        if slots.layer < self.dense_layers:
             return None
         wide = torch.promote_types(query.dtype, torch.float32)
         bounds = (sequences.lists[name][:, :, None] for name in (_LOWEST, _HIGHEST))
@@ -108,16 +120,16 @@ class QuestPolicy(CachePolicy):
         q = query[:, :, :, None].to(wide)
         bound = torch.maximum(q * lowest, q * highest).sum(-1)  # [b, h, r, pages]
         page = torch.arange(bound.shape[-1], device=bound.device)
-        last = ((sequences.end - 1) // self._page)[:, None, None, None]
+        last = ((sequences.end - 1) // self.page)[:, None, None, None]
         bound = bound.masked_fill(page > last, -torch.inf)
-        if self._options.include_last_page:
+        if self.include_last_page:
             bound = bound.masked_fill(page == last, torch.inf)
-        count = (self._options.tokens(sequences) // self._page).clamp(min=self._options.min_pages)
+        count = self.pages(sequences)
         order = bound.argsort(dim=-1, descending=True, stable=True)
         best = torch.zeros_like(bound, dtype=torch.bool).scatter_(
             -1, order, page.expand_as(order) < count[:, None, None, None]
         )
-        place = (slots.position.clamp(min=0) // self._page)[:, :, None]
+        place = (slots.position.clamp(min=0) // self.page)[:, :, None]
         prompt = (sequences.start < sequences.prompt)[:, None, None, None]
         return best.gather(-1, place.expand(-1, -1, query.shape[2], -1)) | prompt
 

@@ -75,6 +75,8 @@ class PagedCache(NamedTuple):
         exponents: int8 [r, h, p, 2] for FP8 pages: a stored key is `key * 2**-e`, likewise a value.
         free: Where new pages come from.
         positions: int32 [r, h, p * s], of the token in each slot; None if they are not kept.
+        bounds: [n, 2, d], lowest and highest of each channel of the keys of a page, of which no
+            token may be evicted; None if they are not kept.
     """
 
     pages: Tensor
@@ -84,6 +86,7 @@ class PagedCache(NamedTuple):
     exponents: Tensor | None
     free: FreePages
     positions: Tensor | None = None
+    bounds: Tensor | None = None
 
     @property
     def page_slots(self) -> int:

@@ -59,6 +59,8 @@ def append(step: Step, cache: PagedCache, rule: Decisions) -> Tensor:
                 _store(cache, row, head, claim, torch.stack([key[i, head], step.value[i, head]]))
                 if cache.positions is not None:
                     cache.positions[row, head, claim[0]] = int(step.position[i])
+                if cache.bounds is not None:
+                    _bound(cache, row, head, claim[0])
     return query.view(b, heads, d)
 
 
@@ -142,6 +144,14 @@ def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair
             _fit_exponent(page[kind], scale[kind], wide, fresh=fresh)
             wide = wide * 2.0 ** -float(scale[kind])
         page[kind, offset] = wide.float().to(page.dtype)
+
+
+def _bound(cache: PagedCache, row: int, head: int, slot: int) -> None:
+    """Lowest and highest keys of the page whose last token lies in a slot."""
+    assert cache.bounds is not None
+    page = cache.table[row, head, slot // cache.page_slots]
+    keys = cache.pages[page, 0, : slot % cache.page_slots + 1]
+    cache.bounds[page] = torch.stack([keys.amin(0), keys.amax(0)])
 
 
 def _fit_exponent(page: Tensor, exponent: Tensor, wide: Tensor, *, fresh: bool) -> None:

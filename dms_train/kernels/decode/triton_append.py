@@ -191,6 +191,18 @@ def _down_scales(
 
 
 @triton.jit
+def _widen_bounds(bounds_ptr, before, page, fresh, stored, key, half, D: tl.constexpr):
+    """Have the bounds of a page, which was page `before`, hold for half of a key too."""
+    inside = (half < D // 2) & stored
+    known = bounds_ptr + before.to(tl.int64) * (2 * D) + half
+    low = tl.load(known, mask=inside & (fresh == 0), other=float("inf"))
+    high = tl.load(known + D, mask=inside & (fresh == 0), other=float("-inf"))
+    own = bounds_ptr + page.to(tl.int64) * (2 * D) + half
+    tl.store(own, tl.minimum(low, key), mask=inside)
+    tl.store(own + D, tl.maximum(high, key), mask=inside)
+
+
+@triton.jit
 def _query_halves(query_ptr, half, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr):
     """The query heads of a KV head as two halves of their channels, float32 [R_PAD, D_PAD / 2]."""
     member = tl.arange(0, R_PAD)[:, None]
@@ -269,8 +281,9 @@ def _rotate_query(
 def _append_kernel(
     query_ptr, key_ptr, value_ptr, signal_ptr, cos_ptr, sin_ptr, position_ptr, rows_ptr,
     rotated_ptr, pages_ptr, table_ptr, length_ptr, ring_ptr, exponent_ptr, numbers_ptr,
-    count_ptr, fault_ptr, holders_ptr, positions_ptr, query_norm_ptr, key_norm_ptr, epsilon,
-    query_stride, key_stride, value_stride, angle_stride, places, scale, offset,
+    count_ptr, fault_ptr, holders_ptr, positions_ptr, bounds_ptr, query_norm_ptr,
+    key_norm_ptr, epsilon, query_stride, key_stride, value_stride, angle_stride, places, scale,
+    offset,
     SOURCE: tl.constexpr, SHIFT: tl.constexpr, CHANNEL: tl.constexpr, CLEAR: tl.constexpr,
     CLEAR_AFTER: tl.constexpr, RING: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, QUANTISED: tl.constexpr,
@@ -332,7 +345,7 @@ def _append_kernel(
     _rotate_query(
         first, second, rotated_at, cos, sin, half, CHANNEL, CLEAR, CLEAR_AFTER, R, R_PAD, D
     )
-    place = slot // PAGE
+    place, before = slot // PAGE, page
     if QUANTISED:
         pair_ptr = exponent_ptr + (kv_list * places + place) * 2
         used_key = tl.load(pair_ptr, mask=place < places, other=0).to(tl.int32)
@@ -361,6 +374,9 @@ def _append_kernel(
         key_1, key_2 = key_1 * down_key, key_2 * down_key
         value_1, value_2 = value_1 * down_value, value_2 * down_value
     kind = pages_ptr.dtype.element_ty
+    if bounds_ptr is not None:
+        _widen_bounds(bounds_ptr, before, page, fresh, stored, key_1.to(kind), half, D)
+        _widen_bounds(bounds_ptr + HALF, before, page, fresh, stored, key_2.to(kind), half, D)
     slot_at = page_at + (slot % PAGE) * D + half
     write = inside & stored
     tl.store(slot_at, key_1.to(kind), mask=write)
@@ -419,6 +435,7 @@ def append(
         cache.free.fault,
         cache.free.holders,
         cache.positions,
+        cache.bounds,
         None if norms is None else norms.query,
         None if norms is None else norms.key,
         0.0 if norms is None else norms.epsilon,

@@ -244,6 +244,7 @@ def _attend_tiles(
     factor,
     logit_ptr,
     logit_slots,
+    heads_ptr,
     begin,
     end,
     size,
@@ -276,6 +277,8 @@ def _attend_tiles(
         if D < D_PAD:
             inside = inside & (channel < D)
         key_ptr = pages_ptr + (page.to(tl.int64) * (2 * PAGE * D) + (slot % PAGE) * D)[:, None]
+        if heads_ptr is not None:
+            readers = tl.load(heads_ptr + slot // PAGE, mask=slot < size, other=0)
         page = tl.load(list_ptr + (slot + TILE) // PAGE, mask=slot + TILE < size, other=0)
         key = tl.load(key_ptr + channel, mask=inside, other=0.0)
         value = tl.load(key_ptr + PAGE * D + channel, mask=inside, other=0.0)
@@ -283,6 +286,9 @@ def _attend_tiles(
         if logit_ptr is not None:
             _store_logits(logit_ptr, logit_slots, scores, slot, size, R, R_PAD)
         scores = tl.where((slot < size)[None, :], scores, float("-inf"))
+        if heads_ptr is not None:
+            reads = (readers[None, :] >> tl.arange(0, R_PAD)[:, None]) & 1
+            scores = tl.where(reads != 0, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(peak - higher)
@@ -389,6 +395,7 @@ def _decode_kernel(
     arrived_ptr,
     logit_ptr,
     total_ptr,
+    heads_ptr,
     scale,
     kv_lists,
     heads,
@@ -427,6 +434,9 @@ def _decode_kernel(
         logit_at = None
         if logit_ptr is not None:
             logit_at = logit_ptr + kv_list.to(tl.int64) * (R * logit_slots)
+        heads_at = None
+        if heads_ptr is not None:
+            heads_at = heads_ptr + list_index * places
         if QUANTISED:
             first_query, second_query, power = _halved_query(query_at, real, R_PAD, D_PAD)
             sums, peak, weight = _attend_fp8_tiles(
@@ -438,8 +448,8 @@ def _decode_kernel(
             query = tl.load(query_at, mask=real, other=0.0)
             factor = tl.full([R_PAD], scale, tl.float32)
             sums, peak, weight = _attend_tiles(
-                query, pages_ptr, list_ptr, factor, logit_at, logit_slots, at - first, stop - first,
-                size, R, R_PAD, D, D_PAD, PAGE, TILE, STAGES,
+                query, pages_ptr, list_ptr, factor, logit_at, logit_slots, heads_at, at - first,
+                stop - first, size, R, R_PAD, D, D_PAD, PAGE, TILE, STAGES,
             )  # fmt: skip
         out_at = out_ptr + kv_list * (R * D)
         within = member * D + channel
@@ -486,6 +496,7 @@ def attend(
     memory: Workspace,
     output: Tensor | None = None,
     logits: SlotLogits | None = None,
+    readers: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the live slots, float32 inside.
 
@@ -499,6 +510,8 @@ def attend(
         memory: Made for such queries.
         output: Where the result goes; None makes a tensor.
         logits: Where scores go; None for nowhere. Those behind a KV list stay as they are.
+        readers: int32 [r, h, p], query heads that read a page of the table, as bits; None for all
+            of them. Not with FP8.
 
     Returns:
         [b, h * g, d].
@@ -523,6 +536,7 @@ def attend(
         memory.arrived,
         None if logits is None else logits.logits,
         None if logits is None else logits.totals,
+        readers,
         scale * _LOG2E,
         b * h,
         h,

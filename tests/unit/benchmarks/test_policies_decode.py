@@ -16,11 +16,22 @@ from dms_train.kernels.decode import kernels as decode
 pytestmark = pytest.mark.skipif(
     not decode.runs_on(torch.device("cpu")), reason="needs triton's interpreter"
 )
-BUDGET, STEPS = 6, 5
+CONTEXT, BUDGET, STEPS = 64, 16, 5
 
 
 def test_policies_hold_their_budget_and_dms_grows(tmp_path: Path) -> None:
-    words = ["dms", "snapkv", "tova", "--device", "cpu", "--sequences", "1", "--context", "24"]
+    words = [
+        "dms",
+        "snapkv",
+        "tova",
+        "quest",
+        "--device",
+        "cpu",
+        "--sequences",
+        "1",
+        "--context",
+        "64",
+    ]
     words += ["--cr", "4", "--steps", str(STEPS), "--output", str(tmp_path)]
     assert benchmark.main(words) == 0
     (file,) = tmp_path.glob("*/policies_decode.json")
@@ -31,8 +42,11 @@ def test_policies_hold_their_budget_and_dms_grows(tmp_path: Path) -> None:
     assert found["tova"]["read"] == BUDGET + 1
     for grows in ("dms", "snapkv"):  # the tokens filled in stay, and all of the steps
         assert found[grows]["live"] == found[grows]["read"] == BUDGET + STEPS
+    assert found["quest"]["live"] == CONTEXT + STEPS
+    assert found["quest"]["read"] == STEPS  # one page for each query head: that of the newest token
+    assert found["quest"]["bytes"] == 2 * 2 * (STEPS + (CONTEXT + STEPS) / 16) * 2 * 32 * 4
     lines = benchmark.table(record).splitlines()
-    assert len(lines) == 4 + 3
+    assert len(lines) == 4 + 4
     assert "| 1.000 |" in lines[4]
 
 

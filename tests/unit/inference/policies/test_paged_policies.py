@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from dms_train.inference.cache.paged_budget import BudgetPagedCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -27,6 +27,11 @@ def test_every_pass_equals_the_readable_cache(policy, own):
     cases.check_scenario(build_policy(policy, own, None), DEVICE)
 
 
+@pytest.mark.parametrize(("policy", "own"), cases.SELECTING, ids=["last", "any"])
+def test_every_pass_reads_what_the_readable_cache_reads(policy, own):
+    cases.check_scenario(build_policy(policy, own, None), DEVICE)
+
+
 def options(policy, own, **how) -> EngineOptions:
     how = {"prefill_chunk": 5, "max_num_seqs": 2, "device": DEVICE.type} | how
     return EngineOptions(policy=policy, policy_options=own, page_slots=4, **how)
@@ -39,6 +44,7 @@ def options(policy, own, **how) -> EngineOptions:
         ("snapkv", {"cr": 2.0, "window": 2, "kernel": 3}),
         ("h2o", {"cr": 1.5}),
         ("tova", {"budget": 5}),
+        ("quest", {"budget": 4, "page": 4, "dense_layers": 1}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -52,7 +58,7 @@ def test_the_engine_continues_with_the_same_tokens(folder, policy, own):
         done = {}
         while engine.has_unfinished_requests():
             done |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
-        assert isinstance(engine._runner.cache, BudgetPagedCache) == (kernels == "triton")
+        assert isinstance(engine._runner.cache, PagedKVCache) == (kernels == "triton")
         assert engine._runner.cache.used_pages == 0
         outputs = [done[i] for i in ids]
         found.append(
@@ -67,8 +73,9 @@ def test_the_engine_continues_with_the_same_tokens(folder, policy, own):
         ("h2o", {"budget": 8}, {"cache_dtype": "fp8"}),
         ("streaming_llm", {"budget": 8, "positions": "cache"}, {"kernels": "triton"}),
         ("roco", {"budget": 8}, {"kernels": "triton"}),
+        ("quest", {"budget": 8, "page": 6}, {"kernels": "triton"}),
     ],
-    ids=["fp8", "moved", "roco"],
+    ids=["fp8", "moved", "roco", "pages"],
 )
 def test_what_the_kernels_do_not_support_is_refused(folder, policy, own, how):
     with pytest.raises(InferenceError, match=r"kernels=\w+ cache_dtype=\w+: .*Policy"):

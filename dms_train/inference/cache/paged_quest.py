@@ -1,0 +1,150 @@
+"""The paged cache for Quest: every token stays, a generated one reads the pages that may matter.
+
+The append kernel keeps the lowest and highest keys of every page. Before the attention of a layer,
+two kernels bound what each query head may give to a page and choose the best pages
+(`kernels.decode.triton_bounds`); the attention reads those only. Prompts read everything.
+
+Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots of a page, d head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.base import Attended
+from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.row_requests import RowRequests
+from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
+from dms_train.inference.policies.quest import QuestPolicy
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.decode.paged import NEVER, Decisions, HeadNorms, PagedCache, Step
+
+_ALL = 2**30  # pages: no KV list has as many
+
+
+class QuestPagedCache(PagedKVCache):
+    """A paged cache with bounds of its pages.
+
+    Args:
+        pool: As for `PagedKVCache`, in the dtype of the model.
+        policy: Its pages are whole pages of the pool.
+        layers: Attention layers.
+        rows: Sequences held at the same time.
+        heads: KV heads.
+        longest: Most tokens of a sequence.
+    """
+
+    captures_prompts = False
+    policy: QuestPolicy
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        policy: QuestPolicy,
+        *,
+        layers: int,
+        rows: int,
+        heads: int,
+        longest: int,
+    ) -> None:
+        super().__init__(pool, policy, layers=layers, rows=rows, heads=heads, longest=longest)
+        self._requests = RowRequests(layers, rows, pool.device)
+        size = (len(pool.pages), 2, pool.pages.shape[-1])
+        self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
+        self._reads = torch.zeros_like(self._lengths)
+        self._kernels: Any = importlib.import_module("dms_train.kernels.decode.triton_bounds")
+        self._selections: dict[int, Any] = {}  # by sequences of a step
+        self._wanted: Any = None  # of the step that is computed
+        self._places: Any = None  # its sequences in a selection
+
+    @staticmethod
+    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
+        return Decisions(NEVER), 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of what describes the rows and pages."""
+        return super().table_bytes + self._bounds.nbytes + self._reads.nbytes
+
+    def view(self, layer: int) -> PagedCache:
+        """One layer as the kernels see it."""
+        return super().view(layer)._replace(bounds=self._bounds)
+
+    def status(self) -> list[Tensor]:
+        """As for `PagedKVCache`, with the slots that were read."""
+        return [*super().status(), self._reads.view(-1)]
+
+    def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """As for `PagedKVCache`; the first layers read everything."""
+        dense = self.policy.dense_layers
+        return torch.cat([lists[0, :dense], lists[1, dense:]]), lists[0]
+
+    def assign(self, row: int, sizes: RequestSizes) -> None:
+        """A request, or its next turn, takes a row; what the row holds stays."""
+        self._requests.assign(row, sizes)
+
+    def _read(self, layer: int) -> Tensor:
+        return (self._lengths if layer < self.policy.dense_layers else self._reads)[layer]
+
+    def _append_and_attend(
+        self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
+    ) -> Tensor:
+        if layer == 0:
+            self._plan(token)
+        if layer < self.policy.dense_layers:
+            return super()._append_and_attend(layer, token, rule, norms)
+        cache, (b, heads, d) = self.view(layer), token.query.shape
+        append, attend = decode.kernels()
+        rotated = append.append(token, cache, rule, norms=norms)
+        if b not in self._selections:
+            group = heads // cache.table.shape[1]
+            many = self._wanted.multiple
+            self._selections[b] = self._kernels.Selection.of(b, cache, group, many)
+        if b not in self._memory:
+            self._memory[b] = attend.workspace(rotated, cache)
+        chosen = self._selections[b]
+        self._kernels.select(
+            rotated, cache, self._bounds, token.rows, self._wanted, chosen, self._reads[layer]
+        )
+        some = cache._replace(table=chosen.table, lengths=chosen.lengths)
+        output: Tensor = attend.attend(
+            rotated, some, self._places, d**-0.5, self._memory[b], readers=chosen.heads
+        )
+        return output
+
+    def _plan(self, token: Step) -> None:
+        """How many pages the sequences of a step read."""
+        start = token.position.long()
+        sequences = self._requests.sequences(token.rows, start, start + 1)
+        count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)
+        many = self.policy.page // self.pool.page_slots
+        self._wanted = self._kernels.Wanted(count, many, self.policy.include_last_page)
+        place = torch.arange(len(token.rows), device=token.rows.device)
+        self._places = torch.where(token.rows < 0, -1, place)
+
+    def _prefill(
+        self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival, *, begins: bool = False
+    ) -> Attended:
+        before = self._lengths[layer, rows]
+        done = super()._prefill(layer, rows, query, arrival, begins=begins)
+        self._bound(layer, rows, before)
+        return done
+
+    def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
+        """Bounds of the pages that have changed since KV lists had `before` [b, h] tokens."""
+        size, lengths = self.pool.page_slots, self._lengths[layer, rows]
+        first = max(0, int(before.min()) - 1) // size
+        place = torch.arange(first, int(self._pages(lengths).max()), device=rows.device)
+        table = self._tables[layer, rows][..., place].long()
+        slot = place[:, None] * size + torch.arange(size, device=rows.device)
+        held = (slot < lengths[..., None, None])[..., None]  # [b, h, p, s, 1]
+        keys = self.pool.pages[table, 0]
+        lowest = keys.masked_fill(~held, torch.inf).amin(3)
+        highest = keys.masked_fill(~held, -torch.inf).amax(3)
+        there = held[..., 0, 0]
+        self._bounds[table[there]] = torch.stack([lowest, highest], 3)[there]

@@ -1,0 +1,50 @@
+"""The sizes of the requests in the rows of a paged cache, on the host and on the device.
+
+Shape letters: b sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import RequestSizes, Sequences
+
+
+class RowRequests:
+    """What a policy may know of every row.
+
+    Args:
+        layers: Attention layers.
+        rows: Sequences held at the same time.
+        device: Of the cache.
+
+    Attributes:
+        known: By row; zeros before a request was assigned.
+    """
+
+    def __init__(self, layers: int, rows: int, device: torch.device) -> None:
+        self._layers = layers
+        self.known = [RequestSizes(0, 0, 0)] * rows
+        # row -1 is for places of a step that are not used
+        self._sizes = torch.zeros(rows + 1, len(RequestSizes._fields), dtype=torch.int64)
+        self._sizes = self._sizes.to(device)
+
+    def assign(self, row: int, sizes: RequestSizes) -> None:
+        """A request, or its next turn, takes a row."""
+        self.known[row] = sizes
+        self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
+
+    def sequences(
+        self, rows: Tensor, start: Tensor, end: Tensor, query: Tensor | None = None
+    ) -> Sequences:
+        """A pass over rows [b], -1 for none; the host does not wait.
+
+        Args:
+            rows: Integers [b].
+            start: int64 [b], tokens before the pass.
+            end: int64 [b], tokens after it.
+            query: As in `Sequences`.
+        """
+        prompt, limit, seed = self._sizes[rows.long()].unbind(1)
+        return Sequences(self._layers, start, end, prompt, limit, seed, {}, query)

@@ -1,0 +1,242 @@
+"""Which pages a query reads, by the lowest and highest keys of each (Quest, arXiv:2406.10774).
+
+Two kernels: the bound of every page for every query head, and the best pages. What they leave is a
+paged cache of its own, which `triton_attention` attends: the pages that any query head of a KV head
+reads, and which of the heads read each.
+
+A page here is `multiple` neighbouring pages of the cache; slots are in the order of positions.
+
+Shape letters: n pages of a slab, r cache rows, h KV heads, b sequences, g query heads per KV head,
+p pages of a full KV list, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.decode.paged import PagedCache
+
+_BLOCK = 32
+_SCORES = 2**11  # that four warps hold
+
+
+class Selection(NamedTuple):
+    """Memory of one step, reused by all layers; fixed addresses for CUDA graphs.
+
+    Attributes:
+        scores: float32 [b * h, g, pages of several], bounds.
+        table: int32 [b, h, p], pages that are read.
+        heads: int32 [b, h, p], bit i of an entry for query head i of the KV head.
+        lengths: int32 [b, h], slots in them.
+    """
+
+    scores: Tensor
+    table: Tensor
+    heads: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, sequences: int, cache: PagedCache, group: int, multiple: int) -> Selection:
+        """Memory for a step of so many sequences."""
+        _, h, p = cache.table.shape
+        put: dict[str, Any] = {"device": cache.table.device}
+        table, heads = torch.zeros(2, sequences, h, p, dtype=torch.int32, **put)
+        return cls(
+            scores=torch.empty(sequences * h, group, -(-p // multiple), **put),
+            table=table,
+            heads=heads,
+            lengths=torch.zeros(sequences, h, dtype=torch.int32, **put),
+        )
+
+
+class Wanted(NamedTuple):
+    """How many pages are read.
+
+    Attributes:
+        pages: Integers [b], of each query head, at least 1.
+        multiple: Pages of the cache that are one page here.
+        last: Whether the page of the newest token is always among them.
+    """
+
+    pages: Tensor
+    multiple: int
+    last: bool
+
+
+@triton.jit
+def _bound_kernel(
+    query_ptr, bounds_ptr, table_ptr, length_ptr, rows_ptr, score_ptr, heads, places, columns,
+    MULTIPLE: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    batch_list = tl.program_id(0)
+    row = tl.load(rows_ptr + batch_list // heads)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    kv_list = (row * heads + batch_list % heads).to(tl.int64)
+    size = tl.load(length_ptr + kv_list, mask=row >= 0, other=0)
+    pages = tl.cdiv(size, PAGE)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) * (BLOCK * MULTIPLE) < pages:
+        channel = tl.arange(0, D_PAD)
+        lowest = tl.full([BLOCK, D_PAD], float("inf"), tl.float32)
+        highest = tl.full([BLOCK, D_PAD], float("-inf"), tl.float32)
+        for part in tl.static_range(MULTIPLE):
+            place = column * MULTIPLE + part
+            page = tl.load(table_ptr + kv_list * places + place, mask=place < pages, other=0)
+            at = bounds_ptr + (page.to(tl.int64) * (2 * D))[:, None] + channel[None, :]
+            inside = (place < pages)[:, None] & (channel < D)[None, :]
+            low = tl.load(at, mask=inside, other=float("inf")).to(tl.float32)
+            high = tl.load(at + D, mask=inside, other=float("-inf")).to(tl.float32)
+            lowest, highest = tl.minimum(lowest, low), tl.maximum(highest, high)
+        known = (column * MULTIPLE < pages)[:, None] & (channel < D)[None, :]
+        lowest, highest = tl.where(known, lowest, 0.0), tl.where(known, highest, 0.0)
+        for head in tl.static_range(R):
+            first = (batch_list * R + head).to(tl.int64)
+            query = tl.load(query_ptr + first * D + channel, mask=channel < D, other=0.0)
+            query = query.to(tl.float32)[None, :]
+            bound = tl.sum(tl.maximum(query * lowest, query * highest), 1)
+            tl.store(score_ptr + first * columns + column, bound, mask=column * MULTIPLE < pages)
+
+
+@triton.jit
+def _threshold(ranked, wanted, R_PAD: tl.constexpr):
+    """The `wanted`-th largest of each row of uint32 [R_PAD, any]; bit by bit from the highest."""
+    least = tl.zeros([R_PAD], tl.uint32)
+    bit = tl.full([R_PAD], 2147483648, tl.uint32)
+    for _ in range(32):
+        higher = least | bit
+        enough = tl.sum((ranked >= higher[:, None]).to(tl.int32), 1) >= wanted
+        least = tl.where(enough, higher, least)
+        bit = bit >> 1
+    return least
+
+
+@triton.jit
+def _select_kernel(
+    score_ptr, table_ptr, length_ptr, rows_ptr, count_ptr, out_table_ptr, out_heads_ptr,
+    out_length_ptr, read_ptr, heads, places, columns,
+    MULTIPLE: tl.constexpr, PAGE: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr,
+    R_PAD: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    batch_list = tl.program_id(0)
+    row = tl.load(rows_ptr + batch_list // heads)
+    wanted = tl.load(count_ptr + batch_list // heads)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    kv_list = (row * heads + batch_list % heads).to(tl.int64)
+    size = tl.load(length_ptr + kv_list, mask=row >= 0, other=0)
+    pages = tl.cdiv(size, PAGE)
+    count = tl.cdiv(size, PAGE * MULTIPLE)
+    wanted = tl.minimum(wanted, count).to(tl.int32)
+    head, column = tl.arange(0, R_PAD)[:, None], tl.arange(0, COLUMNS)[None, :]
+    real = (head < R) & (column < count)
+    first = batch_list.to(tl.int64) * R
+    score = tl.load(score_ptr + (first + head) * columns + column, mask=real, other=0.0)
+    bits = score.to(tl.int32, bitcast=True)
+    ranked = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+    if LAST:
+        ranked = tl.where(column == count - 1, 4294967295, ranked)
+    ranked = tl.where(real, ranked, 0)
+    least = _threshold(ranked, wanted, R_PAD)[:, None]
+    above = (ranked > least) & real
+    equal = (ranked == least) & real
+    free = wanted - tl.sum(above.to(tl.int32), 1)[:, None]
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= free))  # lower pages first
+    members = tl.sum(tl.where(chosen, 1 << head, 0), 0)
+    column = tl.arange(0, COLUMNS)
+    read = members != 0
+    order = tl.cumsum(read.to(tl.int32), 0) - 1
+    slots = tl.minimum(size - column * (PAGE * MULTIPLE), PAGE * MULTIPLE)
+    total = tl.sum(tl.where(read, slots, 0), 0)
+    out = batch_list.to(tl.int64) * places
+    for part in tl.static_range(MULTIPLE):
+        place = column * MULTIPLE + part
+        inside = read & (place < pages)
+        page = tl.load(table_ptr + kv_list * places + place, mask=inside, other=0)
+        tl.store(out_table_ptr + out + order * MULTIPLE + part, page, mask=inside)
+        tl.store(out_heads_ptr + out + order * MULTIPLE + part, members, mask=inside)
+    tl.store(out_length_ptr + batch_list, total)
+    tl.store(read_ptr + kv_list, total, mask=row >= 0)
+
+
+def select(
+    query: Tensor,
+    cache: PagedCache,
+    bounds: Tensor,
+    rows: Tensor,
+    wanted: Wanted,
+    memory: Selection,
+    read: Tensor,
+) -> None:
+    """Choose the pages that each query head reads; of equal bounds, lower pages first.
+
+    The host does not wait; safe inside a CUDA graph.
+
+    Args:
+        query: [b, h * g, d] with RoPE, contiguous.
+        cache: What is read.
+        bounds: [n, 2, d], the lowest and highest of each channel of the keys of a page.
+        rows: Integers [b]; -1 for none.
+        wanted: How many pages.
+        memory: Where the result goes.
+        read: int32 [r, h], slots that are read; written for these rows.
+    """
+    b, all_heads, d = query.shape
+    h, places = cache.table.shape[1:]
+    group, columns = all_heads // h, memory.scores.shape[-1]
+    overlap = overlaps(query.device)
+    _bound_kernel[(b * h, triton.cdiv(columns, _BLOCK))](
+        query,
+        bounds,
+        cache.table,
+        cache.lengths,
+        rows,
+        memory.scores,
+        h,
+        places,
+        columns,
+        MULTIPLE=wanted.multiple,
+        PAGE=cache.page_slots,
+        R=group,
+        D=d,
+        D_PAD=triton.next_power_of_2(d),
+        BLOCK=_BLOCK,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    padded, wide = triton.next_power_of_2(group), max(16, triton.next_power_of_2(columns))
+    _select_kernel[(b * h,)](
+        memory.scores,
+        cache.table,
+        cache.lengths,
+        rows,
+        wanted.pages,
+        memory.table,
+        memory.heads,
+        memory.lengths,
+        read,
+        h,
+        places,
+        columns,
+        MULTIPLE=wanted.multiple,
+        PAGE=cache.page_slots,
+        LAST=wanted.last,
+        R=group,
+        R_PAD=padded,
+        COLUMNS=wide,
+        OVERLAP=overlap,
+        num_warps=max(4, min(16, padded * wide // _SCORES)),
+        launch_pdl=overlap,
+    )
