@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from itertools import islice
 
 
 class PageAllocator:
@@ -80,6 +81,11 @@ class PageAllocator:
     def shared(self, pages: Iterable[int]) -> list[bool]:
         """Which pages have several holders."""
         return [self._holders.get(page, 0) > 1 for page in pages]
+
+    def count_shared(self, pages: Iterable[int], most: int | None) -> int:
+        """How many of these pages have several holders; no page is looked at beyond `most`."""
+        shared = (page for page in pages if self._holders.get(page, 0) > 1)
+        return sum(1 for _ in islice(shared, most))
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Take a holder from each page. Returns the slabs closed because they became free.

@@ -10,6 +10,8 @@ Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots, d h
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -116,10 +118,11 @@ class CompactCache:
         """
         if not self.pool.allocator.sharing:
             return 0
-        shared = sum(int(self.pool.shared(table[row]).sum()) for table in self._tables)
         policy = self.policy
         few = tokens == 1 and not policy.scored and type(policy).merge is CachePolicy.merge
-        return min(shared, self._lengths[:, row].numel()) if few else shared
+        most = self._lengths[:, row].numel() if few else None
+        pages = chain.from_iterable(table[row].flatten().tolist() for table in self._tables)
+        return self.pool.allocator.count_shared(pages, most)
 
     def snapshot(self, row: int) -> CompactSnapshot:
         """What a row holds now; its pages are shared."""

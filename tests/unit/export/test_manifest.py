@@ -17,6 +17,7 @@ ALLOWED = {
     "heapq",
     "importlib",
     "inspect",
+    "itertools",
     "torch",
     "transformers",
     "typing",

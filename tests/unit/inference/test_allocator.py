@@ -112,3 +112,6 @@ def test_a_page_is_free_when_its_last_holder_has_released_it(seed):
         assert allocator.sharing == any(count > 1 for count in holders.values())
         pages = list(holders)
         assert allocator.shared(pages) == [holders[page] > 1 for page in pages]
+        count = sum(holders[page] > 1 for page in pages)
+        assert allocator.count_shared([-1, *pages], None) == count
+        assert allocator.count_shared([-1, *pages], 2) == min(count, 2)
