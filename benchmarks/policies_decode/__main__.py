@@ -29,6 +29,7 @@ from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache
 from dms_train.inference.graphs import DecodeGraphs
+from dms_train.inference.models.fused import DecodeInputs
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import RequestSizes
@@ -206,9 +207,14 @@ def _steps(
     b = sizes.sequences
     times, before, since = [], None, 0.0
     for step in range(sizes.steps):
-        tokens = [1 if step == 0 else -1] * b
-        inputs = [tokens, [held + step] * b, list(range(b)), [0] * b]
-        launched = graphs.launch(inputs, [0.0] * b)
+        inputs = DecodeInputs(
+            tokens=torch.full((1, b), 1 if step == 0 else -1),
+            position=torch.full((1, b), held + step),
+            rows=torch.arange(b)[None],
+            keys=torch.zeros(1, b, dtype=torch.int64),
+            temperature=torch.zeros(1, b, dtype=torch.float64),
+        )
+        launched = graphs.launch(inputs)
         if before is not None:
             status = before.wait()
             pool.learn(status.left, status.fault, before.reserved)

@@ -117,6 +117,7 @@ def _ours(shape: str, device: torch.device, new_tokens: int) -> list[dict[str, A
             max_model_len=LONGEST,
             prefill_chunk=8192,
             gpu_memory_utilization=0.6,
+            decode_steps=1,  # as for requests that are streamed
             **how,
         )
         engine = InferenceEngine(model, options)

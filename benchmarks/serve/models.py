@@ -14,7 +14,7 @@ from dms_train.method.decisions import eviction_channel
 from dms_train.method.spec import PRESETS
 
 WINDOW = 256
-LONGEST = 33000  # tokens of a sequence
+LONGEST = 33000  # tokens of a sequence in a benchmark
 _SAMPLE = 512  # tokens from which the share of evictions is set
 _SPREAD = 0.02  # standard deviation of the weights
 
@@ -23,7 +23,7 @@ _COMMON: dict[str, Any] = {
     "vocab_size": 128256,
     "num_attention_heads": 32,
     "num_query_groups": 8,
-    "max_position_embeddings": LONGEST,
+    "max_position_embeddings": 40960,
     "rotary_base": 500000.0,
     "layernorm_epsilon": 1e-5,
 }

@@ -1,11 +1,13 @@
-"""Output of the engine where memory or many requests limit it: three experiments.
+"""Output of the engine where memory or many requests limit it: four experiments.
 
-    python -m benchmarks.serve.throughput [memory] [fork] [chains]
+    python -m benchmarks.serve.throughput [memory] [fork] [chains] [requests]
 
 - memory: a cache of `--cache-gb` for contexts of 32,768 tokens of Llama-3.1-8B, with DMS and
   without eviction, each with as many sequences as fit.
 - fork: 8 chains from one prompt of 8,192 tokens, beside one chain.
 - chains: 3,200 sampled chains of 204 to 2,048 tokens on a model of 12.7M weights, from 40 prompts.
+- requests: 1,000 requests of 1 to 16,384 tokens on a small model in float32, one at a time and all
+  together in a cache that holds a third of them. Their tokens are compared.
 
 Writes `throughput.json` into the folder of the device. Weights are random; every number is that of
 one run after a warm-up.
@@ -17,6 +19,7 @@ import argparse
 import json
 import random
 import re
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -29,11 +32,12 @@ from benchmarks.timing import device_name, versions
 from dms_train.cli.errors import run_main
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import CompletionOutput
 
 KEPT = 0.125  # of the tokens behind the window
 CONTEXT = 32768
 CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
-DECODED = 32
+ROOM = 2304  # new tokens; 256 chunks of prompts, in each of which others decode 8, and some more
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,21 +71,19 @@ def _run(args: argparse.Namespace) -> int:
 
 def _memory(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Output tokens a second of both engines with the same bytes for their pages."""
-    shape, context = ("Llama-3.1-8B", CONTEXT) if device.type == "cuda" else ("small", 600)
+    on_gpu = device.type == "cuda"
+    shape, context, room = ("Llama-3.1-8B", CONTEXT, ROOM) if on_gpu else ("small", 600, 32)
     cache_bytes = int(args.cache_gb * 2**30) if device.type == "cuda" else 2**22
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, found = random_model(shape, KEPT, device, dtype), []
     for name, policy in (("dense", "keep_all"), ("DMS", "dms")):
         options = EngineOptions(
-            device=str(device), policy=policy, max_num_seqs=64, max_model_len=LONGEST,
+            device=str(device), policy=policy, max_num_seqs=64, max_model_len=context + room,
             prefill_chunk=8192, cache_bytes=cache_bytes, slab_pages=8,
         )  # fmt: skip
         engine = InferenceEngine(model, options)
-        empty = engine.allocated_bytes
-        _, each = _decode(engine, prompts(Case(1, context), engine.architecture.vocab_size))
-        sequences = min(options.max_num_seqs, int(0.97 * cache_bytes / (each - empty)))
-        tokens = prompts(Case(sequences, context), engine.architecture.vocab_size)
-        seconds, _ = _decode(engine, tokens)
+        tokens = prompts(Case(options.max_num_seqs, context), engine.architecture.vocab_size)
+        sequences, seconds = _decode(engine, tokens)
         found.append(
             {
                 "engine": name,
@@ -95,22 +97,27 @@ def _memory(device: torch.device, args: argparse.Namespace) -> list[dict[str, An
     return found
 
 
-def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[float, int]:
-    """Median seconds of a step in which all sequences decode, and bytes held at its end."""
-    chunks = sum(-(-len(prompt) // engine.options.prefill_chunk) for prompt in tokens)
-    params = SamplingParams(temperature=0, max_tokens=DECODED + chunks, ignore_eos=True)
+def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[int, float]:
+    """Most sequences that decode at once, and the median seconds of a step of them.
+
+    All prompts wait; the engine admits as many as fit, and the first of them ends after the last
+    of them has been computed.
+    """
+    room = engine.longest - len(tokens[0])
+    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
     for prompt in tokens:
         engine.add_request(prompt, params, final_only=True)
-    steps: list[float] = []
-    held, since = 0, None
-    while engine.has_unfinished_requests():
-        engine.step()
-        now = time.perf_counter()
-        if engine.decoding == len(tokens):
-            held = engine.allocated_bytes if since is None else held
-            steps += [] if since is None else [now - since]
-        since = time.perf_counter() if engine.decoding == len(tokens) else None
-    return sorted(steps)[len(steps) // 2], held
+    steps: dict[int, list[float]] = {}  # seconds of each, by the number of sequences
+    since, ended = time.perf_counter(), False
+    while not ended:
+        before, decoding = engine.decode_steps, engine.decoding
+        ended = bool(engine.step())
+        now, count = time.perf_counter(), max(1, engine.decode_steps - before)
+        if decoding == engine.decoding > 0:
+            steps.setdefault(decoding, []).append((now - since) / count)
+        since = now
+    most = max(steps)
+    return most, statistics.median(steps[most])
 
 
 def _fork(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -179,7 +186,55 @@ def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-EXPERIMENTS = {"memory": _memory, "fork": _fork, "chains": _chains}
+def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Requests of very different lengths, alone and in a cache that is too small for all."""
+    count, longest = (1000, 16384) if device.type == "cuda" else (12, 900)
+    model = random_model("small", KEPT, device, torch.float32)
+    draw, vocab = random.Random(0), model.architecture.vocab_size
+    lengths = [round(longest ** draw.random()) for _ in range(count)]
+    work = [([draw.randrange(vocab) for _ in range(n)], draw.randint(1, 128)) for n in lengths]
+    found, seconds, cache_bytes, preemptions, held = [], [], 2**30, 0, 0
+    for together in (1, min(512, count)):
+        options = EngineOptions(
+            device=str(device), policy="dms", max_num_seqs=together, max_model_len=longest + 128,
+            prefill_chunk=2048, cache_bytes=cache_bytes, slab_pages=8,
+        )  # fmt: skip
+        engine = InferenceEngine(model, options)
+        empty, begin = engine.allocated_bytes, time.perf_counter()
+        outputs = _finish(engine, work)
+        seconds.append(time.perf_counter() - begin)
+        found.append([output.token_ids for output in outputs])
+        kept = [(o.kv.allocated_bytes, o.kv.peak_allocated_bytes) for o in outputs if o.kv]
+        held_at_end, peaks = map(list, zip(*kept, strict=True))
+        cache_bytes = max(sum(held_at_end) // 3, 5 * max(peaks) // 4)
+        preemptions, held = engine.preemptions, engine.allocated_bytes - empty
+        del engine
+    return {
+        "requests": count,
+        "prompt_tokens": sum(lengths),
+        "new_tokens": sum(map(len, found[0])),
+        "equal": sum(a == b for a, b in zip(*found, strict=True)),
+        "preemptions": preemptions,
+        "bytes_left_behind": held,
+        "cache_bytes": cache_bytes,
+        "seconds_alone": round(seconds[0], 2),
+        "seconds_together": round(seconds[1], 2),
+    }
+
+
+def _finish(engine: InferenceEngine, work: list[tuple[list[int], int]]) -> list[CompletionOutput]:
+    """Greedy outputs of prompts with their numbers of new tokens, in their order."""
+    ids = []
+    for prompt, new in work:
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        ids.append(engine.add_request(prompt, params, final_only=True))
+    outputs: dict[str, CompletionOutput] = {}
+    while engine.has_unfinished_requests():
+        outputs |= {done.request_id: done.outputs[0] for done in engine.step()}
+    return [outputs[request_id] for request_id in ids]
+
+
+EXPERIMENTS = {"memory": _memory, "fork": _fork, "chains": _chains, "requests": _requests}
 
 if __name__ == "__main__":
     raise SystemExit(main())

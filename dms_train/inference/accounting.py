@@ -4,7 +4,7 @@
 over layers and KV heads, so that a model without compression reads t + 1 at position t. A token
 that several sequences share counts for each of them; the bytes allocated count it once.
 
-Shape letters: l layers, h KV heads.
+Shape letters: l layers, h KV heads, b sequences, k decode steps.
 """
 
 from __future__ import annotations
@@ -103,11 +103,33 @@ class PassCounts:
         self.sums: list[list[int]] = both.sum((1, 3)).T.tolist()
 
 
+class GroupCounts:
+    """The same of a group of decode steps.
+
+    Attributes:
+        live: Tokens held after each step, [k, l, b, h] on the CPU.
+        reads: Slots attended by each sequence up to each step, [k][b], over its KV lists.
+        held: Tokens held and slots reserved after each step, [2][k][b].
+        most: Most of them up to each step, [2][k][b].
+    """
+
+    def __init__(self, reads: Tensor, live: Tensor, page_slots: int) -> None:
+        """From slots attended in each step and tokens held after it, integers [k, l, b, h]."""
+        self.live = live
+        filled = torch.maximum(reads, live)
+        reserved = (filled + page_slots - 1) // page_slots * page_slots
+        sums = torch.stack([reads, live, reserved]).sum((2, 4))
+        self.reads: list[list[int]] = sums[0].cumsum(0).tolist()
+        self.held: list[list[list[int]]] = sums[1:].tolist()
+        self.most: list[list[list[int]]] = sums[1:].cummax(1).values.tolist()
+
+
 class Meter:
     """Counts for one request; peaks and reads start again with `restart`.
 
     Attributes:
         cached_tokens: Prompt tokens that a snapshot held.
+        tokens: Tokens of the request that are computed and counted.
     """
 
     def __init__(self) -> None:
@@ -120,7 +142,7 @@ class Meter:
         self.prefill_reads = 0.0
         self._peak = (0.0, 0, 0)
         self._last = (0.0, 0, 0)
-        self._tokens = 0
+        self.tokens = 0
         self._live = torch.zeros(0, 0)
 
     @property
@@ -140,22 +162,61 @@ class Meter:
             slot_bytes: Bytes of one slot.
             prefill: Whether the pass computed prompt tokens.
         """
-        self._tokens = tokens
+        self.tokens = tokens
         reads, live, held = counts.sums[index]
-        kv_lists = counts.live.shape[0] * counts.live.shape[2]
-        if prefill:
-            self.prefill_reads += reads / kv_lists
-        else:
-            self.decode_reads += reads / kv_lists
         self._live = counts.live[:, index]
-        self._last = (live / kv_lists, live * slot_bytes, held * slot_bytes)
-        (a, b, c), (x, y, z) = self._peak, self._last
+        if prefill:
+            self.prefill_reads += reads / self._live.numel()
+        else:
+            self.decode_reads += reads / self._live.numel()
+        self._last = self._contents(live, held, slot_bytes)
+        self._raise_peak(self._last)
+
+    def decode(
+        self,
+        counts: GroupCounts,
+        index: int,
+        *,
+        steps: int,
+        tokens: int,
+        slot_bytes: int,
+        prefill: bool,
+    ) -> None:
+        """Count the first steps of a group.
+
+        Args:
+            counts: Of all sequences of the group.
+            index: Which of them this request is.
+            steps: How many count, at least 1.
+            tokens: Tokens of the request that are computed after these.
+            slot_bytes: Bytes of one slot.
+            prefill: Whether the first step computed a prompt token.
+        """
+        self.tokens, last = tokens, steps - 1
+        self._live = counts.live[last, :, index]
+        reads, kv_lists = counts.reads[last][index], self._live.numel()
+        if prefill:
+            of_prompt = counts.reads[0][index]
+            self.prefill_reads += of_prompt / kv_lists
+            reads -= of_prompt
+        self.decode_reads += reads / kv_lists
+        live, held = (part[last][index] for part in counts.held)
+        self._last = self._contents(live, held, slot_bytes)
+        live, held = (part[last][index] for part in counts.most)
+        self._raise_peak(self._contents(live, held, slot_bytes))
+
+    def _contents(self, live: int, held: int, slot_bytes: int) -> tuple[float, int, int]:
+        """Mean of the live tokens, their bytes and the bytes reserved."""
+        return live / self._live.numel(), live * slot_bytes, held * slot_bytes
+
+    def _raise_peak(self, now: tuple[float, int, int]) -> None:
+        (a, b, c), (x, y, z) = self._peak, now
         self._peak = (max(a, x), max(b, y), max(c, z))
 
     def report(self) -> RequestKV:
         """The numbers so far."""
         return RequestKV(
-            tokens=self._tokens,
+            tokens=self.tokens,
             cached_tokens=self.cached_tokens,
             kv_reads=self.decode_reads,
             prefill_reads=self.prefill_reads,
@@ -165,7 +226,7 @@ class Meter:
             peak_live_bytes=self._peak[1],
             allocated_bytes=self._last[2],
             peak_allocated_bytes=self._peak[2],
-            cr_factors=self._tokens / self._live.double().clamp(min=1),
+            cr_factors=self.tokens / self._live.double().clamp(min=1),
         )
 
 
@@ -183,11 +244,12 @@ class TotalMeter:
         """Update the peaks after a forward pass.
 
         Args:
-            live: Tokens held, integers [l, rows, h]; None to ask the cache.
+            live: Tokens held after each of several steps, integers [k, l, rows, h]; None to ask
+                the cache.
         """
-        live = self._cache.live(self._rows) if live is None else live
-        total = int(live.sum())
-        self._peak_tokens = max(self._peak_tokens, total / (live.shape[0] * live.shape[2]))
+        live = self._cache.live(self._rows)[None] if live is None else live
+        total = int(live.sum((1, 2, 3)).max())
+        self._peak_tokens = max(self._peak_tokens, total / (live.shape[1] * live.shape[3]))
         self._peak_bytes = max(self._peak_bytes, total * self._cache.slot_bytes)
 
     def finish(self, request: RequestKV) -> None:

@@ -19,8 +19,8 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput
 from dms_train.inference.policies.registry import check_policy
 from dms_train.inference.row_memory import RowMemory
-from dms_train.inference.runner import DecodeStep, ModelRunner
-from dms_train.inference.sampler import SampledToken, sample
+from dms_train.inference.runner import DecodeGroup, ModelRunner
+from dms_train.inference.sampler import sample
 from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
@@ -46,6 +46,7 @@ class InferenceEngine:
         spec: What the model was trained for; None for a dense model.
         dtype: Of weights and computation.
         tokenizer: The model's tokenizer; None if its directory has none.
+        decode_steps: Decode steps of the kernels so far.
     """
 
     def __init__(self, model: str | Path | LoadedModel, options: EngineOptions) -> None:
@@ -65,7 +66,8 @@ class InferenceEngine:
         self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)
         self._requests: dict[str, Request] = {}
         self._arrived = 0
-        self._launched: DecodeStep | None = None  # its tokens are not known yet
+        self._launched: DecodeGroup | None = None  # its tokens are not known yet
+        self.decode_steps = 0
         self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
 
     @property
@@ -213,6 +215,9 @@ class InferenceEngine:
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Compute one token of every decoding sequence, and parts of prompts within the limits.
 
+        Kernels compute up to `decode_steps` tokens of every decoding sequence where each is of a
+        request that is returned when it has finished and does not keep its cache.
+
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
 
@@ -230,7 +235,7 @@ class InferenceEngine:
         on_their_way = self._on_their_way()
         try:
             self._scheduler.schedule(time.monotonic(), allowed, plan)
-            self._advance(plan.batch, plan.ended)
+            self._advance(plan)
             taking_part = self._report(allowed)
             for sequence in taking_part:
                 if sequence.finish_reason is not None:
@@ -387,22 +392,27 @@ class InferenceEngine:
         if not self._requests[sequence.request_id].keep_cache:
             self._scheduler.remove(sequence)
 
-    def _advance(self, batch: list[tuple[Sequence, int]], ended: list[Sequence]) -> None:
+    def _advance(self, plan: Schedule[Sequence]) -> None:
         """Compute a step and sample a token for each sequence that has no tokens left.
 
         Args:
-            batch: Of the step.
-            ended: Sequences that ended before it; what is on its way for them is not wanted.
+            plan: Of the step; what is on its way for sequences that ended before is not wanted.
         """
-        for sequence in ended:
+        for sequence in plan.ended:
             self._discard(sequence)
-        self._advanced += ended
+        self._advanced += plan.ended
         before = self._launched
-        decoding: list[tuple[Sequence, int]] = []
+        decoding: list[Sequence] = []
         rest: list[tuple[Sequence, int]] = []
-        for part in batch:
-            (decoding if self._runner.samples(part[0]) else rest).append(part)
-        self._launched = self._runner.launch(decoding) if decoding else None
+        for sequence, count in plan.batch:
+            if self._runner.samples(sequence):
+                decoding.append(sequence)
+            else:
+                rest.append((sequence, count))
+        self._launched = None
+        if decoding:
+            grouped = all(self._requests[s.request_id].grouped for s in decoding)
+            self._launched = self._runner.launch(decoding, plan.decode_steps if grouped else 1)
         self._receive(before)
         rest = [part for part in rest if part[0].finish_reason is None]
         if rest:
@@ -422,12 +432,18 @@ class InferenceEngine:
         chosen = [batch[index][0] for index in ready]
         sampled = sample(logits[ready], [s.sampling_row() for s in chosen])
         for sequence, token in zip(chosen, sampled, strict=True):
-            self._append(sequence, token)
+            self._observe(sequence)
+            sequence.append(token, self._stops(sequence))
 
-    def _receive(self, step: DecodeStep | None) -> None:
-        """Take the tokens of a step, if there is one."""
-        for sequence, token in [] if step is None else self._runner.receive(step):
-            self._append(sequence, SampledToken(token, None))
+    def _receive(self, group: DecodeGroup | None) -> None:
+        """Take the tokens of a group of decode steps, if there is one."""
+        if group is None:
+            return
+        self.decode_steps += group.steps
+        for decoded in self._runner.receive(group):
+            sequence = decoded.sequence
+            self._runner.count(decoded, sequence.extend(decoded.tokens, self._stops(sequence)))
+            self._observe(sequence)
             self._advanced.append(sequence)
             if sequence.finish_reason is not None:
                 self._discard(sequence)
@@ -439,24 +455,27 @@ class InferenceEngine:
             self._launched.unwanted.add(sequence)
 
     def _observe(self, sequence: Sequence) -> None:
-        self._scheduler.observe(sequence.computed, sequence.meter.live_tokens)
+        self._scheduler.observe(sequence.meter.tokens, sequence.meter.live_tokens)
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> None:
-        self._observe(sequence)
+    def _stops(self, sequence: Sequence) -> frozenset[int]:
+        """Tokens that end a sequence."""
         params = sequence.params
         stops = frozenset() if params.ignore_eos else self._stop_ids
-        sequence.append(token, stops | frozenset(params.stop_token_ids))
+        return stops | frozenset(params.stop_token_ids)
 
     def _on_their_way(self) -> list[Sequence]:
-        """Sequences of the step whose tokens are not known yet."""
+        """Sequences of the decode steps whose tokens are not known yet."""
         places = [] if self._launched is None else self._launched.places
         return [place.sequence for place in places]
 
     def _report(self, allowed: Collection[Sequence] | None) -> list[Sequence]:
         """Sequences that have advanced, of requests that are known, to be reported now."""
-        known = [s for s in dict.fromkeys(self._advanced) if s.request_id in self._requests]
-        now = [s for s in known if allowed is None or s in allowed]
-        self._advanced = [s for s in known if s not in now]
+        now: list[Sequence] = []
+        later: list[Sequence] = []
+        for sequence in dict.fromkeys(self._advanced):
+            if sequence.request_id in self._requests:
+                (now if allowed is None or sequence in allowed else later).append(sequence)
+        self._advanced = later
         return now
 
     def _output(self, request: Request) -> RequestOutput:

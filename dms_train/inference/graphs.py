@@ -1,11 +1,12 @@
 """Decode steps replayed as CUDA graphs: one launch instead of several hundred.
 
-A graph holds a whole step: the layers, the logits and the next token of every sequence, which the
-next step can read without the host. It is captured at the start for every batch size that is a
-power of two; unused places hold row -1, which the kernels skip. The cache never moves, so that the
-graphs stay valid. In Triton's interpreter, on a CPU, the same steps run without graphs.
+A graph holds whole steps: the layers, the logits and the next token of every sequence, which the
+next step reads without the host. It is captured at the start for every batch size that is a power
+of two, with one step and with a group of them; unused places hold row -1, which the kernels skip.
+The cache never moves, so that the graphs stay valid. In Triton's interpreter, on a CPU, the same
+steps run without graphs.
 
-Shape letters: b sequences of a step.
+Shape letters: b sequences of a step, k steps of a group.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
 from dms_train.inference.models.fused import DecodeInputs, FusedDecoder, suits
 
-_AHEAD = 2  # steps whose numbers may be on their way between host and device
+_AHEAD = 2  # groups whose numbers may be on their way between host and device
 
 
-class StepStatus(NamedTuple):
-    """What the host learns after a step.
+class GroupStatus(NamedTuple):
+    """What the host learns after a group of steps.
 
     Attributes:
-        tokens: int64 [b], the sampled ones.
-        lists: int32 [any, layers, rows, KV heads], for `PagedKVCache.counts`.
-        left: Free pages.
+        tokens: int64 [k, b], the sampled ones.
+        lists: int32 [any, k, layers, rows, KV heads], for `PagedKVCache.counts`.
+        left: Free pages at the end.
         fault: `FreePages.fault`.
     """
 
@@ -42,14 +43,14 @@ class StepStatus(NamedTuple):
     fault: int
 
 
-class LaunchedStep:
-    """A step on its way.
+class LaunchedGroup:
+    """A group of steps on its way.
 
     Args:
         event: Recorded behind it; None on a CPU, where it is done.
-        status: int32 on the host, filled by then.
-        sequences: Of the step.
-        shape: Of `StepStatus.lists`.
+        status: int32 [k, ...] on the host, filled by then.
+        sequences: Of each step.
+        shape: Of `GroupStatus.lists` for one step.
         reserved: `DevicePool.reserved` when it was launched.
     """
 
@@ -65,30 +66,31 @@ class LaunchedStep:
         self._sequences, self._shape = sequences, shape
         self.reserved = reserved
 
-    def wait(self) -> StepStatus:
-        """The host waits until the step is done."""
+    def wait(self) -> GroupStatus:
+        """The host waits until the steps are done."""
         if self._event is not None:
             self._event.synchronize()
-        lists = self._status[2 : 2 + math.prod(self._shape)].clone()
-        tokens = self._status[2 + len(lists) :].clone().view(torch.int64)[: self._sequences]
-        left, fault = self._status[:2].tolist()
-        return StepStatus(tokens, lists.view(self._shape), left, fault)
+        behind = 2 + math.prod(self._shape)
+        lists = self._status[:, 2:behind].clone().view(-1, *self._shape)
+        tokens = self._status[:, behind:].clone().view(torch.int64)[:, : self._sequences]
+        left, fault = self._status[-1, :2].tolist()
+        return GroupStatus(tokens, lists.movedim(1, 0), left, fault)
 
 
 class _Captured(NamedTuple):
     """A graph with the memory it reads and writes.
 
     Attributes:
-        replay: Runs the step.
-        sent: int64 [5, b] on the host, the fields of `DecodeInputs`.
-        received: int32 on the host, what `StepStatus` is made of.
-        step: What was captured; it holds the rest of the memory.
+        replay: Runs the steps.
+        sent: int64 [k, 5, b] on the host, the fields of `DecodeInputs`.
+        received: int32 [k, ...] on the host, what `GroupStatus` is made of.
+        steps: What was captured; it holds the rest of the memory.
     """
 
     replay: Callable[[], None]
     sent: Tensor
     received: Tensor
-    step: Callable[[], None]
+    steps: Callable[[], None]
 
 
 class DecodeGraphs:
@@ -99,9 +101,12 @@ class DecodeGraphs:
         cache: Its cache.
         most: Largest batch.
         longest: Most tokens of a sequence.
+        steps: Of a group; groups of one step are captured as well.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, most: int, longest: int) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: PagedKVCache, most: int, longest: int, steps: int = 1
+    ) -> None:
         self._cache = cache
         self._last = torch.zeros(most, dtype=torch.int64, device=cache.pool.device)
         self._sampler: Any = importlib.import_module("dms_train.kernels.layers.triton_sample")
@@ -113,26 +118,26 @@ class DecodeGraphs:
         self._decoder = decoder
         with torch.no_grad(), cache.recording():
             self._graphs = {
-                size: [self._capture(size) for _ in range(_AHEAD)] for size in reversed(sizes)
+                (size, count): [self._capture(size, count) for _ in range(_AHEAD)]
+                for size in reversed(sizes)
+                for count in {1, steps}
             }
 
-    def launch(self, inputs: list[list[int]], temperature: list[float]) -> LaunchedStep:
-        """Run one token of every sequence and sample the next; the host does not wait.
+    def launch(self, inputs: DecodeInputs) -> LaunchedGroup:
+        """Run a group of steps, each of one token of every sequence; the host does not wait.
 
-        At most two steps may be on their way.
+        At most two groups may be on their way.
 
         Args:
-            inputs: Tokens, positions, rows and keys, as in `DecodeInputs`.
-            temperature: Of each sequence.
+            inputs: On the host, each [k, b]; k is 1 or the `steps` of this object.
         """
-        b = len(temperature)
-        self._cache.prepare(b)
+        k, b = inputs.tokens.shape
+        self._cache.prepare(k * b)
         self._turn = (self._turn + 1) % _AHEAD
-        captured = self._graphs[1 << _power(b)][self._turn]
+        captured = self._graphs[1 << _power(b), k][self._turn]
         sent, received = captured.sent, captured.received
-        sent[2].fill_(-1)
-        sent[:4, :b] = torch.tensor(inputs)
-        sent[4].view(torch.float64)[:b] = torch.tensor(temperature, dtype=torch.float64)
+        sent[:, 2].fill_(-1)
+        sent[:, :, :b] = torch.stack([*inputs[:4], inputs.temperature.view(torch.int64)], 1)
         captured.replay()
         event = None
         if received.is_pinned():
@@ -140,42 +145,43 @@ class DecodeGraphs:
             event.record()
         reserved = self._cache.pool.reserved
         shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
-        return LaunchedStep(event, received, b, shape, reserved)
+        return LaunchedGroup(event, received, b, shape, reserved)
 
-    def _capture(self, size: int) -> _Captured:
-        """Record a step of `size` sequences."""
+    def _capture(self, size: int, count: int) -> _Captured:
+        """Record `count` steps of `size` sequences."""
         device = self._cache.pool.device
-        inputs = torch.zeros(5, size, dtype=torch.int64, device=device)
+        inputs = torch.zeros(count, 5, size, dtype=torch.int64, device=device)
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
         layers = self._fused if suits(self._decoder, size) else self._layers
         parts = [*self._cache.status(), tokens.view(torch.int32)]
-        status = torch.empty(sum(map(len, parts)), dtype=torch.int32, device=device)
+        status = torch.empty(count, sum(map(len, parts)), dtype=torch.int32, device=device)
         sent, received = [torch.zeros_like(x, device="cpu") for x in (inputs, status)]
-        sent[2] = -1
+        sent[:, 2] = -1
         if device.type == "cuda":
             sent, received = sent.pin_memory(), received.pin_memory()
 
-        # the step is kept by this object and must not keep it in turn: its memory would stay
+        # the steps are kept by this object and must not keep it in turn: its memory would stay
         sampler, last, memory = self._sampler, self._last, self._memory
 
-        def step() -> None:
+        def steps() -> None:
             inputs.copy_(sent, non_blocking=True)
-            tokens_in, position, rows, keys, bits = inputs.unbind()
-            fields = DecodeInputs(tokens_in, position, rows, keys, bits.view(torch.float64))
-            sampler.sample(
-                layers.logits(fields, last),
-                fields.temperature,
-                fields.keys,
-                fields.rows,
-                tokens=tokens,
-                last=last,
-                memory=memory,
-            )
-            torch.cat(parts, out=status)
+            for number in range(count):
+                tokens_in, position, rows, keys, bits = inputs[number].unbind()
+                fields = DecodeInputs(tokens_in, position, rows, keys, bits.view(torch.float64))
+                sampler.sample(
+                    layers.logits(fields, last),
+                    fields.temperature,
+                    fields.keys,
+                    fields.rows,
+                    tokens=tokens,
+                    last=last,
+                    memory=memory,
+                )
+                torch.cat(parts, out=status[number])
             received.copy_(status, non_blocking=True)
 
-        replay = _graph(step, device) if device.type == "cuda" else step
-        return _Captured(replay, sent, received, step)
+        replay = _graph(steps, device) if device.type == "cuda" else steps
+        return _Captured(replay, sent, received, steps)
 
 
 class _Layers:
@@ -193,16 +199,16 @@ class _Layers:
         return self._decoder.logits(hidden)
 
 
-def _graph(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture a step, after a warm-up that compiles its kernels; returns what replays it."""
+def _graph(steps: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture steps, after a warm-up that compiles their kernels; returns what replays them."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        step()
+        steps()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        steps()
     return graph.replay
 
 

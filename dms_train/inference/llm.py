@@ -148,7 +148,7 @@ class LLM:
         try:
             for prompt, how in zip(items, each, strict=True):
                 request_id = self.engine.add_request(
-                    prompt, how, final_only=final_only, keep_cache=True
+                    prompt, how, final_only=final_only, keep_cache=not final_only
                 )
                 request_ids.append(request_id)
         except BaseException:

@@ -14,7 +14,14 @@ CACHES = ("compact", "dense")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "reference")
 CACHE_DTYPES = ("auto", "fp8")
-_COUNTS = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk", "page_slots", "slab_pages")
+_COUNTS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefill_chunk",
+    "decode_steps",
+    "page_slots",
+    "slab_pages",
+)
 _LARGEST = 1e6  # of a temperature or penalty; no sensible value is near it
 _RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, math.inf, "at least 1"),
@@ -40,6 +47,8 @@ class EngineOptions:
         max_num_seqs: Sequences in the cache at the same time.
         max_num_batched_tokens: Most tokens of a step, over all sequences.
         prefill_chunk: Most prompt tokens of a sequence in a step.
+        decode_steps: Decode steps that the kernels run at once where all requests are returned only
+            when they have finished; what lies behind the end of a sequence is dropped.
         max_model_len: Most tokens of a sequence; None takes what the model was trained for.
         cache_bytes: Most bytes of keys and values in a compact cache; sequences wait, or are
             preempted and computed again, where they do not fit. None sets no limit on a CPU.
@@ -65,6 +74,7 @@ class EngineOptions:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 8192
     prefill_chunk: int = 512
+    decode_steps: int = 8
     max_model_len: int | None = None
     cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9

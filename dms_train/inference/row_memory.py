@@ -74,8 +74,11 @@ class RowMemory:
             self._take(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a snapshot of a sequence that has ended, for prompts that continue it."""
-        generated = sequence.computed and not sequence.given_only
+        """Take a snapshot of a sequence that has ended, for prompts that continue it.
+
+        A row that holds tokens behind its end, which a group of decode steps computed, is not kept.
+        """
+        generated = 0 < sequence.computed <= len(sequence.tokens) and not sequence.given_only
         if self._shared and sequence.row is not None and generated:
             self._take(sequence)
 

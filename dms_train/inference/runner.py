@@ -1,7 +1,7 @@
 """One forward pass over several sequences: token ids in, logits and cache statistics out.
 
-On a GPU, the decoding sequences of a step are one CUDA graph that samples as well. The next one can
-be launched before the host knows the tokens of this one.
+On a GPU, the decoding sequences of a step, or of a group of steps, are one CUDA graph that samples
+as well. The next one can be launched before the host knows the tokens of this one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dms_train.inference.accounting import PassCounts, TotalMeter
+from dms_train.inference.accounting import GroupCounts, PassCounts, TotalMeter
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
-from dms_train.inference.graphs import DecodeGraphs, LaunchedStep
+from dms_train.inference.graphs import DecodeGraphs, LaunchedGroup
 from dms_train.inference.models.batch import TokenBatch
+from dms_train.inference.models.fused import DecodeInputs
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.prompt_graphs import PromptGraphs
-from dms_train.inference.sampler import stream_keys
+from dms_train.inference.sampler import signed_seed, stream_keys
 from dms_train.inference.scheduler import SchedulerLimits
 from dms_train.inference.scoring import score, wanted_logits
 from dms_train.inference.sequence import Sequence
@@ -29,34 +30,57 @@ from dms_train.inference.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """A sequence in a step on its way.
+    """A sequence in a group of decode steps on its way.
 
     Attributes:
         sequence: The sequence.
         row: Its cache row then.
-        computed: Its computed tokens after the step.
-        prefill: Whether the step computed a prompt token.
+        computed: Its computed tokens before.
+        steps: In how many of the steps it takes part.
+        prefill: Whether the first step computes a prompt token.
     """
 
     sequence: Sequence
     row: int
     computed: int
+    steps: int
     prefill: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeStep:
-    """A decode step on its way.
+class DecodeGroup:
+    """A group of decode steps on its way.
 
     Attributes:
         places: Its sequences.
+        steps: How many.
         launched: Its results.
         unwanted: Sequences that have ended since.
     """
 
     places: list[_Place]
-    launched: LaunchedStep
+    steps: int
+    launched: LaunchedGroup
     unwanted: set[Sequence] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedTokens:
+    """Tokens of one sequence that a group of decode steps has sampled.
+
+    Attributes:
+        sequence: The sequence.
+        tokens: At least one.
+        place: The sequence in the group.
+        counts: Of the group.
+        index: The number of the sequence in it.
+    """
+
+    sequence: Sequence
+    tokens: list[int]
+    place: _Place
+    counts: GroupCounts
+    index: int
 
 
 class ModelRunner:
@@ -86,7 +110,11 @@ class ModelRunner:
         self._decodes_prompts = True
         if isinstance(self.cache, PagedKVCache):
             self._graphs = DecodeGraphs(
-                model.decoder, self.cache, options.max_num_seqs, self.longest
+                model.decoder,
+                self.cache,
+                options.max_num_seqs,
+                self.longest,
+                options.decode_steps,
             )
             self._decodes_prompts = self.cache.decodes_prompts
             if self._device.type == "cuda" and self.cache.captures_prompts:
@@ -102,6 +130,7 @@ class ModelRunner:
             page_slots=options.page_slots,
             window=policy.window,
             pages=self.cache.max_pages,
+            decode_steps=1 if self._graphs is None else options.decode_steps,
         )
 
     @torch.no_grad()
@@ -143,16 +172,16 @@ class ModelRunner:
             prompt = sequence.prefilling or sequence.given_only
             prompt = prompt or sequence.remaining > 1  # or computed again
             sequence.computed += count
-            self._count(sequence, counts, index, tokens=sequence.computed, prefill=prompt)
+            sequence.meter.step(
+                counts,
+                index,
+                tokens=sequence.computed,
+                slot_bytes=self.cache.slot_bytes,
+                prefill=prompt,
+            )
+            sequence.pages = counts.sums[index][2] // self.limits.page_slots
         self.total.step()
         return hidden
-
-    def _count(
-        self, sequence: Sequence, counts: PassCounts, index: int, *, tokens: int, prefill: bool
-    ) -> None:
-        slot_bytes = self.cache.slot_bytes
-        sequence.meter.step(counts, index, tokens=tokens, slot_bytes=slot_bytes, prefill=prefill)
-        sequence.pages = counts.sums[index][2] // self.limits.page_slots
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether `launch` takes the next token of a sequence, which is sampled in a plain way."""
@@ -161,54 +190,82 @@ class ModelRunner:
             return False
         return self._graphs is not None and last and sequence.params.plain
 
-    def launch(self, batch: list[tuple[Sequence, int]]) -> DecodeStep:
-        """Start a decode step; the host does not wait. Advances `computed` and `ahead`.
+    def launch(self, sequences: list[Sequence], steps: int) -> DecodeGroup:
+        """Start a group of decode steps; the host does not wait. Advances `computed` and `ahead`.
 
         Args:
-            batch: Sequences that `samples` accepts, and 1.
+            sequences: Those that `samples` accepts.
+            steps: 1 or the limit; each sequence takes part up to its own limit. One step is taken
+                where no sequence takes part in all.
         """
         assert self._graphs is not None
-        sequences = [sequence for sequence, _ in batch]
-        # the token that the step before samples is not known yet
-        tokens = [s.tokens[s.computed] if s.computed < len(s.tokens) else -1 for s in sequences]
-        inputs = [
-            tokens,
-            [s.computed for s in sequences],
-            [s.row or 0 for s in sequences],
-            stream_keys([s.stream for s in sequences]).tolist(),
-        ]
-        launched = self._graphs.launch(inputs, [s.params.temperature for s in sequences])
+        counts = [s.tokens_left(steps) for s in sequences]
+        if max(counts) < steps:
+            steps, counts = 1, [1] * len(counts)
+        launched = self._graphs.launch(self._inputs(sequences, torch.tensor(counts), steps))
         places = []
-        for s in sequences:
-            places.append(_Place(s, s.row or 0, s.computed + 1, s.prefilling))
-            s.computed += 1
-            s.ahead += 1
-        return DecodeStep(places, launched)
+        for s, count in zip(sequences, counts, strict=True):
+            places.append(_Place(s, s.row or 0, s.computed, count, s.prefilling))
+            s.computed += count
+            s.ahead += count
+        return DecodeGroup(places, steps, launched)
 
-    def receive(self, step: DecodeStep) -> list[tuple[Sequence, int]]:
-        """Wait for a step. Counts it for the sequences that still want its tokens.
+    def _inputs(self, sequences: list[Sequence], counts: Tensor, steps: int) -> DecodeInputs:
+        """Of each step and sequence, [k, b]; a sequence takes part in its first `counts` [b]."""
+        number = torch.arange(steps)[:, None]
+        # a token that the step before samples is not known yet
+        tokens = torch.full((steps, len(sequences)), -1)
+        tokens[0] = torch.tensor([next(iter(s.take(1)), -1) for s in sequences])
+        columns = [
+            (s.computed, s.row or 0, signed_seed(s.seed), s.index, s.length - s.prompt_end)
+            for s in sequences
+        ]
+        position, rows, seed, index, place = torch.tensor(columns).T
+        temperature = [s.params.temperature for s in sequences]
+        return DecodeInputs(
+            tokens=tokens,
+            position=position + number.minimum(counts - 1),
+            rows=torch.where(number < counts, rows, -1),
+            keys=stream_keys(seed, index, place + number),
+            temperature=torch.tensor(temperature, dtype=torch.float64).expand(steps, -1),
+        )
+
+    def receive(self, group: DecodeGroup) -> list[DecodedTokens]:
+        """Wait for a group of decode steps.
 
         Returns:
-            These sequences and the tokens sampled for them.
+            The tokens of each sequence that still wants them, to be counted by `count`.
 
         Raises:
             RuntimeError: A token found no page, so that the contents of the cache are invalid.
         """
         assert isinstance(self.cache, PagedKVCache)
-        status = step.launched.wait()
-        self.cache.pool.learn(status.left, status.fault, step.launched.reserved)
+        status = group.launched.wait()
+        self.cache.pool.learn(status.left, status.fault, group.launched.reserved)
         read, held = self.cache.counts(status.lists)
         self.total.step(held)
-        rows, slots = [place.row for place in step.places], self.limits.page_slots
-        read, held = read[:, rows], held[:, rows]
-        filled = torch.maximum(read, held)
-        counts = PassCounts(read, held, (filled + slots - 1) // slots * slots)
+        rows = [place.row for place in group.places]
+        counts = GroupCounts(read[:, :, rows], held[:, :, rows], self.limits.page_slots)
         wanted = []
-        sampled = status.tokens.tolist()
-        for index, (place, token) in enumerate(zip(step.places, sampled, strict=True)):
+        sampled = status.tokens.T.tolist()
+        for index, (place, tokens) in enumerate(zip(group.places, sampled, strict=True)):
             sequence = place.sequence
-            if sequence not in step.unwanted:
-                sequence.ahead -= 1
-                self._count(sequence, counts, index, tokens=place.computed, prefill=place.prefill)
-                wanted.append((sequence, token))
+            if sequence not in group.unwanted:
+                sequence.ahead -= place.steps
+                tokens = tokens[: place.steps]
+                wanted.append(DecodedTokens(sequence, tokens, place, counts, index))
         return wanted
+
+    def count(self, decoded: DecodedTokens, taken: int) -> None:
+        """Note what the first `taken` of these tokens have cost."""
+        place, meter = decoded.place, decoded.sequence.meter
+        meter.decode(
+            decoded.counts,
+            decoded.index,
+            steps=taken,
+            tokens=place.computed + taken,
+            slot_bytes=self.cache.slot_bytes,
+            prefill=place.prefill,
+        )
+        slots = decoded.counts.held[1][taken - 1][decoded.index]
+        decoded.sequence.pages = slots // self.limits.page_slots

@@ -39,7 +39,7 @@ class SamplingRow:
     @property
     def stream(self) -> tuple[int, int, int]:
         """Which random numbers the next token is drawn with: seed, index and its number."""
-        return self.seed, self.index, len(self.output)
+        return signed_seed(self.seed), self.index, len(self.output)
 
 
 class SampledToken(NamedTuple):
@@ -101,7 +101,8 @@ def _draw(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
     scores = scores.double() / temperature[:, None].to(scores.device)
     if any(row.params.top_p < 1 or row.params.min_p > 0 or row.params.top_k > 0 for row in rows):
         scores = _restricted(scores, [row.params for row in rows])
-    noise = uniform(stream_keys([row.stream for row in rows]).to(scores.device), vocab)
+    seed, index, place = torch.tensor([row.stream for row in rows]).T
+    noise = uniform(stream_keys(seed, index, place).to(scores.device), vocab)
     return (scores - (-noise.log()).log()).argmax(-1)
 
 
@@ -120,12 +121,23 @@ def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
     return scores.scatter(1, index, ordered.masked_fill(excluded, -torch.inf))
 
 
-def stream_keys(streams: list[tuple[int, int, int]]) -> Tensor:
-    """Keys of `method.splitmix` for the seed, index and number of each token, int64 [b]."""
-    # a seed may be any integer
-    numbers = [((seed + 2**63) % 2**64 - 2**63, *rest) for seed, *rest in streams]
-    seed, index, place = torch.tensor(numbers).T * GOLDEN
-    return mix(mix(mix(seed + 1) + index) + place)
+def signed_seed(seed: int) -> int:
+    """A seed, which may be any integer, modulo 2**64 in the range of int64."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def stream_keys(seed: Tensor, index: Tensor, place: Tensor) -> Tensor:
+    """Keys of `method.splitmix` for tokens.
+
+    Args:
+        seed: int64, of the sequences.
+        index: int64, their numbers among the continuations of a request.
+        place: int64, the numbers of the generated tokens.
+
+    Returns:
+        int64, of the shape that the arguments broadcast to.
+    """
+    return mix(mix(mix(seed * GOLDEN + 1) + index * GOLDEN) + place * GOLDEN)
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, rows: list[SamplingRow]) -> dict[int, TokenLogprobs]:

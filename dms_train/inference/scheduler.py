@@ -4,7 +4,7 @@ A sequence waits for a cache row and pages. Once admitted it computes its prompt
 one token a step, until it ends or is preempted: its cache is freed and computed again later, with
 the same result (but see `CachePolicy.shareable` for conversations of several turns). A step holds
 at most `batch_tokens` tokens, of decoding sequences first. Lower priorities go first, then earlier
-arrivals.
+arrivals. A group of steps may be planned at once, in which the same sequences decode.
 
 How many pages a sequence will take is not known before, because the model decides what is evicted.
 Sequences are admitted by the share of tokens that survived so far, with a margin; where that was
@@ -101,6 +101,10 @@ class SequenceState:
         cut = min(cuts, default=self.length)
         return min(cut - self.computed, self.remaining, most)
 
+    def tokens_left(self, most: int) -> int:
+        """Tokens to sample up to its limit, up to `most`."""
+        return most if self.limit is None else min(most, self.limit - self.length)
+
     @property
     def order(self) -> tuple[int, int]:
         """Smaller ones go first."""
@@ -119,6 +123,7 @@ class SchedulerLimits:
         page_slots: Tokens of a page of one KV list.
         window: Newest tokens of a sequence that are always kept.
         pages: Pages of the pool; None for no limit.
+        decode_steps: Most steps of a group.
     """
 
     rows: int
@@ -128,6 +133,7 @@ class SchedulerLimits:
     page_slots: int
     window: int = 0
     pages: int | None = None
+    decode_steps: int = 1
 
     def most_pages(self, tokens: int) -> int:
         """Most pages that this many more tokens of a sequence can take."""
@@ -198,12 +204,14 @@ class Schedule(Generic[State]):
         placed: Sequences that were given a row.
         preempted: Sequences whose cache was freed for others.
         ended: Sequences with a `finish_reason` set by the scheduler; their cache is still theirs.
+        decode_steps: How many steps of one token may follow each other, for which pages are free.
     """
 
     batch: list[tuple[State, int]] = field(default_factory=list)
     placed: list[State] = field(default_factory=list)
     preempted: list[State] = field(default_factory=list)
     ended: list[State] = field(default_factory=list)
+    decode_steps: int = 1
 
 
 class Scheduler(Generic[State]):
@@ -312,6 +320,7 @@ class Scheduler(Generic[State]):
         step.end_late(now)
         step.extend()
         step.admit()
+        step.group()
         return step.plan
 
 
@@ -374,6 +383,16 @@ class _Step(Generic[State]):
             planned = self._planned
             self._compute(sequence)
             promised += max(0, growth - (self._planned - planned))
+
+    def group(self) -> None:
+        """Let the sequences decode several tokens if pages are free for all of them.
+
+        Each takes or copies at most one page of a KV list.
+        """
+        steps = self._limits.decode_steps
+        pages = (steps - 1) * len(self.plan.batch) * self._limits.kv_lists
+        if pages <= self._free(pages):
+            self.plan.decode_steps = steps
 
     def _free(self, least: int) -> float:
         """Pages that nothing holds and the batch does not take; a lower bound from `least` on."""

@@ -9,7 +9,7 @@ from dms_train.inference.given_tokens import GivenTokens
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
 from dms_train.inference.policies.base import RequestSizes
-from dms_train.inference.sampler import SampledToken, SamplingRow
+from dms_train.inference.sampler import SampledToken, SamplingRow, signed_seed
 from dms_train.inference.scheduler import SequenceState
 from dms_train.inference.texts import GeneratedText
 from dms_train.inference.tokenizer import Tokenizer
@@ -50,8 +50,7 @@ class Sequence(SequenceState):
     def sizes(self) -> RequestSizes:
         """What a policy may know of it."""
         limit = self.prompt_end if self.limit is None else self.limit
-        seed = (self.seed + 2**63) % 2**64 - 2**63  # it may be any integer
-        return RequestSizes(self.prompt_end, limit, seed)
+        return RequestSizes(self.prompt_end, limit, signed_seed(self.seed))
 
     @property
     def output(self) -> list[int]:
@@ -133,21 +132,28 @@ class Sequence(SequenceState):
         before, output = self.tokens[: self.prompt_end], self.output
         return SamplingRow(self.params, self.seed, self.index, before, output)
 
-    @property
-    def stream(self) -> tuple[int, int, int]:
-        """Which random numbers the next token is drawn with: seed, index and its number."""
-        return self.seed, self.index, self.length - self.prompt_end
-
     def append(self, sampled: SampledToken, stops: frozenset[int]) -> None:
         """Add a sampled token, and end the sequence if it is the last one."""
-        self.tokens.append(sampled.token)
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs._replace(text_offset=self.text.decoded))
-        self.text.add(sampled.token)
-        if sampled.token in stops or self.text.stopped:
+        self.extend([sampled.token], stops)
+
+    def extend(self, tokens: list[int], stops: frozenset[int]) -> int:
+        """Add sampled tokens up to the last one of the sequence; how many these are.
+
+        Args:
+            tokens: At least one, and no more than its limit allows.
+            stops: Tokens that end it.
+        """
+        ends = (taken for taken, token in enumerate(tokens, start=1) if token in stops)
+        taken = next(ends, len(tokens)) if stops else len(tokens)
+        taken = self.text.add(tokens[:taken])
+        self.tokens += tokens[:taken]
+        if tokens[taken - 1] in stops or self.text.stopped:
             self.finish_reason = "stop"
         elif self.limit is not None and len(self.tokens) >= self.limit:
             self.finish_reason = "length"
+        return taken
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -167,6 +173,11 @@ class Request:
     prompt: str | None = None
     final_only: bool = False
     keep_cache: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several tokens may be decoded at once: what lies behind its end is not seen."""
+        return self.final_only and not self.keep_cache
 
     @property
     def finished(self) -> bool:

@@ -26,6 +26,8 @@ class StopFilter:
         """The part of the text so far that is decided now."""
         if self.stopped:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         before = until(text, self._stops)
         if before != text:
@@ -42,42 +44,67 @@ class StopFilter:
 
 
 class GeneratedText:
-    """The text of one continuation, which grows token by token and is never taken back.
+    """The text of one continuation, which grows by tokens and is never taken back.
+
+    Tokens are decoded when the text is asked for; at once where a stop text may end it.
 
     Args:
         tokenizer: Of the model; None gives no text.
         before: Tokens that the generated ones follow.
         stops: Texts that end it.
-
-    Attributes:
-        text: What is decided: without a character that is incomplete, and without an end that may
-            be the beginning of a stop text.
-        decoded: Characters decoded so far, those that are held back included.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, before: list[int], stops: tuple[str, ...]
     ) -> None:
         self._tokens = None if tokenizer is None else IncrementalDetokenizer(tokenizer, before)
-        self._filter = StopFilter(stops)
-        self.text = ""
-        self.decoded = 0
+        self._stops, self._filter = stops, StopFilter(stops)
+        self._waiting: list[int] = []  # tokens that are not decoded yet
+        self._text, self._length = "", 0
+
+    @property
+    def text(self) -> str:
+        """What is decided: no incomplete character, no end that may begin a stop text."""
+        self._decode()
+        return self._text
+
+    @property
+    def decoded(self) -> int:
+        """Characters decoded so far, those that are held back included."""
+        self._decode()
+        return self._length
 
     @property
     def stopped(self) -> bool:
         """Whether a stop text has come."""
         return self._filter.stopped
 
-    def add(self, token: int) -> None:
-        """Take the next token."""
-        text = "" if self._tokens is None else self._tokens.add(token)
-        self.decoded += len(text)
-        self.text += self._filter.add(text)
+    def add(self, tokens: list[int]) -> int:
+        """Take the next tokens, up to the one that completes a stop text; how many these are."""
+        if self._tokens is None:
+            return len(tokens)
+        if not self._stops:
+            self._waiting += tokens
+            return len(tokens)
+        for taken, token in enumerate(tokens, start=1):
+            self._waiting.append(token)
+            self._decode()
+            if self.stopped:
+                return taken
+        return len(tokens)
 
     def finish(self) -> None:
         """Add what was held back: no token follows."""
+        self._decode()
         text = "" if self._tokens is None else self._tokens.finish()
-        self.text += self._filter.add(text) + self._filter.finish()
+        self._text += self._filter.add(text) + self._filter.finish()
+
+    def _decode(self) -> None:
+        if self._tokens is not None and self._waiting:
+            text = self._tokens.add(*self._waiting)
+            self._waiting.clear()
+            self._length += len(text)
+            self._text += self._filter.add(text)
 
 
 def until(text: str, stops: tuple[str, ...]) -> str:

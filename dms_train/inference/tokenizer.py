@@ -50,7 +50,7 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Text of generated tokens, one token at a time.
+    """Text of generated tokens, one or several at a time.
 
     A text that was returned never changes: bytes of a character whose rest has not come yet are
     held back. Bytes that can form no character any more become U+FFFD, as in the text of all tokens
@@ -68,14 +68,14 @@ class IncrementalDetokenizer:
         self._known = _context(tokenizer, before)  # decoded together with the pending tokens
         self._pending: list[int] = []
 
-    def add(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        self._pending.append(token)
+    def add(self, *tokens: int) -> str:
+        """The text that these tokens complete; empty while a character is incomplete."""
+        self._pending += tokens
         head, text = self._decoded()
         if not text or text.endswith(_REPLACEMENT):
             return ""
         before = self._known if head.endswith(_REPLACEMENT) else []  # the start of a character
-        self._known, self._pending = before + self._pending, []
+        self._known, self._pending = _context(self._tokenizer, before + self._pending), []
         return text
 
     def finish(self) -> str:

@@ -13,7 +13,7 @@ from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights
-from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.mcore.options import EVICTION_STATS, OptimOptions, ParallelOptions
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import configs
@@ -57,7 +57,7 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
         LENGTH, samples, 512, device=view.device, dtype=dtypes[dtype], requires_grad=True
     )
     keys = torch.arange(samples, device=view.device)
-    eviction_stats = torch.zeros(samples, 3, device=view.device)
+    eviction_stats = torch.zeros(samples, EVICTION_STATS, device=view.device)
     rope = model.method.rope(model.rotary_pos_emb.get_emb(LENGTH))  # of all layers
     run = model._layers(0, 1)
     run(hidden, eviction_stats, keys, rope)  # compiled and tuned

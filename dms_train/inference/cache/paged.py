@@ -175,10 +175,9 @@ class PagedKVCache:
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
-        layers, _, heads = self._lengths.shape
-        lists = torch.cat([self._lists(layer, rows) for layer in range(layers)])
-        after = torch.zeros(len(rows) * layers * heads, dtype=torch.int32, device=rows.device)
-        self._release(lists, after)
+        layers = torch.arange(len(self._lengths), device=rows.device)
+        lists = self._lists(layers[:, None], rows)
+        self._release(lists, torch.zeros_like(lists, dtype=torch.int32))
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
@@ -347,10 +346,10 @@ class PagedKVCache:
         return [self.pool.free.left, self.pool.free.fault, self._lengths.view(-1)]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots that a step has read, and tokens held after it, [layers, rows, h] each.
+        """Slots that steps have read, and tokens held after them, [..., layers, rows, h] each.
 
         Args:
-            lists: The rest of `status` on the host, [any, layers, rows, h].
+            lists: The rest of `status` on the host, [any, ..., layers, rows, h].
         """
         return lists[0], lists[0]
 
@@ -365,11 +364,11 @@ class PagedKVCache:
         layers, _, heads, _ = self._tables.shape
         self.pool.reserve(layers * sequences * heads * self._pages_of(tokens))
 
-    def _lists(self, layer: int, rows: Tensor) -> Tensor:
-        """Numbers of the KV lists of some rows of a layer, int64 [b * h]."""
+    def _lists(self, layer: int | Tensor, rows: Tensor) -> Tensor:
+        """Numbers of the KV lists of rows [b], of one layer or of layers [l, 1]: int64 [l*b*h]."""
         _, count, heads = self._lengths.shape
         head = torch.arange(heads, device=rows.device)
-        return ((layer * count + rows)[:, None] * heads + head).flatten()
+        return ((layer * count + rows)[..., None] * heads + head).flatten()
 
     def _claim(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, tokens: int

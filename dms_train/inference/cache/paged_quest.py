@@ -82,7 +82,8 @@ class QuestPagedCache(PagedKVCache):
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
         """As for `PagedKVCache`; the first layers read everything."""
         dense = self.policy.dense_layers
-        return torch.cat([lists[0, :dense], lists[1, dense:]]), lists[0]
+        whole, some = lists[0][..., :dense, :, :], lists[1][..., dense:, :, :]
+        return torch.cat([whole, some], -3), lists[0]
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """A request, or its next turn, takes a row; what the row holds stays."""

@@ -1,7 +1,14 @@
 """DMC's merge in one pass over keys and values, forward and backward.
 
-The weights of every token's average, [rows, s, width], are made by torch, which also makes their
-gradients: they are small. The kernels add the tokens:
+First the weights of every token's average, [rows, s, width]. With S_im the product of the alphas of
+the m tokens from i backwards:
+
+    w_im = S_im omega_{i-m}             p_im = w_im / sum_m w_im
+    domega_j = sum_m S_{j+m,m} dw_{j+m,m}
+    dalpha_j = sum_m S_{j+m,m} G_{j+m,m}
+    G_im = omega_{i-m-1} dw_{i,m+1} + alpha_{i-m-1} G_{i,m+1}
+
+Then the tokens are added:
 
     out_i = sum_m p_im x_{i-m}          dx_j = sum_m p_{j+m,m} dout_{j+m}
     dp_im = dout_i . x_{i-m}
@@ -12,12 +19,81 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 32  # of a program
+_TOKENS = 32  # of a program that adds tokens
+_WEIGHTS = 128  # tokens of a program that makes weights
+_TINY = tl.constexpr(1.1754943508222875e-38)  # of float32
+
+
+@triton.jit
+def weights_forward(alpha_ptr, weight_ptr, p_ptr, s, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Weights of the averages of N tokens of one row."""
+    row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    total, share = tl.zeros((N,), tl.float32), tl.full((N,), 1.0, tl.float32)
+    for m in range(WIDTH):
+        at, inside = row * s + i - m, (i >= m) & (i < s)
+        total += share * tl.load(weight_ptr + at, mask=inside, other=0.0)
+        share *= tl.load(alpha_ptr + at, mask=inside, other=0.0)
+    total, share = tl.maximum(total, _TINY), tl.full((N,), 1.0, tl.float32)
+    for m in range(WIDTH):
+        at, inside = row * s + i - m, (i >= m) & (i < s)
+        w = share * tl.load(weight_ptr + at, mask=inside, other=0.0)
+        tl.store(p_ptr + (row * s + i) * WIDTH + m, w / total, mask=i < s)
+        share *= tl.load(alpha_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def weights_backward(
+    alpha_ptr, weight_ptr, p_ptr, d_p_ptr, to_alpha_ptr, to_weight_ptr, s,
+    WIDTH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What the averages of N tokens add to the gradients of the tokens in them."""
+    row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    own = (row * s + i) * WIDTH
+    total, share = tl.zeros((N,), tl.float32), tl.full((N,), 1.0, tl.float32)
+    mean = tl.zeros((N,), tl.float32)
+    for m in range(WIDTH):
+        at, inside = row * s + i - m, (i >= m) & (i < s)
+        total += share * tl.load(weight_ptr + at, mask=inside, other=0.0)
+        share *= tl.load(alpha_ptr + at, mask=inside, other=0.0)
+        d_p = tl.load(d_p_ptr + own + m, mask=i < s, other=0.0)
+        mean += d_p * tl.load(p_ptr + own + m, mask=i < s, other=0.0)
+    total, chain = tl.maximum(total, _TINY), tl.zeros((N,), tl.float32)
+    for back in range(WIDTH):
+        m = WIDTH - 1 - back
+        tl.store(to_alpha_ptr + own + m, chain, mask=i < s)
+        at, inside = row * s + i - m, (i >= m) & (i < s)
+        d_w = (tl.load(d_p_ptr + own + m, mask=i < s, other=0.0) - mean) / total
+        chain *= tl.load(alpha_ptr + at, mask=inside, other=0.0)
+        chain += d_w * tl.load(weight_ptr + at, mask=inside, other=0.0)
+    tl.debug_barrier()  # the chains are read back
+    share = tl.full((N,), 1.0, tl.float32)
+    for m in range(WIDTH):
+        at, inside = row * s + i - m, (i >= m) & (i < s)
+        d_w = (tl.load(d_p_ptr + own + m, mask=i < s, other=0.0) - mean) / total
+        chain = tl.load(to_alpha_ptr + own + m, mask=i < s, other=0.0)
+        tl.store(to_weight_ptr + own + m, share * d_w, mask=i < s)
+        tl.store(to_alpha_ptr + own + m, share * chain, mask=i < s)
+        share *= tl.load(alpha_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def weights_gather(
+    to_alpha_ptr, to_weight_ptr, d_alpha_ptr, d_weight_ptr, s,
+    WIDTH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Gradients of N tokens of one row: sums over the averages that they are in."""
+    row, j = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    d_alpha, d_weight = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
+    for m in range(WIDTH):
+        at = (row * s + j + m) * WIDTH + m
+        d_alpha += tl.load(to_alpha_ptr + at, mask=j + m < s, other=0.0)
+        d_weight += tl.load(to_weight_ptr + at, mask=j + m < s, other=0.0)
+    tl.store(d_alpha_ptr + row * s + j, d_alpha, mask=j < s)
+    tl.store(d_weight_ptr + row * s + j, d_weight, mask=j < s)
 
 
 @triton.jit
@@ -93,15 +169,30 @@ class _Band(torch.autograd.Function):
         return d_x, d_p
 
 
-def _averages(alpha: Tensor, weight: Tensor, width: int) -> Tensor:
-    """What every token's state consists of, float32 [rows, s, width], from [rows, s] each."""
-    share, parts = torch.ones_like(weight), [weight]
-    for m in range(1, width):
-        # beyond the first token alpha is 0
-        share = share * F.pad(alpha, (m - 1, 0))[:, : alpha.shape[1]]
-        parts.append(share * F.pad(weight, (m, 0))[:, : weight.shape[1]])
-    p = torch.stack(parts, -1)
-    return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+class _Averages(torch.autograd.Function):
+    """What every token's state consists of, [rows, s, width], from [rows, s] each; float32."""
+
+    @staticmethod
+    def forward(ctx: Any, alpha: Tensor, weight: Tensor, width: int) -> Tensor:
+        alpha, weight = alpha.contiguous(), weight.contiguous()
+        rows, s = alpha.shape
+        p = alpha.new_empty(rows, s, width)
+        grid = (triton.cdiv(s, _WEIGHTS), rows)
+        weights_forward[grid](alpha, weight, p, s, WIDTH=width, N=_WEIGHTS)
+        ctx.save_for_backward(alpha, weight, p)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, d_p: Tensor) -> tuple[Tensor, Tensor, None]:
+        alpha, weight, p = ctx.saved_tensors
+        rows, s, width = p.shape
+        to_alpha, to_weight = torch.empty_like(p), torch.empty_like(p)
+        d_alpha, d_weight = torch.empty_like(alpha), torch.empty_like(weight)
+        grid, sizes = (triton.cdiv(s, _WEIGHTS), rows), {"WIDTH": width, "N": _WEIGHTS}
+        inputs = (alpha, weight, p, d_p.contiguous())
+        weights_backward[grid](*inputs, to_alpha, to_weight, s, **sizes)
+        weights_gather[grid](to_alpha, to_weight, d_alpha, d_weight, s, **sizes)
+        return d_alpha, d_weight, None
 
 
 def merge(
@@ -118,7 +209,7 @@ def merge(
     """
     s, b, g, d = key.shape
     alpha, weight = (x.float().permute(1, 2, 0).reshape(b * g, s) for x in (alpha, weight))
-    p = _averages(alpha, weight, min(width, s))
+    p = _Averages.apply(alpha, weight, min(width, s))
     found = []
     for x in (key, value):
         rows = _Band.apply(x.permute(1, 2, 0, 3).reshape(b * g, s, d), p)

@@ -57,17 +57,16 @@ class DMCOptions(MethodOptions):
     def kept_bytes(self, sizes: LayerSizes) -> int:
         """Decisions, what averages keys and values, and the masks that clear both channels.
 
-        The kernels keep keys and values as they are given, the share of each of `merge_window`
-        tokens in the average of every token, and the products that the shares are made of. Torch
-        operations keep keys, values and their sums in float32.
+        The kernels keep keys and values as they are given, and the share of each of `merge_window`
+        tokens in the average of every token. Torch operations keep keys, values and their sums in
+        float32.
         """
         lists = sizes.samples * sizes.groups
         others = min(self.merge_window, sizes.length) - 1
         numbers = lists * sizes.length * sizes.head
         if sizes.fused:
             kept = 2 * numbers * sizes.width
-            values = (_FUSED_VALUES + 2 * (others + 1) + 3 * others) * sizes.length
-            values += others**2  # of tokens before the first
+            values = (_FUSED_VALUES + others + 1) * sizes.length
         else:
             kept = 4 * numbers * _FP32
             values = (_VALUES + 2 * others) * sizes.length - others * (others + 1)

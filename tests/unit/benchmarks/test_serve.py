@@ -43,6 +43,10 @@ def test_many_sequences_forks_and_chains_are_measured(tmp_path: Path) -> None:
     one, many = record["fork"]
     assert one["bytes_after_fork"] < many["bytes_after_fork"] < 2 * one["bytes_after_fork"]
     assert 20 * 2 <= record["chains"]["tokens"] <= 20 * 20
+    requests = record["requests"]
+    assert requests["equal"] == requests["requests"] == 12
+    assert requests["preemptions"] > 0
+    assert requests["bytes_left_behind"] == 0
 
 
 def test_the_latency_model_stands_beside_what_was_measured(

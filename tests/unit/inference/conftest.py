@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dms_train.export.writer import write_export
-from dms_train.hf.formats import default_format, read_spec
+from dms_train.hf.formats import read_spec
 from dms_train.method.base import MethodSpec
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 cr_factor=None,
                 target_cr=2.0,
                 dtype=torch.float32,
-                export_format="dms" if spec is None else default_format(spec),
+                export_format="dms" if spec is None else spec.kind,
                 weights=varied_weights(a, seed).items(),
                 source_dir=None,
                 selftest=None,

@@ -86,7 +86,7 @@ def test_a_request_that_outgrows_the_cache_keeps_what_it_has(folder):
     assert second.outputs[0].finish_reason == "length"
     with pytest.raises(InferenceError, match="cache_bytes"):
         llm.logits(random_ids(900))
-    assert llm.allocated_bytes <= 70_000 + llm.engine._runner.cache._table_bytes
+    assert llm.allocated_bytes <= 70_000 + llm.engine._runner.cache.table_bytes
     assert llm.generate(random_ids(5), SamplingParams(max_tokens=2))[0].finished
 
 

@@ -53,9 +53,9 @@ def computed(engine: InferenceEngine) -> list[int]:
     counts: list[int] = []
 
     def counting(run):
-        def counted(batch):
-            counts.append(sum(count for _, count in batch))
-            return run(batch)
+        def counted(batch, *steps):
+            counts.append(len(batch) if steps else sum(count for _, count in batch))
+            return run(batch, *steps)
 
         return counted
 

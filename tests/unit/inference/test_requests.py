@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.models import fused
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import CompletionOutput
 from dms_train.kernels.decode import kernels as decode
 from dms_train.kernels.prefill import sparse
 from tests.unit.inference.conftest import random_ids, small_spec
@@ -247,32 +249,42 @@ def test_an_interrupted_turn_closes_the_conversation(directory, monkeypatch):
 
 @pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
 def test_a_step_too_many_is_not_counted(start):
-    """Requests stop in the middle, at tokens and times that the next step could not know."""
+    """Requests stop in the middle, at tokens and times that the next steps could not know.
+
+    So does one at its limit. In groups of steps, costs are those of single ones.
+    """
     prompts = [random_ids(n, seed=n) for n in (12, 5, 9, 3)]
     free = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     reference = start(kernels="reference")
     ids = [reference.add_request(prompt, free) for prompt in prompts]
     texts = run(reference)
     found = []
-    for kernels in ("reference", "triton"):
-        engine = start(kernels=kernels)
+    for kernels, steps in (("reference", 4), ("triton", 1), ("triton", 4)):
+        engine = start(kernels=kernels, decode_steps=steps)
         for number, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
             stops = (texts[request_id][2 + 2 * number],)
             params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop_token_ids=stops)
-            engine.add_request(prompt, params)
-        outputs = {}
+            engine.add_request(prompt, params, final_only=True)
+        engine.add_request(random_ids(3, seed=9), replace(free, max_tokens=7), final_only=True)
+        outputs, passes = {}, 0
         while engine.has_unfinished_requests():
             outputs |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
-        found.append(
-            {
-                i: (o.token_ids, o.finish_reason, o.kv.tokens, o.kv.kv_reads, o.kv.live_tokens)
-                for i, o in outputs.items()
-            }
-        )
-        assert (engine.kv.tokens, engine.free_rows) == (sum(f[2] for f in found[0].values()), ROWS)
-    assert found[0] == found[1]
-    assert {reason for _, reason, *_ in found[0].values()} == {"stop"}
+            passes += 1
+        found.append({i: (o.token_ids, o.finish_reason, costs(o)) for i, o in outputs.items()})
+        tokens = sum(costs["tokens"] for *_, costs in found[0].values())
+        assert (engine.kv.tokens, engine.free_rows) == (tokens, ROWS)
+        assert (engine.decode_steps > passes) == (kernels == "triton" and steps > 1)
+    assert found[0] == found[1] == found[2]
+    reasons = [found[0][i][1] for i in ids]
+    assert reasons == ["stop"] * len(ids)
     assert [len(found[0][i][0]) for i in ids] != [12] * len(ids)
+
+
+def costs(output: CompletionOutput) -> dict:
+    """Tokens and reads of an output."""
+    fields = (f for f in output.kv.__dataclass_fields__ if "bytes" not in f)
+    found = {name: getattr(output.kv, name) for name in fields}
+    return found | {"cr_factors": output.kv.cr_factors.tolist()}
 
 
 @pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")

@@ -295,3 +295,24 @@ def test_a_snapshot_is_released_before_anyone_is_preempted():
     assert (state.finish_reason, len(state.tokens)) == ("length", 24)
     assert cache.snapshots == {}
     assert cache.scheduler.preemptions == 0
+
+
+def test_a_group_of_steps_needs_a_page_of_every_list_for_each_further_token():
+    cache = SimulatedCache(limits(pages=3 * 11, decode_steps=4), survival=1.0)
+    states = [sequence(0, 5, limit=30), sequence(1, 6, limit=30)]
+    for state in states:
+        cache.scheduler.add(state)
+    cache.run(cache.scheduler.schedule(now=0.0))
+    for state in states:
+        state.tokens.append(0)
+    # 12 pages are taken; both take 6 for the next token and 18 for the three behind it
+    assert cache.free_pages() == 21
+    assert cache.scheduler.schedule(now=1.0).decode_steps == 1
+    cache.limits = cache.scheduler.limits = limits(pages=3 * 12, decode_steps=4)
+    assert cache.free_pages() == 24
+    assert cache.scheduler.schedule(now=1.0).decode_steps == 4
+
+
+def test_a_sequence_takes_part_in_steps_up_to_its_limit():
+    state = sequence(0, 5, limit=8, ahead=1)
+    assert [state.tokens_left(most) for most in (1, 2, 4)] == [1, 2, 2]
