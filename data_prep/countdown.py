@@ -34,6 +34,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dms_train.data.errors import DataError
 from dms_train.data_prep.token_documents import EOD, Drawn, Tokens
 
 Split = Literal["train", "held_out"]
@@ -55,6 +56,7 @@ _ID = {word: number for number, word in enumerate(WORDS)}
 _NUMBER, _MARK = _ID["0"], _ID["#0"]
 _STATES = 1 << 18  # there are fewer of three numbers
 _BLOCKS = 1 << 15  # about 10 KB each
+_TRIES = 100_000  # numbers and targets that are drawn for one instance
 
 
 class Move(NamedTuple):
@@ -257,16 +259,34 @@ def solving_moves(instance: Instance) -> int:
 
 
 def instance(rng: random.Random, rule: CountdownRule, split: Split) -> Instance:
-    """Draw an instance of a split: uniform numbers and targets that the rule keeps."""
-    while True:
-        numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(rule.numbers))
-        drawn = Instance(numbers, rng.choice(TARGETS))
-        if (
-            rule.fewest_solving <= solving_moves(drawn) <= rule.most_solving
-            and len(_first_moves(tuple(sorted(numbers)))) <= MOST_FIRST_MOVES
-            and drawn.held_out == (split == "held_out")
-        ):
+    """Draw an instance of a split: uniform numbers and targets that the rule keeps.
+
+    Raises:
+        DataError: The rule keeps none of many.
+    """
+    for _ in range(_TRIES):
+        drawn = _drawn(rng, rule)
+        if _keeps(rule, drawn, split):
             return drawn
+    raise DataError(f"{_stated_rule(rule)}: none of {_TRIES:,} drawn instances fits; allow more")
+
+
+def _drawn(rng: random.Random, rule: CountdownRule) -> Instance:
+    numbers = tuple(rng.randint(1, LARGEST_NUMBER) for _ in range(rule.numbers))
+    return Instance(numbers, rng.choice(TARGETS))
+
+
+def _keeps(rule: CountdownRule, drawn: Instance, split: Split) -> bool:
+    return (
+        drawn.held_out == (split == "held_out")
+        and rule.fewest_solving <= solving_moves(drawn) <= rule.most_solving
+        and len(_first_moves(tuple(sorted(drawn.numbers)))) <= MOST_FIRST_MOVES
+    )
+
+
+def _stated_rule(rule: CountdownRule) -> str:
+    given = f"--fewest-solving {rule.fewest_solving} --most-solving {rule.most_solving}"
+    return f"--numbers {rule.numbers} {given}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,21 +313,35 @@ def held_out_problems(count: int, rule: CountdownRule, seed: int) -> list[dict[s
         count: How many.
         rule: Which are drawn.
         seed: The same seed gives the same problems.
+
+    Raises:
+        DataError: So many are not found.
     """
     rng, seen = random.Random(seed), dict[tuple[State, int], dict[str, Any]]()
+    rejected = 0
     while len(seen) < count:
-        drawn = instance(rng, rule, "held_out")
-        words = decoded(search(rng, drawn))
-        seen.setdefault(
-            (tuple(sorted(drawn.numbers)), drawn.target),
-            {
-                "numbers": list(drawn.numbers),
-                "target": drawn.target,
-                "answer": " ".join(words[words.index("ANS") + 1 : -1]),
-                "solving_moves": solving_moves(drawn),
-            },
-        )
+        if rejected == _TRIES:
+            raise DataError(
+                f"{_stated_rule(rule)} --problems {count}: {_TRIES:,} draws after the first "
+                f"{len(seen):,} problems gave no other; ask for fewer, or allow more"
+            )
+        rejected += 1
+        drawn = _drawn(rng, rule)
+        if _keeps(rule, drawn, "held_out"):
+            row, key = _problem(rng, drawn), (tuple(sorted(drawn.numbers)), drawn.target)
+            if key not in seen:
+                seen[key], rejected = row, 0
     return list(seen.values())
+
+
+def _problem(rng: random.Random, drawn: Instance) -> dict[str, Any]:
+    words = decoded(search(rng, drawn))
+    return {
+        "numbers": list(drawn.numbers),
+        "target": drawn.target,
+        "answer": " ".join(words[words.index("ANS") + 1 : -1]),
+        "solving_moves": solving_moves(drawn),
+    }
 
 
 def decoded(tokens: Tokens) -> list[str]:

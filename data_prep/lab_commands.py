@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.data.errors import DataError
+from dms_train.data.writer import refuse_existing
 from dms_train.data_prep.countdown import (
+    MOST_FIRST_MOVES,
     PROBLEMS,
     TRAINING,
     WORDS,
@@ -87,6 +89,10 @@ def _rule(args: argparse.Namespace, rules: dict[int, CountdownRule]) -> Countdow
     given = rules[args.numbers]
     fewest = args.fewest_solving or given.fewest_solving
     most = args.most_solving or max(fewest, given.most_solving)
+    if fewest > MOST_FIRST_MOVES:
+        raise DataError(
+            f"--fewest-solving {fewest}: instances have at most {MOST_FIRST_MOVES} first moves"
+        )
     if fewest > most:
         raise DataError(f"--fewest-solving {fewest} is above --most-solving {most}")
     return CountdownRule(numbers=args.numbers, fewest_solving=fewest, most_solving=most)
@@ -96,7 +102,8 @@ def _run_countdown(args: argparse.Namespace) -> None:
     if args.long_share and args.document_tokens is None:
         raise DataError("--long-share: needs --document-tokens")
     rule, tokenizer, output = _rule(args, TRAINING), args.out / "tokenizer", args.out / "train"
-    write_word_tokenizer(tokenizer, WORDS)
+    refuse_existing(output, args.overwrite)
+    write_word_tokenizer(tokenizer, WORDS, overwrite=args.overwrite)
     shard = TokenShard(
         output=output,
         tokenizer=tokenizer,

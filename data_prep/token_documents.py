@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from dms_train.data.errors import DataError
 from dms_train.data.manifest import Manifest, file_sha256
 from dms_train.data.writer import ShardWriter
 from dms_train.data_prep.encode import encode_in_order
@@ -25,6 +26,7 @@ EOD = "<eod>"
 Tokens = npt.NDArray[np.uint16]
 
 _LENGTHS = tuple(128 << step for step in range(8))  # of the statistics: 128 to 16,384
+_TRIES = 10_000  # documents that are drawn for a long one
 
 
 class Drawn(NamedTuple):
@@ -109,13 +111,24 @@ class DocumentDrawer:
             return self._draw(rng, lengths).tokens
         first = self._draw(rng, lengths)
         if rng.random() < self._shard.long_share:
-            while len(first.tokens) * 2 < size:
-                first = self._draw(rng, lengths)
+            first = self._long(rng, lengths, first, (size + 1) // 2)
         parts, filled = [first.tokens], len(first.tokens)
         while filled < size:
             parts.append(self._draw(rng, lengths).tokens)
             filled += len(parts[-1])
         return np.concatenate(parts)[:size]
+
+    def _long(self, rng: random.Random, lengths: Counter[int], drawn: Drawn, fewest: int) -> Drawn:
+        """The next drawn document of at least `fewest` tokens, this one included."""
+        for _ in range(_TRIES):
+            if len(drawn.tokens) >= fewest:
+                return drawn
+            drawn = self._draw(rng, lengths)
+        raise DataError(
+            f"--document-tokens {self._shard.document_tokens} --long-share "
+            f"{self._shard.long_share:g}: none of {_TRIES:,} drawn documents has {fewest:,} "
+            "tokens; pass fewer --document-tokens or no --long-share"
+        )
 
     def _draw(self, rng: random.Random, lengths: Counter[int]) -> Drawn:
         drawn = self._task.draw(rng)
@@ -131,7 +144,7 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
     and more tokens behind its prompt.
 
     Raises:
-        DataError: The output exists or cannot be written.
+        DataError: The output exists or cannot be written, or no drawn document is long enough.
     """
     lengths: Counter[int] = Counter()
     vocabulary = Tokenizer.from_file(str(shard.tokenizer / "tokenizer.json"))
@@ -171,24 +184,49 @@ def _statistics(lengths: Counter[int]) -> dict[str, Any]:
     return {"drawn": drawn, "share_within_tokens": shares}
 
 
-def write_word_tokenizer(directory: Path, words: tuple[str, ...]) -> None:
+def write_word_tokenizer(
+    directory: Path, words: tuple[str, ...], *, overwrite: bool = False
+) -> None:
     """Write the files of a tokenizer whose tokens are words between blanks.
 
     The first word is `<eod>`, which ends a document and pads. There is no unknown token: other
     words are an error.
+
+    Args:
+        directory: Of the files.
+        words: In the order of their ids.
+        overwrite: Replace the files of another tokenizer.
+
+    Raises:
+        DataError: The directory has another tokenizer, and `overwrite` is not set.
     """
+    files = {directory / name: text for name, text in _tokenizer_files(words).items()}
+    changed = {path: text for path, text in files.items() if not _has_text(path, text)}
+    for path in changed:
+        if path.exists() and not overwrite:
+            raise DataError(f"{path}: is of another tokenizer; pass --overwrite to replace it")
     directory.mkdir(parents=True, exist_ok=True)
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf-8")
+
+
+def _has_text(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
+
+
+def _tokenizer_files(words: tuple[str, ...]) -> dict[str, str]:
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(EOD, special=True, normalized=False)])
-    tokenizer.save(str(directory / "tokenizer.json"))
     special = {"eos_token": EOD, "pad_token": EOD}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
         "clean_up_tokenization_spaces": False,
     }
-    for name, record in (("special_tokens_map", special), ("tokenizer_config", config)):
-        text = json.dumps(record, indent=2) + "\n"
-        (directory / f"{name}.json").write_text(text, encoding="utf-8")
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "special_tokens_map.json": json.dumps(special, indent=2) + "\n",
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }

@@ -28,6 +28,16 @@ from dms_train.data.manifest import (
 _PACKAGES = ("megatron-core", "numpy", "tokenizers", "transformers")
 
 
+def refuse_existing(prefix: Path, overwrite: bool) -> None:
+    """Refuse a prefix that has a complete shard, unless it is to be replaced.
+
+    Raises:
+        DataError: The shard exists and `overwrite` is not set.
+    """
+    if manifest_path(prefix).exists() and not overwrite:
+        raise DataError(f"{prefix}: exists already; pass --overwrite to replace it")
+
+
 class ShardWriter:
     """Collects documents under temporary names; `finish` renames them, the manifest last.
 
@@ -60,8 +70,7 @@ class ShardWriter:
         # not at the top of the file: it imports torch, which `dms-data --help` does not need
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-        if manifest_path(prefix).exists() and not overwrite:
-            raise DataError(f"{prefix}: exists already; pass --overwrite to replace it")
+        refuse_existing(prefix, overwrite)
         self._prefix = prefix
         self._partial = prefix.with_name(prefix.name + ".partial")
         self._vocab_size = vocab_size

@@ -48,6 +48,15 @@ def test_every_experiment_composes_and_passes(experiment):
     assert build(to_mapping(config)) == config
 
 
+@pytest.mark.parametrize(
+    ("experiment", "folder"),
+    [("lab_retrofit", "outputs/lab/s/cr4"), ("lab_dmc", "outputs/lab/s/dmc_cr4")],
+)
+def test_a_retrofit_of_the_lab_names_its_folder_by_a_whole_ratio(experiment, folder):
+    config = compose([f"experiment={experiment}"])
+    assert (config.run.dir, config.stage.retrofit.target_cr) == (folder, 4.0)
+
+
 def test_experiments_have_their_own_run_folders():
     files = (CONF_DIR / "experiment").glob("*.yaml")
     folders = {file.stem: yaml.safe_load(file.read_text())["run"]["dir"] for file in files}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dms_train.data.manifest import read_manifest
+from dms_train.data.manifest import file_sha256, read_manifest
 from dms_train.data.reader import ShardReader
 from dms_train.data_prep.countdown import (
     PROBLEMS,
@@ -225,6 +225,24 @@ def test_the_tokenizer_is_loaded_by_transformers(tmp_path: Path) -> None:
             "--fewest-solving 5 is above --most-solving 4",
         ),
         (["countdown-problems", "--out", "p.jsonl", "--problems", "1"], "p.jsonl: exists already"),
+        (
+            ["countdown-problems", "--out", "a", "--problems", "3", "--fewest-solving", "200"],
+            "--fewest-solving 200: instances have at most 40 first moves",
+        ),
+        (
+            [
+                "countdown-problems",
+                "--out",
+                "a",
+                "--problems",
+                "50",
+                "--fewest-solving",
+                "12",
+                "--most-solving",
+                "40",
+            ],
+            "--most-solving 40 --problems 50: 100,000 draws after the first ",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -235,6 +253,60 @@ def test_a_wrong_command_line_is_refused_in_one_line(tmp_path, monkeypatch, caps
     assert message in error
     assert error.count("\n") == 1
     assert not Path("a").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--fewest-solving 40", "--fewest-solving 40 --most-solving 40: none of 100,000 drawn"),
+        (
+            "--document-tokens 8192 --long-share 1",
+            "--document-tokens 8192 --long-share 1: none of 10,000 drawn documents has 4,096",
+        ),
+    ],
+)
+def test_documents_that_do_not_exist_are_not_sought_for_ever(tmp_path, capsys, words, message):
+    given = ["--out", str(tmp_path), "--documents", "1", "--workers", "1", *words.split()]
+    assert main(["countdown", *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+    assert not list(tmp_path.glob("train*"))
+
+
+def test_the_tokenizer_of_another_model_is_kept_unless_overwrite_is_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "tokenizer" / "tokenizer.json"
+    other.parent.mkdir()
+    other.write_text("{}")
+    words = ["countdown", "--out", str(tmp_path), "--documents", "1"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{other}: is of another tokenizer; pass --overwrite" in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["tokenizer", "tokenizer.json"]
+    assert other.read_text() == "{}"
+    made(tmp_path, "--documents", "1", "--overwrite")
+    manifest = read_manifest(tmp_path / "train")
+    assert manifest.tokenizer_sha256 == file_sha256(other)
+
+
+def test_a_finished_shard_is_refused_before_its_tokenizer_is_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path, "--documents", "1")
+    other = tmp_path / "tokenizer" / "tokenizer.json"
+    other.write_text("{}")
+    assert main(["countdown", "--out", str(tmp_path), "--documents", "1"]) == 2
+    assert "train: exists already; pass --overwrite" in capsys.readouterr().err
+    assert other.read_text() == "{}"
+
+
+def test_the_same_tokenizer_is_shared_by_another_shard(tmp_path: Path) -> None:
+    made(tmp_path, "--documents", "1")
+    for path in tmp_path.glob("train*"):
+        path.unlink()
+    made(tmp_path, "--documents", "2")
 
 
 def test_the_problems_of_the_package_are_held_out() -> None:
