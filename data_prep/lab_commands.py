@@ -9,6 +9,7 @@ from typing import Any
 
 from dms_train.data.errors import DataError
 from dms_train.data.writer import refuse_existing
+from dms_train.data_prep.arguments import count
 from dms_train.data_prep.countdown import (
     MOST_FIRST_MOVES,
     PROBLEMS,
@@ -46,8 +47,8 @@ def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write")
-    add("--documents", type=_count, required=True, help="documents to write")
-    add("--document-tokens", type=_count, help="fill documents of this length with searches")
+    add("--documents", type=count, required=True, help="documents to write")
+    add("--document-tokens", type=count, help="fill documents of this length with searches")
     add("--long-share", type=_share, default=0.0, help="of them, that begin with a long search")
     add("--seed", type=int, default=0)
     _add_rule(parser)
@@ -57,7 +58,7 @@ def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
     )
     add = problems.add_argument
     add("--out", type=Path, required=True, help=".jsonl file to write")
-    add("--problems", type=_count, required=True)
+    add("--problems", type=count, required=True)
     add("--seed", type=int, default=1)
     add("--overwrite", action="store_true", help="replace existing output")
     _add_rule(problems)
@@ -67,15 +68,8 @@ def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
 def _add_rule(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--numbers", type=int, choices=(4, 5), default=4, help="of a prompt (%(default)s)")
-    add("--fewest-solving", type=_count, help="first moves that lead to the target")
-    add("--most-solving", type=_count, help="fewer make a problem harder")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+    add("--fewest-solving", type=count, help="first moves that lead to the target")
+    add("--most-solving", type=count, help="fewer make a problem harder")
 
 
 def _share(text: str) -> float:

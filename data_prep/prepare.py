@@ -34,6 +34,7 @@ from dms_train.data_prep import (
     lab_commands,
     shard_commands,
 )
+from dms_train.data_prep.arguments import count
 from dms_train.data_prep.documents import (
     BLANK_LINE,
     EVERY_LINE,
@@ -221,13 +222,6 @@ def _report(prefix: Path, manifest: Manifest, *, hint: bool = True) -> None:
         print("documents do not end in an end-of-document token; --append-eod adds one")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dms-data",
@@ -238,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(interrupted="nothing was written")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--workers", type=_count, default=1, help="processes (%(default)s)")
+    shared.add_argument("--workers", type=count, default=1, help="processes (%(default)s)")
     shared.add_argument("--overwrite", action="store_true", help="replace existing output")
     _add_tokenize(commands, shared)
     _add_arrays(commands)
@@ -264,19 +258,19 @@ def _add_exams(
     sheets = commands.add_parser("exam-sheets", parents=[shared], help="make the demo's text")
     add = sheets.add_argument
     add("--out", type=Path, required=True, help="directory to write")
-    add("--sheets", type=_count, required=True, help="documents to write")
-    add("--document-tokens", type=_count, help="fill documents of this length with sheets")
+    add("--sheets", type=count, required=True, help="documents to write")
+    add("--document-tokens", type=count, help="fill documents of this length with sheets")
     add("--seed", type=int, default=0)
-    add("--n-min", type=_count, default=1, help="fewest questions on a sheet")
-    add("--n-max", type=_count, default=3, help="most questions on a sheet")
+    add("--n-min", type=count, default=1, help="fewest questions on a sheet")
+    add("--n-max", type=count, default=3, help="most questions on a sheet")
     sheets.set_defaults(run=_run_exam_sheets)
     problems = commands.add_parser(
         "exam-problems", help="make questions with answers that no training sheet holds"
     )
     add = problems.add_argument
     add("--out", type=Path, required=True, help=".jsonl file to write")
-    add("--sheets", type=_count, required=True)
-    add("--n", type=_count, default=2, help="questions on a sheet")
+    add("--sheets", type=count, required=True)
+    add("--n", type=count, default=2, help="questions on a sheet")
     add("--style", choices=list(STYLES), default="exam")
     add("--seed", type=int, default=1)
     add("--overwrite", action="store_true", help="replace existing output")
@@ -296,7 +290,7 @@ def _add_tokenize(
     add("--append-eod", action="store_true", help="end documents in the end-of-document token")
     add("--eod-token", help="that token; default eos_token; implies --append-eod")
     add("--add-bos", action="store_true", help="begin documents with bos_token")
-    add("--limit", type=_count, help="stop after this many documents")
+    add("--limit", type=count, help="stop after this many documents")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template for conversations")
     field = parser.add_mutually_exclusive_group()
     field.add_argument("--text-key", default="text", help=".jsonl field with the text")

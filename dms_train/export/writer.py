@@ -81,7 +81,7 @@ class _Described:
             _copy_tokenizer(source, directory)
             special = _special_tokens(source)
             if special:
-                write_json(directory / _GENERATION, special)
+                _complete_generation(directory / _GENERATION, special)
         kind, record = "dense", self.provenance
         if self.compressed is not None:
             model, layout = self.compressed
@@ -216,6 +216,12 @@ def _special_tokens(source: Path) -> dict[str, int]:
         if name in _SPECIAL and text in ids:
             found[f"{name}_id"] = ids[text]
     return found
+
+
+def _complete_generation(path: Path, special: dict[str, int]) -> None:
+    """Write the ids that a copied generation config does not state; its own values stay."""
+    stated = read_json(path) if path.is_file() else {}
+    write_json(path, {**stated, **{k: v for k, v in special.items() if k not in stated}})
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:

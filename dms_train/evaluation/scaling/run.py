@@ -268,13 +268,10 @@ def _task_config(options: EvaluationOptions) -> dict[str, Any]:
 
 def _method(checked: CheckedRun) -> str:
     """What the run measures: Vanilla, the method of the export or the name of a policy."""
-    name = checked.options.policy.name
     if checked.cr == 1:
         return "Vanilla"
-    if name == "auto":
-        spec = read_spec(checked.directory)
-        name = name if spec is None else spec.kind
-    return name.upper() if name in METHODS else name
+    name, spec = checked.options.policy.name, read_spec(checked.directory)
+    return spec.label if spec is not None and name in ("auto", spec.kind) else name
 
 
 def _header(config: dict[str, Any], checked: CheckedRun) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 LARGEST = 100  # of results
+_DIGITS = len(str(LARGEST))  # of a number of a move; int() refuses texts of thousands of digits
 
 
 class CountdownScorer(Scorer):
@@ -40,7 +41,7 @@ def solves(numbers: Sequence[int], target: int, answer: str) -> bool:
     left = list(numbers)
     for move in answer.split(","):
         words = move.split()
-        if len(words) != 3 or not (words[0].isdecimal() and words[2].isdecimal()):
+        if len(words) != 3 or not (_is_number(words[0]) and _is_number(words[2])):
             return False
         result = _result(int(words[0]), words[1], int(words[2]))
         if result is None or not 1 <= result <= LARGEST:
@@ -51,6 +52,10 @@ def solves(numbers: Sequence[int], target: int, answer: str) -> bool:
             left.remove(used)
         left.append(result)
     return left == [target]
+
+
+def _is_number(word: str) -> bool:
+    return word.isdecimal() and len(word) <= _DIGITS
 
 
 def _result(first: int, operator: str, second: int) -> int | None:

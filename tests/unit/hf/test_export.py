@@ -275,3 +275,7 @@ def test_a_model_from_scratch_states_the_special_tokens_of_its_tokenizer(export,
         assert "pad_token_id" not in config
         stated = read_json(directory / "generation_config.json")
         assert stated == {"eos_token_id": 3, "bos_token_id": 4}
+    sampling = {"eos_token_id": [3, 7], "temperature": 0.6}
+    (source / "generation_config.json").write_text(json.dumps(sampling))
+    directory = export("llama", None, source_dir=source)
+    assert read_json(directory / "generation_config.json") == {**sampling, "bos_token_id": 4}

@@ -110,7 +110,7 @@ def test_weights_are_the_mean_of_their_group(multi_head, tmp_path, family, kv_he
             torch.testing.assert_close(after[name][row].double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_shards_are_read_one_tensor_at_a_time_and_the_dtype_stays(multi_head, tmp_path):
+def test_a_model_in_shards_gives_the_same_weights_in_its_own_dtype(multi_head, tmp_path):
     whole = multi_head("qwen2", dtype=torch.bfloat16)
     assert convert(whole, tmp_path / "pooled", 2) == 0
     sharded = tmp_path / "sharded"

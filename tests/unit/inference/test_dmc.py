@@ -136,6 +136,22 @@ def test_transformers_generates_with_padding_what_the_engine_generates(export: E
     assert [output.outputs[0].token_ids for output in ours] == found
 
 
+def test_transformers_generates_the_same_with_an_assistant(export: Export) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory, _ = export
+    model, assistant = (
+        AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).eval()
+        for _ in range(2)
+    )
+    ids = torch.tensor([random_ids(8, seed=2) * 3])
+    how = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(ids, **how)
+    assert alone.shape == (1, 40)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **how), alone)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **how), alone)
+
+
 def test_a_policy_of_another_method_is_refused(export: Export) -> None:
     with pytest.raises(InferenceError, match="was trained for dmc"):
         LLM(export[0], policy="dms")

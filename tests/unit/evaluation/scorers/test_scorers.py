@@ -132,6 +132,7 @@ REFUSED = [
     ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 * 4 ANS"),
     ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 * 1 , 11 * 4"),
     ("countdown", COUNTDOWN, "ANS 4 - 4 , 3 - 1 , 0 / 2"),
+    ("countdown", COUNTDOWN, f"ANS {'9' * 5000} + 1"),  # more digits than int() takes
     ("countdown", COUNTDOWN, "4 * 3 , 12 - 1 , 11 * 4"),
     ("countdown", COUNTDOWN, ""),
 ]
