@@ -10,28 +10,36 @@ its own; its output goes to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state and is skipped by the next call. When `--seconds` are
 over, the running commands are told to stop, which keeps what they have done, and the exit code is
-3: the same command continues.
+3: the same command continues. SIGTERM stops them too, and whatever ends the lab ends them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import TypeVar
 
 from benchmarks.lab.scales import SCALES
-from benchmarks.lab.steps import VARIANTS, Settings, Step, as_text, lines, phases
+from benchmarks.lab.steps import VARIANTS, Settings, Step, as_text, check_policies, lines, phases
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.inference.policies.registry import AUTO, policy_names
+from dms_train.observe.processes import end_with_parent
 
 UNFINISHED = 3
-_GRACE = 25.0  # seconds that a command has to save and leave
+_GRACE = 25.0  # seconds that commands have to save and leave
 _POLL = 0.1
+Value = TypeVar("Value")
 
 
 class Lab:
@@ -69,8 +77,7 @@ class Lab:
                 for name in [name for name, each in running.items() if each.ended()]:
                     self._finish(name, running.pop(name))
         finally:
-            for each in running.values():
-                each.stop()
+            _stop(running.values())
         return True
 
     def _is_over(self) -> bool:
@@ -107,7 +114,10 @@ class _Running:
         self.words, self._log, self._since = words, log, time.monotonic()
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, *words], stdout=stream, stderr=subprocess.STDOUT
+                [sys.executable, *words],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,
             )
 
     @property
@@ -121,11 +131,14 @@ class _Running:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def stop(self) -> None:
-        """Ask it to save and leave, and end it when it does not."""
+    def ask_to_leave(self) -> None:
+        """Tell it to save and leave."""
         self._process.terminate()
+
+    def end(self, seconds: float) -> None:
+        """Wait for it, and end it when it has not left after so many seconds."""
         try:
-            self._process.wait(_GRACE)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -133,6 +146,30 @@ class _Running:
     def last_line(self) -> str:
         told = self._log.read_text("utf-8", errors="replace").strip().splitlines()
         return f"{self._log}: {told[-1] if told else 'empty'}"
+
+
+def _stop(running: Iterable[_Running]) -> None:
+    """Ask all commands to save and leave, and end those that do not before a common deadline."""
+    for each in running:
+        each.ask_to_leave()
+    deadline = time.monotonic() + _GRACE
+    for each in running:
+        each.end(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """The first SIGTERM raises `SystemExit`, so that running commands are stopped."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -156,10 +193,13 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
+    check_policies(settings.scale)
     on_gpu = settings.device != "cpu"
     lab = Lab(settings.root, args.jobs or (4 if on_gpu else 1), args.seconds)
     for steps in phases(settings):
-        if not lab.run(steps):
+        with _sigterm_raises():
+            finished = lab.run(steps)
+        if not finished:
             print("the time is over; the same command continues", flush=True)
             return UNFINISHED
     for line in lines(settings):
@@ -168,23 +208,44 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
+def _count(text: str) -> int:
+    return _number(text, 1)
 
 
-def _variants(text: str) -> tuple[str, ...]:
-    for name in _names(text):
-        if name not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"{name}: choose from {', '.join(VARIANTS)}")
-    return _names(text)
+def _seed(text: str) -> int:
+    return _number(text, 0)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, 2 with one line, or 3 when the time was over."""
+def _choice(names: Iterable[str]) -> Callable[[str], str]:
+    def chosen(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(names)}")
+        return text
+
+    return chosen
+
+
+def _list_of(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
+    """Values between commas, each of them once."""
+
+    def parsed(text: str) -> tuple[Value, ...]:
+        found = tuple(kind(part) for part in text.split(",") if part)
+        if not found:
+            raise argparse.ArgumentTypeError("nothing is named")
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{text}: a value is repeated")
+        return found
+
+    return parsed
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks.lab",
         description=__doc__,
@@ -194,16 +255,27 @@ def main(arguments: list[str] | None = None) -> int:
     add("scale", choices=SCALES, help="of the teacher; toy runs on a CPU and learns nothing")
     add("--folder", type=Path, help="default outputs/lab/SCALE")
     add("--seconds", type=float, help="stop then; the same command continues")
-    add("--seeds", type=_numbers, default=(1234,), help="of the retrofits (1234)")
-    add("--also", type=_variants, default=(), help=f"more retrofits: {','.join(VARIANTS)}")
-    add("--problems", type=int, help="of every evaluation")
-    add("--widths", type=_numbers, help="chains of a problem, such as 1,2,4")
-    add("--policies", type=_names, help="that the teacher is evaluated with, such as tova,quest")
+    policies = tuple(name for name in policy_names() if name != AUTO)
+    add("--seeds", type=_list_of(_seed), default=(1234,), help="of the retrofits (1234)")
+    variants = _list_of(_choice(VARIANTS))
+    add("--also", type=variants, default=(), help=f"more retrofits: {','.join(VARIANTS)}")
+    add("--problems", type=_count, help="of every evaluation")
+    add("--widths", type=_list_of(_count), help="chains of a problem, such as 1,2,4")
+    add(
+        "--policies",
+        type=_list_of(_choice(policies)),
+        help="that the teacher is evaluated with, such as tova,quest",
+    )
     add("--device", default="auto", help="of the evaluations: auto, cpu or cuda")
-    add("--rows", type=int, default=256, help="chains in the cache together (%(default)s)")
-    add("--jobs", type=int, help="evaluations at the same time (4 on a GPU, 1 on a CPU)")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="that make data (%(default)s)")
-    return run_main(lambda: _run(parser.parse_args(arguments)))
+    add("--rows", type=_count, default=256, help="chains in the cache together (%(default)s)")
+    add("--jobs", type=_count, help="evaluations at the same time (4 on a GPU, 1 on a CPU)")
+    add("--workers", type=_count, default=os.cpu_count() or 1, help="that make data (%(default)s)")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, 2 with one line, or 3 when the time was over."""
+    return run_main(lambda: _run(_parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

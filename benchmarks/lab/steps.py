@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.lab.scales import Retrofit, Scale
 from dms_train.evaluation.scaling.results import load
+from dms_train.inference.policies.registry import check_policy, parse_options
 
 _DATA = ("-m", "dms_train.data_prep.prepare")
 _TRAIN = ("-m", "dms_train")
@@ -17,6 +18,7 @@ _EVALUATE = ("-m", "dms_train.cli.evaluate")
 _HF = Path("exports") / "final" / "hf"
 _LONG_SHARE = 0.7
 _MIDDLE = 0.5  # of the lengths whose peak is a budget
+_SAME_RESULTS = ("--workers=", "model.max_num_seqs=")  # whatever their values
 VARIANTS = ("immediate", "dmc")
 
 
@@ -84,7 +86,7 @@ def _data(settings: Settings) -> list[Step]:
     scale, root = settings.scale, settings.root
     numbers = ["--numbers", str(scale.numbers)]
     filled = ["--document-tokens", str(scale.context), *numbers]
-    workers = ["--workers", str(settings.workers), "--overwrite"]
+    workers = [f"--workers={settings.workers}", "--overwrite"]
 
     def searches(name: str, documents: int, *more: str) -> list[str]:
         out = ["--out", str(root / name), "--documents", str(documents)]
@@ -208,15 +210,30 @@ def _policies(settings: Settings) -> list[Step]:
 
             def words(name: str = name, policy: str = policy, cr: int = cr) -> list[str]:
                 budget = budget_of(settings, cr)
-                size = f"window={budget - 1}" if policy == "window" else f"budget={budget}"
-                given = [f"policy={policy}", f"policy.{size}", "sweep.widths=[1]"]
-                if policy == "streaming_llm":
-                    given.append(f"policy.sinks={settings.scale.numbers + 3}")  # the prompt
+                options = (f"policy.{word}" for word in _options(settings.scale, policy, budget))
+                given = [f"policy={policy}", *options, "sweep.widths=[1]"]
                 limit = f"task.limit={settings.scale.policy_problems}"
                 return _evaluate(settings, name, settings.teacher, *given, limit).words()
 
             found.append(Step(name=f"evaluate_{name}", words=words))
     return found
+
+
+def _options(scale: Scale, policy: str, budget: int) -> list[str]:
+    if policy == "window":
+        return [f"window={budget - 1}"]
+    sinks = [f"sinks={scale.numbers + 3}"] if policy == "streaming_llm" else []  # the prompt
+    return [f"budget={budget}", *sinks]
+
+
+def check_policies(scale: Scale) -> None:
+    """Refuse policies that take no budget.
+
+    Raises:
+        InferenceError: With the policy and its options.
+    """
+    for policy in scale.policies:
+        check_policy(policy, parse_options(_options(scale, policy, budget=scale.context)))
 
 
 def budget_of(settings: Settings, cr: int) -> int:
@@ -238,5 +255,5 @@ def lines(settings: Settings) -> list[str]:
 
 
 def as_text(words: list[str]) -> str:
-    """A command as the marks store it."""
-    return json.dumps(words)
+    """A command as the marks store it: without what does not change its results."""
+    return json.dumps([word for word in words if not word.startswith(_SAME_RESULTS)])

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lab import __main__ as lab
 from benchmarks.lab.scales import SCALES
-from benchmarks.lab.steps import Settings, phases
+from benchmarks.lab.steps import Settings, as_text, phases
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
 from dms_train.evaluation.scaling.results import load
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.tokenizer import read_stop_ids
+from dms_train.observe.processes import has_ended, mark
 
 pytestmark = pytest.mark.timeout(1200)
 HF = Path("exports") / "final" / "hf"
@@ -85,7 +91,7 @@ def test_a_policy_gets_the_tokens_of_the_retrofitted_model(folder: Path) -> None
 
 
 def test_finished_steps_are_skipped_and_other_settings_refused(folder, capsys) -> None:
-    assert lab.main(words(folder)) == 0
+    assert lab.main(words(folder, "--rows", "7", "--workers", "2")) == 0
     assert "started" not in capsys.readouterr().out
     assert lab.main(words(folder, "--problems", "3")) == 2
     error = capsys.readouterr().err
@@ -105,6 +111,102 @@ def test_a_command_that_fails_ends_the_lab_with_its_last_line(tmp_path: Path, ca
     error = capsys.readouterr().err
     assert "problems: exit code 2; " in error
     assert "problems.log" in error
+
+
+STOPPED = """
+import pathlib, signal, sys, time
+mine, other = map(pathlib.Path, sys.argv[1:])
+def leave(*_):
+    mine.with_suffix(".told").touch()
+    while not other.with_suffix(".told").exists():
+        time.sleep(0.01)
+    mine.with_suffix(".saved").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, leave)
+mine.with_suffix(".ready").touch()
+while True:
+    time.sleep(1)
+"""
+
+
+def wait_until(holds, process: subprocess.Popen[str] | None = None) -> None:
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end
+        assert process is None or process.poll() is None
+        time.sleep(0.05)
+
+
+def test_commands_are_told_to_stop_together(tmp_path: Path) -> None:
+    """Each saves only when the other has been told too."""
+    names = [(tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")]
+    log = tmp_path / "log"
+    running = [lab._Running(["-c", STOPPED, *map(str, pair)], log) for pair in names]
+    wait_until(lambda: all(mine.with_suffix(".ready").exists() for mine, _ in names))
+    lab._stop(running)
+    assert [each.code for each in running] == [0, 0]
+    assert all(mine.with_suffix(".saved").exists() for mine, _ in names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_command_outlives_the_lab(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.lab", *words(tmp_path, "--jobs", "2")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "data: started\n"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: len(children.read_text().split()) == 2, process)
+    marks = [mark(int(pid)) for pid in children.read_text().split()]
+    assert all(marks)
+    process.send_signal(number)
+    assert process.wait(120) == code
+    wait_until(lambda: all(map(has_ended, marks)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--jobs -1", "'-1' is not a whole number of at least 1"),
+        ("--rows 0", "'0' is not a whole number of at least 1"),
+        ("--workers 0", "'0' is not a whole number of at least 1"),
+        ("--problems 0", "'0' is not a whole number of at least 1"),
+        ("--widths 1,0", "'0' is not a whole number of at least 1"),
+        ("--widths 2,2", "2,2: a value is repeated"),
+        ("--seeds 1,1", "1,1: a value is repeated"),
+        ("--seeds x", "'x' is not a whole number of at least 0"),
+        ("--policies nonsense", "'nonsense': choose from "),
+        ("--policies tova,tova", "tova,tova: a value is repeated"),
+        ("--policies ,", "nothing is named"),
+        ("--also dmd", "'dmd': choose from immediate, dmc"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(tmp_path, capsys, given, message):
+    with pytest.raises(SystemExit, match="2"):
+        lab.main(words(tmp_path, *given.split()))
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_without_a_budget_is_refused_before_anything_runs(tmp_path, capsys) -> None:
+    assert lab.main(words(tmp_path, "--policies", "tova,keep_all")) == 2
+    assert "policy=keep_all: no option budget" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_scale_names_policies_that_take_a_budget() -> None:
+    for scale in SCALES.values():
+        lab.check_policies(scale)
+
+
+def test_marks_store_what_changes_the_results(tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args(words(tmp_path)))
+
+    def stored(changed: Settings) -> list[str]:
+        return [as_text(step.words()) for phase in phases(changed)[:-2] for step in phase]
+
+    assert stored(settings) == stored(replace(settings, rows=3, workers=9))
+    assert stored(settings) != stored(replace(settings, device="cuda"))
 
 
 @pytest.mark.parametrize("scale", ["s", "m", "l"])
