@@ -98,7 +98,9 @@ def _shortest_unknown(path: str, known: list[str]) -> str:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    """Of the fields; what a class says of itself (`ClassVar`) is no key."""
+    hints = typing.get_type_hints(cls)
+    return {item.name: hints[item.name] for item in fields(cls)}
 
 
 def _all_hints(cls: type) -> dict[str, Any]:
