@@ -110,9 +110,9 @@ def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[int, floa
     steps: dict[int, list[float]] = {}  # seconds of each, by the number of sequences
     since, ended = time.perf_counter(), False
     while not ended:
-        before, decoding = engine.decode_steps, engine.decoding
+        before, decoding = engine.decoded_steps, engine.decoding
         ended = bool(engine.step())
-        now, count = time.perf_counter(), max(1, engine.decode_steps - before)
+        now, count = time.perf_counter(), max(1, engine.decoded_steps - before)
         if decoding == engine.decoding > 0:
             steps.setdefault(decoding, []).append((now - since) / count)
         since = now

@@ -46,7 +46,7 @@ class InferenceEngine:
         spec: What the model was trained for; None for a dense model.
         dtype: Of weights and computation.
         tokenizer: The model's tokenizer; None if its directory has none.
-        decode_steps: Decode steps of the kernels so far.
+        decoded_steps: Decode steps of the kernels so far.
     """
 
     def __init__(self, model: str | Path | LoadedModel, options: EngineOptions) -> None:
@@ -67,7 +67,7 @@ class InferenceEngine:
         self._requests: dict[str, Request] = {}
         self._arrived = 0
         self._launched: DecodeGroup | None = None  # its tokens are not known yet
-        self.decode_steps = 0
+        self.decoded_steps = 0
         self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
 
     @property
@@ -215,8 +215,8 @@ class InferenceEngine:
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Compute one token of every decoding sequence, and parts of prompts within the limits.
 
-        Kernels compute up to `decode_steps` tokens of every decoding sequence where each is of a
-        request that is returned when it has finished and does not keep its cache.
+        Kernels compute up to `decode_steps` tokens of every decoding sequence where all requests
+        are returned when they have finished and keep no cache, and the kernels sample all of them.
 
         A request that finishes frees its cache, unless it was added with `keep_cache`. If the step
         fails, its requests are aborted, because their cache is incomplete.
@@ -244,6 +244,7 @@ class InferenceEngine:
             requests = [self._requests[request_id] for request_id in ids]
             outputs = [self._output(r) for r in requests if r.finished or not r.final_only]
         except BaseException:
+            self._runner.wait(self._launched)
             self._launched = None
             computed = [sequence for sequence, _ in plan.batch]
             for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
@@ -396,11 +397,8 @@ class InferenceEngine:
         """Compute a step and sample a token for each sequence that has no tokens left.
 
         Args:
-            plan: Of the step; what is on its way for sequences that ended before is not wanted.
+            plan: Of the step; sequences that it ends keep what is on its way for them.
         """
-        for sequence in plan.ended:
-            self._discard(sequence)
-        self._advanced += plan.ended
         before = self._launched
         decoding: list[Sequence] = []
         rest: list[tuple[Sequence, int]] = []
@@ -409,14 +407,22 @@ class InferenceEngine:
                 decoding.append(sequence)
             else:
                 rest.append((sequence, count))
-        self._launched = None
-        if decoding:
-            grouped = all(self._requests[s.request_id].grouped for s in decoding)
-            self._launched = self._runner.launch(decoding, plan.decode_steps if grouped else 1)
+        steps = self._scheduler.group(plan) if self._groups(decoding, rest) else 1
+        self._launched = self._runner.launch(decoding, steps) if decoding else None
         self._receive(before)
+        for sequence in plan.ended:
+            self._discard(sequence)
+        self._advanced += plan.ended
         rest = [part for part in rest if part[0].finish_reason is None]
         if rest:
             self._compute(rest)
+
+    def _groups(self, decoding: list[Sequence], rest: list[tuple[Sequence, int]]) -> bool:
+        """Whether a group of decode steps delays prompts only, and nobody sees its inside."""
+        if self.options.enable_prefix_caching or not all(s.prefilling for s, _ in rest):
+            return False
+        taking_part = [*decoding, *(sequence for sequence, _ in rest)]
+        return all(self._requests[s.request_id].grouped for s in taking_part)
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
         """A step whose tokens the host samples."""
@@ -439,7 +445,7 @@ class InferenceEngine:
         """Take the tokens of a group of decode steps, if there is one."""
         if group is None:
             return
-        self.decode_steps += group.steps
+        self.decoded_steps += group.steps
         for decoded in self._runner.receive(group):
             sequence = decoded.sequence
             self._runner.count(decoded, sequence.extend(decoded.tokens, self._stops(sequence)))

@@ -132,7 +132,7 @@ class DecodeGraphs:
             inputs: On the host, each [k, b]; k is 1 or the `steps` of this object.
         """
         k, b = inputs.tokens.shape
-        self._cache.prepare(k * b)
+        self._cache.prepare(b * self._cache.pages_of_steps(k))
         self._turn = (self._turn + 1) % _AHEAD
         captured = self._graphs[1 << _power(b), k][self._turn]
         sent, received = captured.sent, captured.received

@@ -48,7 +48,8 @@ class EngineOptions:
         max_num_batched_tokens: Most tokens of a step, over all sequences.
         prefill_chunk: Most prompt tokens of a sequence in a step.
         decode_steps: Decode steps that the kernels run at once where all requests are returned only
-            when they have finished; what lies behind the end of a sequence is dropped.
+            when they have finished, without `enable_prefix_caching`; what lies behind the end of a
+            sequence is dropped.
         max_model_len: Most tokens of a sequence; None takes what the model was trained for.
         cache_bytes: Most bytes of keys and values in a compact cache; sequences wait, or are
             preempted and computed again, where they do not fit. None sets no limit on a CPU.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dms_train.inference.cache.interface import KVCache
+from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.prefix_cache import PrefixCache
 from dms_train.inference.sequence import Sequence
@@ -34,6 +35,10 @@ class RowMemory:
     def most_copies(self, row: int, tokens: int) -> int:
         """Most pages of a row that are copied for its next tokens."""
         return self._cache.most_copies(row, tokens)
+
+    def pages_of_steps(self, steps: int) -> int:
+        """Most pages of a KV list that steps of one token take or copy; groups have kernels."""
+        return self._cache.pages_of_steps(steps) if isinstance(self._cache, PagedKVCache) else steps
 
     def free(self, row: int) -> None:
         """Empty a row."""
@@ -74,11 +79,8 @@ class RowMemory:
             self._take(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a snapshot of a sequence that has ended, for prompts that continue it.
-
-        A row that holds tokens behind its end, which a group of decode steps computed, is not kept.
-        """
-        generated = 0 < sequence.computed <= len(sequence.tokens) and not sequence.given_only
+        """Take a snapshot of a sequence that has ended, for prompts that continue it."""
+        generated = sequence.computed and not sequence.given_only
         if self._shared and sequence.row is not None and generated:
             self._take(sequence)
 

@@ -230,6 +230,11 @@ class ModelRunner:
             temperature=torch.tensor(temperature, dtype=torch.float64).expand(steps, -1),
         )
 
+    def wait(self, group: DecodeGroup | None) -> None:
+        """Wait for a group whose tokens are not wanted, if there is one."""
+        if group is not None:
+            group.launched.wait()
+
     def receive(self, group: DecodeGroup) -> list[DecodedTokens]:
         """Wait for a group of decode steps.
 

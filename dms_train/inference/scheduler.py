@@ -171,6 +171,10 @@ class CacheMemory(Protocol[StateIn]):
         """Most tokens of a sequence that its next step may compute; None for any number."""
         ...
 
+    def pages_of_steps(self, steps: int) -> int:
+        """Most pages of a KV list that steps of one token each take or copy."""
+        ...
+
     def free(self, row: int) -> None:
         """Empty a row."""
         ...
@@ -204,14 +208,14 @@ class Schedule(Generic[State]):
         placed: Sequences that were given a row.
         preempted: Sequences whose cache was freed for others.
         ended: Sequences with a `finish_reason` set by the scheduler; their cache is still theirs.
-        decode_steps: How many steps of one token may follow each other, for which pages are free.
+        pages: Most pages that the batch takes.
     """
 
     batch: list[tuple[State, int]] = field(default_factory=list)
     placed: list[State] = field(default_factory=list)
     preempted: list[State] = field(default_factory=list)
     ended: list[State] = field(default_factory=list)
-    decode_steps: int = 1
+    pages: int = 0
 
 
 class Scheduler(Generic[State]):
@@ -270,7 +274,7 @@ class Scheduler(Generic[State]):
     def place(self, sequence: State) -> None:
         """Move a waiting sequence to a free row, behind what is cached of it."""
         self.remove(sequence)
-        sequence.row = self._free_rows.pop()
+        sequence.row, sequence.pages = self._free_rows.pop(), 0
         self.placed.append(sequence)
         self.memory.restore(sequence)
 
@@ -320,8 +324,21 @@ class Scheduler(Generic[State]):
         step.end_late(now)
         step.extend()
         step.admit()
-        step.group()
         return step.plan
+
+    def group(self, plan: Schedule[State]) -> int:
+        """How many steps of one token each the batch may take at once.
+
+        Args:
+            plan: The next step.
+
+        Returns:
+            `SchedulerLimits.decode_steps`, or 1 if pages may be lacking for as many.
+        """
+        steps = self.limits.decode_steps
+        further = self.memory.pages_of_steps(steps) - self.memory.pages_of_steps(1)
+        pages = plan.pages + further * self.limits.kv_lists * len(plan.batch)
+        return steps if pages <= self.memory.free_pages(0) else 1
 
 
 class _Step(Generic[State]):
@@ -341,7 +358,6 @@ class _Step(Generic[State]):
         self._scheduler, self._limits = scheduler, scheduler.limits
         self._allowed = allowed
         self._budget = scheduler.limits.batch_tokens
-        self._planned = 0  # pages that the batch may take
 
     def end_late(self, now: float) -> None:
         """End the sequences whose time is over."""
@@ -380,23 +396,13 @@ class _Step(Generic[State]):
                 return
             self.plan.placed.append(sequence)  # before, as the cache may raise an error
             scheduler.place(sequence)
-            planned = self._planned
+            planned = self.plan.pages
             self._compute(sequence)
-            promised += max(0, growth - (self._planned - planned))
-
-    def group(self) -> None:
-        """Let the sequences decode several tokens if pages are free for all of them.
-
-        Each takes or copies at most one page of a KV list.
-        """
-        steps = self._limits.decode_steps
-        pages = (steps - 1) * len(self.plan.batch) * self._limits.kv_lists
-        if pages <= self._free(pages):
-            self.plan.decode_steps = steps
+            promised += max(0, growth - (self.plan.pages - planned))
 
     def _free(self, least: int) -> float:
         """Pages that nothing holds and the batch does not take; a lower bound from `least` on."""
-        return self._scheduler.memory.free_pages(self._planned + least) - self._planned
+        return self._scheduler.memory.free_pages(self.plan.pages + least) - self.plan.pages
 
     def _may_run(self, sequence: State) -> bool:
         return sequence.runnable and (self._allowed is None or sequence in self._allowed)
@@ -426,7 +432,7 @@ class _Step(Generic[State]):
             spare = self._free(most) - most + limits.most_pages(count)
             count = max(1, limits.tokens_within(int(spare)))
         self.plan.batch.append((sequence, count))
-        self._planned += self._most_pages(sequence, count)
+        self.plan.pages += self._most_pages(sequence, count)
         self._budget -= count
 
     def _most_pages(self, sequence: State, count: int) -> int:

@@ -146,7 +146,7 @@ class Sequence(SequenceState):
             stops: Tokens that end it.
         """
         ends = (taken for taken, token in enumerate(tokens, start=1) if token in stops)
-        taken = next(ends, len(tokens)) if stops else len(tokens)
+        taken = next(ends, len(tokens))
         taken = self.text.add(tokens[:taken])
         self.tokens += tokens[:taken]
         if tokens[taken - 1] in stops or self.text.stopped:

@@ -359,6 +359,10 @@ class PagedKVCache:
         layers, rows, heads = self._lengths.shape
         return layers, rows, heads
 
+    def pages_of_steps(self, steps: int) -> int:
+        """Most pages of a KV list that steps of one token take; each may copy a shared one."""
+        return steps if self.pool.sharing else self._pages_of(steps)
+
     def prepare(self, sequences: int, tokens: int = 1) -> None:
         """Reserve slots for `tokens` more tokens of `sequences` sequences, in all layers."""
         layers, _, heads, _ = self._tables.shape

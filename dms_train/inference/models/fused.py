@@ -27,7 +27,7 @@ _CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or
 
 
 class DecodeInputs(NamedTuple):
-    """What a decode step reads; each [m] on the device.
+    """What a decode step reads; each [m] on the device, or [k, m] on the host for a group.
 
     Attributes:
         tokens: int64; -1 for the newest token of the cache row, which the step before sampled.

@@ -273,11 +273,50 @@ def test_a_step_too_many_is_not_counted(start):
         found.append({i: (o.token_ids, o.finish_reason, costs(o)) for i, o in outputs.items()})
         tokens = sum(costs["tokens"] for *_, costs in found[0].values())
         assert (engine.kv.tokens, engine.free_rows) == (tokens, ROWS)
-        assert (engine.decode_steps > passes) == (kernels == "triton" and steps > 1)
+        assert (engine.decoded_steps > passes) == (kernels == "triton" and steps > 1)
     assert found[0] == found[1] == found[2]
     reasons = [found[0][i][1] for i in ids]
     assert reasons == ["stop"] * len(ids)
     assert [len(found[0][i][0]) for i in ids] != [12] * len(ids)
+
+
+@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.parametrize("how", [{}, {"final_only": True}], ids=["streamed", "sampled by the host"])
+def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
+    engine = start(kernels="triton", decode_steps=4)
+    engine.add_request(random_ids(5), replace(GREEDY, max_tokens=20), final_only=True)
+    params = GREEDY if not how else replace(GREEDY, temperature=1.0, top_k=5, seed=1)
+    other = engine.add_request(random_ids(4), params, **how)
+    steps = 0
+    while engine.has_request(other):
+        engine.step()
+        steps += 1
+        assert engine.decoded_steps <= steps
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    assert engine.decoded_steps > steps
+
+
+@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_request_whose_time_is_over_keeps_the_tokens_on_their_way(start, steps):
+    prompt, params = random_ids(5), replace(GREEDY, max_tokens=20)
+    reference = start(kernels="reference")
+    reference.add_request(prompt, params)
+    (expected,) = run(reference).values()
+    engine = start(kernels="triton", decode_steps=steps)
+    request_id = engine.add_request(prompt, params, timeout_s=1e6, final_only=True)
+    for _ in range(4):
+        assert not engine.step()
+    (sequence,) = engine._requests[request_id].sequences
+    sampled = sequence.length - sequence.prompt_end
+    assert sequence.ahead == steps
+    sequence.deadline = 0.0
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "timeout"
+    assert output.outputs[0].token_ids == expected[:sampled]
+    assert usage(engine)[3] == ROWS
 
 
 def costs(output: CompletionOutput) -> dict:

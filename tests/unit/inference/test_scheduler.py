@@ -35,6 +35,7 @@ class SimulatedCache:
         self.shared: dict[int, int] = {}  # pages that are counted for a snapshot, by row
         self.snapshots: dict[int, int] = {}  # pages of snapshots, by number of their tokens
         self.most: dict[int, int] = {}  # tokens of a step, by sequence
+        self.sharing = False
         self.scheduler = Scheduler(limits, self)
 
     def used(self) -> int:
@@ -49,6 +50,9 @@ class SimulatedCache:
 
     def most_copies(self, row: int, tokens: int) -> int:
         return min(self.shared.get(row, 0), self.limits.kv_lists if tokens == 1 else 10**9)
+
+    def pages_of_steps(self, steps: int) -> int:
+        return steps if self.sharing else -(-steps // self.limits.page_slots)
 
     def max_tokens(self, state: SequenceState) -> int | None:
         return self.most.get(id(state))
@@ -297,20 +301,22 @@ def test_a_snapshot_is_released_before_anyone_is_preempted():
     assert cache.scheduler.preemptions == 0
 
 
-def test_a_group_of_steps_needs_a_page_of_every_list_for_each_further_token():
-    cache = SimulatedCache(limits(pages=3 * 11, decode_steps=4), survival=1.0)
+@pytest.mark.parametrize(("sharing", "needed"), [(True, 24), (False, 6)])
+def test_a_group_of_steps_needs_its_pages(sharing, needed):
+    """Four tokens of a KV list copy a shared page each, or fill one page of four slots."""
+    cache = SimulatedCache(limits(pages=12 + needed - 1, decode_steps=4), survival=1.0)
+    cache.sharing = sharing
     states = [sequence(0, 5, limit=30), sequence(1, 6, limit=30)]
     for state in states:
         cache.scheduler.add(state)
     cache.run(cache.scheduler.schedule(now=0.0))
     for state in states:
         state.tokens.append(0)
-    # 12 pages are taken; both take 6 for the next token and 18 for the three behind it
-    assert cache.free_pages() == 21
-    assert cache.scheduler.schedule(now=1.0).decode_steps == 1
-    cache.limits = cache.scheduler.limits = limits(pages=3 * 12, decode_steps=4)
-    assert cache.free_pages() == 24
-    assert cache.scheduler.schedule(now=1.0).decode_steps == 4
+    assert cache.free_pages() == needed - 1
+    if sharing:
+        assert cache.scheduler.group(cache.scheduler.schedule(now=1.0)) == 1
+    cache.limits = cache.scheduler.limits = limits(pages=12 + needed, decode_steps=4)
+    assert cache.scheduler.group(cache.scheduler.schedule(now=1.0)) == 4
 
 
 def test_a_sequence_takes_part_in_steps_up_to_its_limit():
