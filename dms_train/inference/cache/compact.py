@@ -71,12 +71,12 @@ class CompactCache:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the pool's slabs, of the page tables and of the policy's state now."""
-        return self.pool.allocated_bytes + self._table_bytes
+        return self.pool.allocated_bytes + self.table_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes ever taken."""
-        return self.pool.peak_bytes + self._table_bytes
+        return self.pool.peak_bytes + self.table_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -89,7 +89,8 @@ class CompactCache:
         return self.pool.max_pages
 
     @property
-    def _table_bytes(self) -> int:
+    def table_bytes(self) -> int:
+        """Bytes of what describes the rows."""
         tables = sum(table.numel() for table in self._tables)
         return (tables + self._lengths.numel()) * 8 + self._state.nbytes
 

@@ -22,7 +22,7 @@ from dms_train.method.visibility import visible
 from tests.unit.evaluation.conftest import COUNT, LENGTH, SPEC, write_model
 from tests.unit.inference.conftest import WINDOW
 
-PROMPTS = ("1: Solve 4*c + 15 = 6*c - 15 for c.\nSolution 1.", "So", "The final answer is 1")
+PROMPTS = ("1: Solve 4*c + 15 = 6*c - 15 for c.\nSolution 1.", "Solve", "The final answer is 1")
 
 
 @torch.no_grad()

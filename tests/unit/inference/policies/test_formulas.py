@@ -62,7 +62,7 @@ def test_budgets_of_a_request(options, tokens):
 
 @pytest.mark.parametrize(("cr", "page"), [(4.0, 16), (16.0, 32), (2.0, 16)])
 def test_pages_of_quest_grow_with_the_ratio(cr, page):
-    assert QuestPolicy(QuestOptions(cr=cr))._page == page
+    assert QuestPolicy(QuestOptions(cr=cr)).page == page
 
 
 @pytest.mark.parametrize(
