@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_teacher_is_pretrained_retrofitted_exported_and_evaluated(folder: Path) -> None:
     teacher, retrofitted = folder / "teacher" / HF, folder / "retrofit" / "seed1234" / "cr2" / HF
     for export in (teacher, retrofitted):
@@ -57,6 +58,7 @@ def test_a_teacher_is_pretrained_retrofitted_exported_and_evaluated(folder: Path
         assert len(run.points()) == len(scale.lengths) * len(scale.widths)
 
 
+@pytest.mark.slow
 def test_generation_of_an_export_ends_at_the_end_of_a_document(folder: Path) -> None:
     """A model of four steps draws nearly uniformly, so that some chains meet <eod>."""
     options = compose_evaluation(
@@ -81,6 +83,7 @@ def test_generation_of_an_export_ends_at_the_end_of_a_document(folder: Path) -> 
         assert "<eod>" not in row["text"]
 
 
+@pytest.mark.slow
 def test_a_policy_gets_the_tokens_of_the_retrofitted_model(folder: Path) -> None:
     run = load([folder / "eval" / "seed1234_cr2"])
     longest = [p for p in run.points() if p.budget.width == 1][-1]
@@ -90,6 +93,7 @@ def test_a_policy_gets_the_tokens_of_the_retrofitted_model(folder: Path) -> None
     assert given["sinks"] == 7
 
 
+@pytest.mark.slow
 def test_finished_steps_are_skipped_and_other_settings_refused(folder, capsys) -> None:
     assert lab.main(words(folder, "--rows", "7", "--workers", "2")) == 0
     assert "started" not in capsys.readouterr().out
