@@ -181,11 +181,11 @@ def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> No
     put: dict[str, Any] = {"device": device, "dtype": model.dtype}
     shape = (b, n, g, a.num_attention_heads // g, a.kv_channels)
     position = torch.arange(n, device=device).expand(b, n)
+    keep = torch.zeros(b, g, n, dtype=torch.bool, device=device)
     for layer in range(a.num_layers):
         query = torch.randn(shape, **put)
         key, value = torch.randn(2, b, n, g, 1, a.kv_channels, **put)
         cos = torch.ones(b, n, 1, 1, a.kv_channels, **put)
-        keep = torch.zeros(b, g, n, dtype=torch.bool, device=device)
         step = AttentionStep(
             query=query,
             key=key,
@@ -194,7 +194,7 @@ def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> No
             sin=torch.zeros_like(cos),
             position=position.contiguous(),
             rows=torch.arange(rows.start, rows.stop, device=device),
-            adapter=lambda keep=keep: keep,  # type: ignore[misc]
+            adapter=lambda: keep,
             begins=True,
         )
         cache.step(layer, step)

@@ -37,7 +37,8 @@ from dms_train.inference.outputs import CompletionOutput
 KEPT = 0.125  # of the tokens behind the window
 CONTEXT = 32768
 CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
-ROOM = 2304  # new tokens; 256 chunks of prompts, in each of which others decode 8, and some more
+# of a sequence; others decode 8 in each of the 256 chunks of prompts, and some more are measured
+NEW_TOKENS = 2304
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,13 +73,13 @@ def _run(args: argparse.Namespace) -> int:
 def _memory(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Output tokens a second of both engines with the same bytes for their pages."""
     on_gpu = device.type == "cuda"
-    shape, context, room = ("Llama-3.1-8B", CONTEXT, ROOM) if on_gpu else ("small", 600, 32)
+    shape, context, new = ("Llama-3.1-8B", CONTEXT, NEW_TOKENS) if on_gpu else ("small", 600, 32)
     cache_bytes = int(args.cache_gb * 2**30) if device.type == "cuda" else 2**22
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, found = random_model(shape, KEPT, device, dtype), []
     for name, policy in (("dense", "keep_all"), ("DMS", "dms")):
         options = EngineOptions(
-            device=str(device), policy=policy, max_num_seqs=64, max_model_len=context + room,
+            device=str(device), policy=policy, max_num_seqs=64, max_model_len=context + new,
             prefill_chunk=8192, cache_bytes=cache_bytes, slab_pages=8,
         )  # fmt: skip
         engine = InferenceEngine(model, options)
@@ -103,8 +104,8 @@ def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[int, floa
     All prompts wait; the engine admits as many as fit, and the first of them ends after the last
     of them has been computed.
     """
-    room = engine.longest - len(tokens[0])
-    params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
+    new = engine.longest - len(tokens[0])
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for prompt in tokens:
         engine.add_request(prompt, params, final_only=True)
     steps: dict[int, list[float]] = {}  # seconds of each, by the number of sequences

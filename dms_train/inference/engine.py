@@ -244,11 +244,11 @@ class InferenceEngine:
             requests = [self._requests[request_id] for request_id in ids]
             outputs = [self._output(r) for r in requests if r.finished or not r.final_only]
         except BaseException:
-            self._runner.wait(self._launched)
-            self._launched = None
+            launched, self._launched = self._launched, None
             computed = [sequence for sequence, _ in plan.batch]
             for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
                 self.abort(sequence.request_id)
+            self._runner.wait(launched)  # a graph's inputs are not written while it runs
             raise
         for sequence in taking_part:
             if sequence.finish_reason is not None:
@@ -418,7 +418,7 @@ class InferenceEngine:
             self._compute(rest)
 
     def _groups(self, decoding: list[Sequence], rest: list[tuple[Sequence, int]]) -> bool:
-        """Whether a group of decode steps delays prompts only, and nobody sees its inside."""
+        """Whether a group of decode steps delays prompts only, and no request is streamed."""
         if self.options.enable_prefix_caching or not all(s.prefilling for s, _ in rest):
             return False
         taking_part = [*decoding, *(sequence for sequence, _ in rest)]

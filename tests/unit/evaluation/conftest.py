@@ -58,19 +58,23 @@ def tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory, tokenizer, load) -> EvaluationTarget:
-    """An export, recorded by its masked model, and another model as teacher."""
-    root = tmp_path_factory.mktemp("models")
+    """Of DMS."""
+    return recorded_target(tmp_path_factory.mktemp("models"), SPEC, tokenizer, load)
+
+
+def recorded_target(root: Path, spec: MethodSpec, tokenizer: Path, load) -> EvaluationTarget:
+    """An export with the self-test of its own modelling code, and another model as teacher."""
     write_model(root / "teacher", None, 1, tokenizer)
-    write_model(root / "plain", SPEC, 0, tokenizer)
+    write_model(root / "plain", spec, 0, tokenizer)
     ids = torch.tensor(random_ids(80, vocabulary=50))
     model = load(root / "plain")
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0]
-    decisions = model.dms_decision_logits(ids[None])[:, 0]
+    decisions = getattr(model, f"{spec.kind}_decision_logits")(ids[None])[:, 0]
     recorded = SelfTest(input_ids=ids, decision_logits=decisions, logits=logits, dtype="float32")
-    write_model(root / "export", SPEC, 0, tokenizer, recorded)
+    write_model(root / "export", spec, 0, tokenizer, recorded)
     return EvaluationTarget(
-        export=root / "export", teacher=root / "teacher", spec=SPEC, device="cpu"
+        export=root / "export", teacher=root / "teacher", spec=spec, device="cpu"
     )
 
 

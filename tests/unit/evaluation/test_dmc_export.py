@@ -13,15 +13,13 @@ from dms_train.app.inspection import describe
 from dms_train.app.verification import verify
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.evaluation import report
-from dms_train.evaluation.findings import export_spec, validate
+from dms_train.evaluation.findings import validate
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.export.card import CARD_FILE, add_evaluation
-from dms_train.hf.selftest import SelfTest
 from dms_train.method.spec import PRESETS
-from tests.unit.evaluation.conftest import write_model
-from tests.unit.inference.conftest import random_ids
+from tests.unit.evaluation.conftest import recorded_target, write_model
 
 SPEC = PRESETS["dmc"].override(alpha_offset=0.0)  # about half of all tokens are merged
 NAMES_DMS = re.compile(r"\bDMS\b|Sparsification")
@@ -30,20 +28,7 @@ NAMES_DMS = re.compile(r"\bDMS\b|Sparsification")
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, tokenizer, load) -> EvaluationTarget:
     """A DMC export with the self-test of its own modelling code, and another model as teacher."""
-    root = tmp_path_factory.mktemp("dmc")
-    write_model(root / "teacher", None, 1, tokenizer)
-    write_model(root / "plain", SPEC, 0, tokenizer)
-    ids = torch.tensor(random_ids(80, vocabulary=50))
-    model = load(root / "plain")
-    with torch.no_grad():
-        logits = model(ids[None], use_cache=False).logits[0]
-    decisions = model.dmc_decision_logits(ids[None])[:, 0]
-    recorded = SelfTest(input_ids=ids, decision_logits=decisions, logits=logits, dtype="float32")
-    write_model(root / "export", SPEC, 0, tokenizer, recorded)
-    export = root / "export"
-    return EvaluationTarget(
-        export=export, teacher=root / "teacher", spec=export_spec(export), device="cpu"
-    )
+    return recorded_target(tmp_path_factory.mktemp("dmc"), SPEC, tokenizer, load)
 
 
 @pytest.fixture(scope="module")
