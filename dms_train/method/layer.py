@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dms_train.method.base import MethodSpec
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 
 
@@ -32,21 +33,22 @@ class LayerPass(NamedTuple):
     Attributes:
         plan: Of the current step.
         documents: Packed documents; None where a sample is one document.
-        noise: Logistic noise [s, b, heads], given the number of heads, whether they are the
-            model's first ones instead of this rank's, and s.
+        noise: What the relaxation's noise depends on; None for none.
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
         sum_ranks: Sum over the tensor-parallel ranks, whose gradient is summed too.
         first_rank: Whether the rank holds the model's first heads.
         heads: KV heads of all ranks.
+        recorded: Whether logits and slots of every KV head are asked for.
     """
 
     plan: StepPlan
     documents: PackedDocuments | None
-    noise: Callable[[int, bool, int], Tensor]
+    noise: LayerNoise | None
     rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     sum_ranks: Callable[[Tensor], Tensor]
     first_rank: bool
     heads: int
+    recorded: bool
 
 
 class Decided(NamedTuple):
@@ -57,14 +59,14 @@ class Decided(NamedTuple):
             window.
         stats: Sums over the KV heads, float32 [b, 3 or 4]: alpha, live slots at the last token,
             KV reads / s, and what the method itself adds to the loss.
-        logits: Decision logits [s, b, g], detached.
-        held: Slots at the last token, int64 [b, g].
+        logits: Decision logits [s, b, g], detached; kernels leave them out.
+        held: Slots at the last token, int64 [b, g]; likewise.
     """
 
     log_keep: Tensor
     stats: Tensor
-    logits: Tensor
-    held: Tensor
+    logits: Tensor | None = None
+    held: Tensor | None = None
 
 
 class MethodLayer(Protocol):

@@ -6,12 +6,26 @@ the same noise, and resuming needs no generator state.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dms_train.method.splitmix import GOLDEN, mix, shift_right, steps
 
 UNIFORM_BITS = 23  # so that (bits + 0.5) / 2**23 is exact in float32 and never 0 or 1
+
+
+class LayerNoise(NamedTuple):
+    """What the noise of a layer depends on: int64 keys [b], layer number, first KV head here."""
+
+    keys: Tensor
+    layer: int
+    first_head: int
+
+    def logistic(self, length: int, heads: int) -> Tensor:
+        """`logistic_noise` of the first `heads` KV heads here, float32 [length, b, heads]."""
+        return logistic_noise(self.keys, self.layer, length, heads, self.first_head)
 
 
 def sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:

@@ -59,6 +59,19 @@ def test_decisions_stay_within_their_document(preset: str, noisy: bool, length: 
     assert eviction_channel_cases.worst_packed_decision(spec, GPU, noisy=noisy, s=length) < 5e-5
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "plain"])
+@pytest.mark.parametrize("length", [37, 5000])
+def test_decisions_to_merge(length: int, noisy: bool, packed: bool) -> None:
+    from tests.support import eviction_channel_cases
+
+    spec = PRESETS["dmc"].override(alpha_offset=0.1)
+    worst = eviction_channel_cases.worst_merge_decision(
+        spec, GPU, noisy=noisy, packed=packed, s=length
+    )
+    assert worst < 5e-5
+
+
 def test_swiglu() -> None:
     from tests.support import eviction_channel_cases
 

@@ -9,9 +9,13 @@ from dms_train.kernels.layers import triton_decide, triton_rope
 from dms_train.kernels.layers.triton_swiglu import swiglu
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots
+from dms_train.method.dmc.attention import DMCLayer
+from dms_train.method.dmc.spec import DMCSpec
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.documents import PackedDocuments
-from dms_train.method.noise import logistic_noise
+from dms_train.method.layer import LayerPass
+from dms_train.method.noise import LayerNoise
+from dms_train.method.plan import StepPlan
 from dms_train.method.visibility import align_to_keys
 
 S, B, G, R = 37, 2, 3, 2
@@ -88,16 +92,16 @@ def worst_rotation(
 
 
 def decided(
-    eviction_channel: Tensor, spec: DMSSpec, noise: triton_decide.Noise | None
+    eviction_channel: Tensor, spec: DMSSpec, noise: LayerNoise | None
 ) -> tuple[Tensor, ...]:
     """log(1 - alpha) by key [b, g, s] and eviction statistics [b, 3] in plain operations."""
     drawn = None if noise is None else _drawn(noise, eviction_channel)
     return _decided(eviction_channel, spec, drawn)
 
 
-def _drawn(noise: triton_decide.Noise, like: Tensor) -> Tensor:
+def _drawn(noise: LayerNoise, like: Tensor) -> Tensor:
     s, _, g = like.shape
-    return logistic_noise(noise.keys, noise.layer, s, g, noise.first_head).to(like.dtype)
+    return noise.logistic(s, g).to(like.dtype)
 
 
 def _decided(eviction_channel: Tensor, spec: DMSSpec, drawn: Tensor | None) -> tuple[Tensor, ...]:
@@ -146,7 +150,7 @@ def worst_packed_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s
     x = torch.randn(s, B, G, device=device, generator=generator) / spec.alpha_scale
     given, exact = _leaves(x)
     keys = torch.tensor([7, -(2**62) + 3], device=device)
-    noise = triton_decide.Noise(keys, 5, 2) if noisy else None
+    noise = LayerNoise(keys, 5, 2) if noisy else None
     found, stats = triton_decide.decide(given, spec, noise, packed)
     drawn = _drawn(noise, x.double()) if noisy else None
     sums, kept = torch.zeros(B, 3, device=device, dtype=torch.float64), []
@@ -171,12 +175,46 @@ def worst_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s: int =
     x = torch.randn(s, B, G, device=device, generator=generator) / spec.alpha_scale
     eviction_channel, exact = _leaves(x)
     keys = torch.tensor([7, -(2**62) + 3], device=device)
-    noise = triton_decide.Noise(keys, 5, 2) if noisy else None
+    noise = LayerNoise(keys, 5, 2) if noisy else None
     found, wanted = triton_decide.decide(eviction_channel, spec, noise), decided(exact, spec, noise)
     weights = [torch.randn(w.shape, device=device, generator=generator) for w in wanted]
     sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
     sum((f * w).sum() for f, w in zip(wanted, weights, strict=True)).backward()
     pairs = [*zip(found, wanted, strict=True), (eviction_channel.grad, exact.grad)]
+    return max(((f - w).abs().max() / w.abs().max().clamp_min(1e-3)).item() for f, w in pairs)
+
+
+def layer_pass(noise: LayerNoise | None, packed: PackedDocuments | None, heads: int) -> LayerPass:
+    """A microbatch on one rank, without RoPE."""
+    return LayerPass(
+        plan=StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0),
+        documents=packed,
+        noise=noise,
+        rotate=lambda query, key: (query, key),
+        sum_ranks=lambda x: x,
+        first_rank=True,
+        heads=heads,
+        recorded=False,
+    )
+
+
+def worst_merge_decision(
+    spec: DMCSpec, device: torch.device, *, noisy: bool, packed: bool, s: int = S
+) -> float:
+    """As `worst_decision` for decisions to merge, against the torch operations of the layer."""
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(s, B, G, device=device, generator=generator) / spec.alpha_scale
+    given, exact = _leaves(x)
+    keys = torch.tensor([7, -(2**62) + 3], device=device)
+    noise = LayerNoise(keys, 5, 2) if noisy else None
+    where = documents(s, device)[0] if packed else None
+    found = triton_decide.decide_merges(given, spec, noise, where)
+    alpha, decided = DMCLayer(spec)._decide(exact, layer_pass(noise, where, G))
+    wanted = (alpha, decided.log_keep, decided.stats[:, :3])
+    weights = [torch.randn(w.shape, device=device, generator=generator) for w in wanted]
+    sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()
+    sum((f * w).sum() for f, w in zip(wanted, weights, strict=True)).backward()
+    pairs = [*zip(found, wanted, strict=True), (given.grad, exact.grad)]
     return max(((f - w).abs().max() / w.abs().max().clamp_min(1e-3)).item() for f, w in pairs)
 
 

@@ -8,7 +8,7 @@ Shape letters: s positions, b samples, g KV heads.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,20 +17,12 @@ from torch import Tensor
 
 from dms_train.method.base import MethodSpec
 from dms_train.method.documents import PackedDocuments
-from dms_train.method.noise import UNIFORM_BITS
+from dms_train.method.noise import UNIFORM_BITS, LayerNoise
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
 _POSITIONS = 1024
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(x % 2**64) for x in (GOLDEN, MIX_1, MIX_2))
 _DROPPED, _STEP = tl.constexpr(64 - UNIFORM_BITS), tl.constexpr(2.0**-UNIFORM_BITS)
-
-
-class Noise(NamedTuple):
-    """What the noise of a layer depends on: int64 keys [b], layer number, first KV head here."""
-
-    keys: Tensor
-    layer: int
-    first_head: int
 
 
 @triton.jit
@@ -52,10 +44,10 @@ def _logistic(key, layer, head, position):
 
 @triton.jit(do_not_specialize=["layer", "first_head"])
 def decide_eviction(
-    channel_ptr, key_ptr, z_ptr, keep_ptr, part_ptr, layer, first_head,
+    channel_ptr, key_ptr, z_ptr, alpha_ptr, keep_ptr, part_ptr, layer, first_head,
     first_ptr, end_ptr, tokens_ptr, s, batch, scale, offset, tau,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HARD: tl.constexpr, NOISY: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    MERGES: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of positions of one (sample, KV head)."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -86,6 +78,9 @@ def decide_eviction(
     tl.store(keep_ptr + base + i - SHIFT, keep, mask=governs)
     tl.store(keep_ptr + base + i, tl.zeros_like(keep), mask=inside & (i >= end - SHIFT))
     counted = tl.where(z > 0, 1.0, 0.0) if HARD else alpha
+    if MERGES:  # a token without a predecessor is not merged
+        tl.store(alpha_ptr + base + i, tl.where(governs, alpha, 0.0), mask=inside)
+        counted = tl.where(governs, counted, 0.0)
     # the key that a decision governs is gone for this many of the later queries
     without = end - WINDOW - 1 - (i - SHIFT)
     evicts = governs & counts & (x > 0) & (without > 0)
@@ -100,12 +95,12 @@ def decide_eviction(
 
 @triton.jit
 def decide_eviction_backward(
-    z_ptr, d_keep_ptr, d_stats_ptr, d_channel_ptr, first_ptr, tokens_ptr,
+    z_ptr, d_alpha_ptr, d_keep_ptr, d_stats_ptr, d_channel_ptr, first_ptr, tokens_ptr,
     s, batch, stats_stride, factor,
-    SHIFT: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_STATS: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, MERGES: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_KEEP: tl.constexpr,
+    HAS_STATS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of an eviction channel, from those of log(1 - alpha) and alpha's sum."""
+    """Gradient of a block of decisions, from those of alpha, log(1 - alpha) and alpha's sum."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -116,12 +111,17 @@ def decide_eviction_backward(
         counts = i < tl.load(tokens_ptr + b)
     base = (b * groups + g).to(tl.int64) * s
     alpha = tl.sigmoid(tl.load(z_ptr + base + i, mask=inside, other=0.0))
+    governs = inside & (i >= first + SHIFT)
     d_z = tl.zeros_like(alpha)
     if HAS_KEEP:
-        governs = inside & (i >= first + SHIFT)
         d_z -= alpha * tl.load(d_keep_ptr + base + i - SHIFT, mask=governs, other=0.0)
+    if HAS_ALPHA:
+        d_alpha = tl.load(d_alpha_ptr + base + i, mask=governs, other=0.0)
+        d_z += d_alpha * alpha * (1.0 - alpha)
     if HAS_STATS:
         d_alpha = tl.load(d_stats_ptr + b * stats_stride)
+        if MERGES:
+            d_alpha = tl.where(governs, d_alpha, 0.0)
         if PACKED:
             d_alpha = tl.where(counts, d_alpha, 0.0)
         d_z += d_alpha * alpha * (1.0 - alpha)
@@ -135,41 +135,46 @@ class _Decide(torch.autograd.Function):
         ctx: Any,
         eviction_channel: Tensor,
         spec: MethodSpec,
-        noise: Noise | None,
+        noise: LayerNoise | None,
         documents: PackedDocuments | None,
+        merges: bool,
     ) -> Any:
         s, b, g = eviction_channel.shape
         blocks = triton.cdiv(s, _POSITIONS)
         z, keep = (eviction_channel.new_empty(b, g, s) for _ in range(2))
+        alpha = torch.empty_like(z) if merges else None
         parts = eviction_channel.new_empty(b, g * blocks, 3)
         keys, layer, first_head = (None, 0, 0) if noise is None else noise
         first, end, tokens = _bounds(documents)
         decide_eviction[(blocks, g, b)](
-            eviction_channel.contiguous(), keys, z, keep, parts, layer, first_head,
+            eviction_channel.contiguous(), keys, z, alpha, keep, parts, layer, first_head,
             first, end, tokens, s, b, spec.alpha_scale, spec.alpha_offset, spec.tau,
             WINDOW=min(spec.window, s), SHIFT=min(spec.governing_shift, s),
-            HARD=spec.alpha_in_loss == "hard_st", NOISY=noise is not None,
+            HARD=spec.alpha_in_loss == "hard_st", NOISY=noise is not None, MERGES=merges,
             PACKED=documents is not None, BLOCK=_POSITIONS,
         )  # fmt: skip
         ctx.save_for_backward(z)
-        ctx.spec, ctx.documents = spec, documents
+        ctx.spec, ctx.documents, ctx.merges = spec, documents, merges
         ctx.set_materialize_grads(False)
-        return keep, parts.sum(1)
+        return alpha, keep, parts.sum(1)
 
     @staticmethod
-    def backward(ctx: Any, d_keep: Tensor | None, d_stats: Tensor | None) -> Any:
+    def backward(
+        ctx: Any, d_alpha: Tensor | None, d_keep: Tensor | None, d_stats: Tensor | None
+    ) -> Any:
         (z,) = ctx.saved_tensors
         b, g, s = z.shape
         spec, d_channel = ctx.spec, z.new_empty(s, b, g)
         first, _, tokens = _bounds(ctx.documents)
         decide_eviction_backward[(triton.cdiv(s, _POSITIONS), g, b)](
-            z, None if d_keep is None else d_keep.contiguous(), d_stats, d_channel,
-            first, tokens, s, b,
+            z, *(None if d is None else d.contiguous() for d in (d_alpha, d_keep)), d_stats,
+            d_channel, first, tokens, s, b,
             0 if d_stats is None else d_stats.stride(0), spec.alpha_scale / spec.tau,
-            SHIFT=min(spec.governing_shift, s), HAS_KEEP=d_keep is not None,
-            HAS_STATS=d_stats is not None, PACKED=first is not None, BLOCK=_POSITIONS,
+            SHIFT=min(spec.governing_shift, s), MERGES=ctx.merges, HAS_ALPHA=d_alpha is not None,
+            HAS_KEEP=d_keep is not None, HAS_STATS=d_stats is not None,
+            PACKED=first is not None, BLOCK=_POSITIONS,
         )  # fmt: skip
-        return d_channel, None, None, None
+        return d_channel, None, None, None, None
 
 
 def _bounds(
@@ -184,7 +189,7 @@ def _bounds(
 def decide(
     eviction_channel: Tensor,
     spec: MethodSpec,
-    noise: Noise | None,
+    noise: LayerNoise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Relaxed decisions of one layer.
@@ -200,4 +205,27 @@ def decide(
         [b, 3]: alpha (with the gradient of the soft one), live slots at the last token of each
         document, and reads over length, the latter two by the inference rule and without gradient.
     """
-    return _Decide.apply(eviction_channel, spec, noise, documents)
+    _, keep, stats = _Decide.apply(eviction_channel, spec, noise, documents, False)
+    return keep, stats
+
+
+def decide_merges(
+    activation: Tensor,
+    spec: MethodSpec,
+    noise: LayerNoise | None,
+    documents: PackedDocuments | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Relaxed decisions whether tokens continue the slot of their predecessor.
+
+    Args:
+        activation: As for `decide`.
+        spec: Likewise.
+        noise: Likewise.
+        documents: Likewise.
+
+    Returns:
+        alpha, float32 [s, b, g], 0 at the first token of a document, which decides nothing, and
+        what `decide` returns.
+    """
+    alpha, keep, stats = _Decide.apply(activation, spec, noise, documents, True)
+    return alpha.permute(2, 0, 1), keep, stats

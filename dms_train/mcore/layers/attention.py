@@ -21,11 +21,11 @@ from torch.distributed.nn.functional import all_reduce
 from dms_train.kernels.api import DMSAttention
 from dms_train.mcore.options import EVICTION_STATS
 from dms_train.method.base import MethodSpec
-from dms_train.method.dmc.attention import DMCLayer
+from dms_train.method.dmc.attention import DMCLayer, Kernels
 from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
-from dms_train.method.noise import logistic_noise
+from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 
 
@@ -40,9 +40,10 @@ class MethodState:
         self.spec = spec
         self.layer = method_layer(spec)
         if fused and spec.kind == "dmc":
+            from dms_train.kernels.layers.triton_decide import decide_merges
             from dms_train.kernels.layers.triton_merge import merge
 
-            self.layer = DMCLayer(spec, merge)
+            self.layer = DMCLayer(spec, Kernels(decide_merges, merge))
         self.attend = attend
         self.fused = fused  # whether the fused kernels beside attention run; they need triton
         self.plan = StepPlan()
@@ -159,11 +160,12 @@ class DMSSelfAttention(SelfAttention):
         return LayerPass(
             plan=self.method.plan,
             documents=self.documents,
-            noise=self._noise,
+            noise=self._noise(),
             rotate=partial(self._rotate, rotary_pos_emb),
             sum_ranks=partial(_sum_ranks, group=ranks),
             first_rank=ranks.rank() == 0,
             heads=self.config.num_query_groups,
+            recorded=self.recorded is not None or self.held is not None,
         )
 
     def _fused_heads(self, hidden_states: Tensor, table: Tensor | None) -> tuple[Heads, Tensor]:
@@ -217,35 +219,32 @@ class DMSSelfAttention(SelfAttention):
                 return None, self.documents.dense_eviction_stats(like.shape[2])
             return None, self.method.dense_eviction_stats(like)
         if self.recorded is not None:
+            assert decided.logits is not None
             self.recorded.append(decided.logits)
         if self.held is not None:
+            assert decided.held is not None
             self.held = self.held.to(decided.held.device) + decided.held.sum(0)
         return decided.log_keep, decided.stats
 
     def _decide(self, eviction_channel: Tensor) -> tuple[Tensor | None, Tensor]:
         """`_account` of the decisions of DMS; in training by a kernel where kernels are fused."""
-        layer, watched = self.method.layer, self.recorded is not None or self.held is not None
+        layer, step = self.method.layer, self._pass(None)
         assert isinstance(layer, DMSLayer)
-        if self.method.fused and self.method.plan.eviction == "soft" and not watched:
-            return self._decide_fused(eviction_channel)
-        decided = layer.decide(eviction_channel, self._pass(None))
-        return self._account(decided, eviction_channel)
+        if self.method.fused and step.plan.eviction == "soft" and not step.recorded:
+            from dms_train.kernels.layers.triton_decide import decide
 
-    def _decide_fused(self, eviction_channel: Tensor) -> tuple[Tensor, Tensor]:
-        from dms_train.kernels.layers.triton_decide import Noise, decide
+            return decide(eviction_channel, self.method.spec, step.noise, self.documents)
+        return self._account(layer.decide(eviction_channel, step), eviction_channel)
 
-        noise = None
-        if self.method.plan.noise:
-            assert self.noise_keys is not None
-            first_head = self.pg_collection.tp.rank() * eviction_channel.shape[-1]
-            noise = Noise(self.noise_keys, self.layer_number, first_head)
-        return decide(eviction_channel, self.method.spec, noise, self.documents)
-
-    def _noise(self, heads: int, shared: bool, length: int) -> Tensor:
-        """Logistic noise [s, b, heads] of this rank's heads, or of the model's first ones."""
+    def _noise(self) -> LayerNoise | None:
+        """Of this rank's heads; None where the plan has none."""
+        plan = self.method.plan
+        if plan.eviction != "soft" or not plan.noise:
+            return None
         assert self.noise_keys is not None
-        first_head = 0 if shared else self.pg_collection.tp.rank() * heads
-        return logistic_noise(self.noise_keys, self.layer_number, length, heads, first_head)
+        heads = self.num_query_groups_per_partition
+        first_head = self.pg_collection.tp.rank() * heads
+        return LayerNoise(self.noise_keys, self.layer_number, first_head)
 
 
 def _sum_ranks(x: Tensor, group: Any) -> Tensor:

@@ -8,6 +8,7 @@ of DMS with a window of 0 and a shift of 1. Shape letters are those of `method.l
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +21,28 @@ from dms_train.method.dmc.spec import DMCSpec
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.layer import Decided, Heads, LayerPass
 from dms_train.method.losses import compression_hinge
+from dms_train.method.noise import LayerNoise
 from dms_train.method.schedule import evicted_fraction
 from dms_train.method.visibility import align_to_keys
 
 _SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
+Decide = Callable[
+    [Tensor, MethodSpec, LayerNoise | None, PackedDocuments | None], tuple[Tensor, Tensor, Tensor]
+]
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+class Kernels(NamedTuple):
+    """Fused forms of what a layer computes.
+
+    Attributes:
+        decide: Of relaxed decisions: from the activations, float32 [s, b, g], to alpha [s, b, g],
+            0 where a token has no predecessor, log(1 - alpha) by key and statistics.
+        merge: As `merge`.
+    """
+
+    decide: Decide
+    merge: Merge
 
 
 def borrowed(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
@@ -64,10 +82,11 @@ def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:
 class DMCLayer:
     """A decision of each KV head whether a token continues the slot of its predecessor."""
 
-    def __init__(self, spec: MethodSpec, merge: Merge = merge) -> None:
+    def __init__(self, spec: MethodSpec, kernels: Kernels | None = None) -> None:
         assert isinstance(spec, DMCSpec)
         self.spec: DMCSpec = spec
-        self.merge = merge
+        self.merge: Merge = merge if kernels is None else kernels.merge
+        self.decide = kernels.decide if kernels is not None and spec.independent_heads else None
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
         """Merged heads with RoPE at each token's own position, and the decisions."""
@@ -80,7 +99,11 @@ class DMCLayer:
             return Heads(*step.rotate(query, key), value), None
         if spec.heads == "shared":
             deciding, weighing = (self._shared(x, step) for x in (deciding, weighing))
-        alpha, decided = self._decide(deciding, step)
+        if self.decide is not None and step.plan.eviction == "soft" and not step.recorded:
+            alpha, *rest = self.decide(deciding.float(), spec, step.noise, step.documents)
+            decided = Decided(*rest)
+        else:
+            alpha, decided = self._decide(deciding, step)
         key, value = self.merge(key, value, alpha, weights(weighing, spec), spec.merge_window)
         return Heads(*step.rotate(query, key), value), decided
 
@@ -100,8 +123,7 @@ class DMCLayer:
         if plan.eviction == "all":
             hard = (~begins).expand_as(hard)
         if plan.eviction == "soft":
-            shared = spec.heads == "shared"
-            noise = step.noise(1 if shared else g, shared, s) if plan.noise else None
+            noise = None if step.noise is None else self._noise(step.noise, s, g)
             alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
             alpha = alpha.masked_fill(begins, 0.0)
             counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
@@ -117,6 +139,12 @@ class DMCLayer:
         stats = torch.stack([total, held.sum(1).float(), read.sum(1).float() / s, own], dim=-1)
         by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
         return alpha, Decided(by_key, stats, logits.detach(), held)
+
+    def _noise(self, noise: LayerNoise, s: int, g: int) -> Tensor:
+        """[s, b, g], or [s, b, 1] of the model's first head where that decides."""
+        if self.spec.heads == "shared":
+            return noise._replace(first_head=0).logistic(s, 1)
+        return noise.logistic(s, g)
 
     def _own_loss(self, alpha: Tensor, total: Tensor, step: LayerPass) -> Tensor:
         """This rank's part of what the layer adds to the loss, [b], times its decisions.

@@ -17,7 +17,8 @@ from dms_train.method.base import LayerSizes, MethodOptions, MethodSpec
 _FP32 = 4
 # float32 numbers of a KV head and token: decisions, importance and their sums
 _VALUES = 9
-_FUSED_VALUES = 6
+_FUSED_VALUES = 4  # of which the decisions are 1, and 3 where kernels cannot make them
+_DECISIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,20 @@ class DMCOptions(MethodOptions):
         if sizes.fused:
             kept = 2 * numbers * sizes.width
             values = (_FUSED_VALUES + others + 1) * sizes.length
+            if not self.independent_heads:
+                values += (_DECISIONS - 1) * sizes.length
         else:
             kept = 4 * numbers * _FP32
             values = (_VALUES + 2 * others) * sizes.length - others * (others + 1)
-        masks = 2 * sizes.head * sizes.width + sizes.length
+        masks = 2 * sizes.head * sizes.width
+        if not (sizes.fused and self.independent_heads):
+            masks += sizes.length  # which tokens have no predecessor
         return kept + values * lists * _FP32 + masks
+
+    @property
+    def independent_heads(self) -> bool:
+        """Whether every KV head decides by itself and the loss sums over heads."""
+        return self.heads == "separate" and self.prior == "global" and not self.consistency
 
     def check(self, path: str) -> Iterator[str]:
         """One line for every constant that no model can be trained with."""

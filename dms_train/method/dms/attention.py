@@ -60,7 +60,7 @@ class DMSLayer:
         if plan.eviction == "all":
             hard = torch.ones_like(hard)
         if plan.eviction == "soft":
-            noise = step.noise(g, False, s) if plan.noise else None
+            noise = None if step.noise is None else step.noise.logistic(s, g)
             alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
             counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
         else:

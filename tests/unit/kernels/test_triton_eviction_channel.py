@@ -56,5 +56,17 @@ def test_decisions_stay_within_their_document(
     assert eviction_channel_cases.worst_packed_decision(spec, CPU, noisy=noisy, s=length) < 2e-5
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "plain"])
+@pytest.mark.parametrize("counted", ["soft", "hard_st"])
+@pytest.mark.parametrize("length", [37, 1030])
+def test_decisions_to_merge(length: int, counted: str, noisy: bool, packed: bool) -> None:
+    spec = PRESETS["dmc"].override(alpha_offset=0.1, alpha_in_loss=counted)
+    worst = eviction_channel_cases.worst_merge_decision(
+        spec, CPU, noisy=noisy, packed=packed, s=length
+    )
+    assert worst < 2e-5
+
+
 def test_swiglu() -> None:
     assert eviction_channel_cases.worst_swiglu(CPU) < 1e-5

@@ -12,13 +12,14 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: see tests/gpu", allow_module_level=True)
 
-from dms_train.kernels.layers import triton_merge
+from dms_train.kernels.layers import triton_decide, triton_merge
 from dms_train.method.base import LayerSizes
-from dms_train.method.dmc.attention import DMCLayer
+from dms_train.method.dmc.attention import DMCLayer, Kernels
 from dms_train.method.dmc.merge import merge
-from dms_train.method.layer import Heads, LayerPass
-from dms_train.method.plan import StepPlan
+from dms_train.method.layer import Heads
+from dms_train.method.noise import LayerNoise
 from dms_train.method.spec import PRESETS
+from tests.support.eviction_channel_cases import layer_pass
 from tests.support.live_memory import saved_bytes
 
 
@@ -48,18 +49,11 @@ def test_states_and_gradients(s: int, d: int, width: int, hard: bool) -> None:
 @pytest.mark.parametrize("changes", [{}, {"merge_window": 3}], ids=["12", "3"])
 def test_the_plan_counts_what_a_layer_keeps_of_the_method(changes: dict, fused: bool) -> None:
     spec = PRESETS["dmc"].override(**changes)
-    layer = DMCLayer(spec, triton_merge.merge if fused else merge)
+    kernels = Kernels(triton_decide.decide_merges, triton_merge.merge)
+    layer = DMCLayer(spec, kernels if fused else None)
     s, b, g, r, d = 40, 2, 3, 2, 16
     shapes = ((s, b, g, r, d), (s, b, g, d), (s, b, g, d))
     heads = Heads(*(torch.ones(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes))
-    step = LayerPass(
-        plan=StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0),
-        documents=None,
-        noise=lambda count, shared, length: torch.zeros(length, b, count),
-        rotate=lambda query, key: (query, key),
-        sum_ranks=lambda x: x,
-        first_rank=True,
-        heads=g,
-    )
+    step = layer_pass(LayerNoise(torch.zeros(b, dtype=torch.int64), 1, 0), None, g)
     sizes = LayerSizes(samples=b, length=s, groups=g, queries=r, head=d, width=2, fused=fused)
     assert saved_bytes(lambda: layer.prepare(heads, step), heads) == spec.kept_bytes(sizes)
