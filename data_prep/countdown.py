@@ -1,6 +1,7 @@
 """Countdown: reach a target with all of some numbers, by a search that is written out.
 
-A document is a prompt, a depth-first search and the answer, in words that are one token each:
+A document is a prompt, a depth-first search and the answer, in words that are one token each
+(`lab_words`):
 
     P 4 1 4 3 T 44
     R #1 4 + 3 = 7 : 1 4 7
@@ -35,25 +36,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dms_train.data.errors import DataError
+from dms_train.data_prep.lab_words import ID, LARGEST, MARK, MOST_MARKS, NUMBER, OPERATORS, decoded
 from dms_train.data_prep.token_documents import EOD, Drawn, Tokens
 
 Split = Literal["train", "held_out"]
 State = tuple[int, ...]  # numbers, ascending
 
-LARGEST = 100  # of results
 LARGEST_NUMBER = 20  # of a prompt
 TARGETS = range(10, 101)
-MOST_FIRST_MOVES = 40
-OPERATORS = ("+", "-", "*", "/")
-WORDS = (
-    EOD,
-    *(str(number) for number in range(LARGEST + 1)),
-    *(f"#{number}" for number in range(MOST_FIRST_MOVES + 1)),
-    *("P", "T", "R", "ANS", *OPERATORS, "=", ":", ">", ".", "!", ","),
-)
+MOST_FIRST_MOVES = MOST_MARKS
 
-_ID = {word: number for number, word in enumerate(WORDS)}
-_NUMBER, _MARK = _ID["0"], _ID["#0"]
 _STATES = 1 << 18  # there are fewer of three numbers
 _BLOCKS = 1 << 15  # about 10 KB each
 _TRIES = 100_000  # numbers and targets that are drawn for one instance
@@ -152,7 +144,7 @@ class Block:
     def numbered(self, number: int, end: int | None = None) -> Tokens:
         """A copy of the first `end` tokens below the first move of this number."""
         tokens = self.tokens.copy()
-        tokens[self.marks] = _MARK + number
+        tokens[self.marks] = MARK + number
         return tokens[:end]
 
 
@@ -211,7 +203,7 @@ def _searched(state: State) -> Block:
     end = 0
     for move, rest in moves(state):
         left = rest if len(rest) > 2 else rest[::-1]
-        line = [_MARK, *_stated(move), *(_NUMBER + number for number in left)]
+        line = [MARK, *_stated(move), *(NUMBER + number for number in left)]
         parts.append(np.array(line, dtype=np.uint16))
         marks.append(np.array([end]))
         end += len(line)
@@ -229,9 +221,9 @@ def _searched(state: State) -> Block:
 def _last_results(pair: State) -> Block:
     """What follows the numbers that are left, such as `> 15 7 44 .` behind `11 4`."""
     right, left = pair
-    tokens, hits = [_ID[">"]], dict[int, Hit]()
+    tokens, hits = [ID[">"]], dict[int, Hit]()
     for operator, result in zip(OPERATORS, results(left, right), strict=True):
-        tokens.append(_ID["."] if result is None else _NUMBER + result)
+        tokens.append(ID["."] if result is None else NUMBER + result)
         if result is not None:
             hits.setdefault(result, Hit(len(tokens), (Move(left, operator, right, result),)))
     return Block(np.array(tokens, dtype=np.uint16), np.empty(0, dtype=np.int64), hits)
@@ -241,8 +233,8 @@ def _stated(move: Move) -> list[int]:
     """Of a line, such as `4 * 3 = 12 :`."""
     left, operator, right, result = move
     return [
-        *(_NUMBER + left, _ID[operator], _NUMBER + right),
-        *(_ID["="], _NUMBER + result, _ID[":"]),
+        *(NUMBER + left, ID[operator], NUMBER + right),
+        *(ID["="], NUMBER + result, ID[":"]),
     ]
 
 
@@ -344,11 +336,6 @@ def _problem(rng: random.Random, drawn: Instance) -> dict[str, Any]:
     }
 
 
-def decoded(tokens: Tokens) -> list[str]:
-    """Words of token ids."""
-    return [WORDS[token] for token in tokens.tolist()]
-
-
 def search(rng: random.Random, instance: Instance) -> Tokens:
     """Prompt, search, answer and `<eod>`, with first moves in random order; uint16 [tokens].
 
@@ -357,14 +344,14 @@ def search(rng: random.Random, instance: Instance) -> Tokens:
     """
     first = list(_first_moves(tuple(sorted(instance.numbers))))
     rng.shuffle(first)
-    parts = [np.array([_ID[word] for word in instance.prompt.split()], dtype=np.uint16)]
+    parts = [np.array([ID[word] for word in instance.prompt.split()], dtype=np.uint16)]
     for number, (move, rest, bits) in enumerate(first, 1):
-        left = [_NUMBER + n for n in rest]
-        parts.append(np.array([_ID["R"], _MARK + number, *_stated(move), *left], dtype=np.uint16))
+        left = [NUMBER + n for n in rest]
+        parts.append(np.array([ID["R"], MARK + number, *_stated(move), *left], dtype=np.uint16))
         block = _block(rest)
         if bits >> instance.target & 1:
             hit = block.hits[instance.target]
-            answer = [_ID["!"], *_answer((move, *hit.moves)), _ID[EOD]]
+            answer = [ID["!"], *_answer((move, *hit.moves)), ID[EOD]]
             parts += [block.numbered(number, hit.end), np.array(answer, dtype=np.uint16)]
             return np.concatenate(parts)
         parts.append(block.numbered(number))
@@ -373,4 +360,4 @@ def search(rng: random.Random, instance: Instance) -> Tokens:
 
 def _answer(path: tuple[Move, ...]) -> list[int]:
     words = [word for move in path for word in (",", *move.words)]
-    return [_ID[word] for word in ("ANS", *words[1:])]
+    return [ID[word] for word in ("ANS", *words[1:])]

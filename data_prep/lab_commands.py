@@ -1,4 +1,4 @@
-"""The commands `dms-data countdown` and `dms-data countdown-problems`."""
+"""The commands of the lab's tasks: documents to train on, and problems for `dms-eval`."""
 
 from __future__ import annotations
 
@@ -9,63 +9,81 @@ from typing import Any
 
 from dms_train.data.errors import DataError
 from dms_train.data.writer import refuse_existing
+from dms_train.data_prep import arithmetic, countdown
 from dms_train.data_prep.arguments import count
-from dms_train.data_prep.countdown import (
-    MOST_FIRST_MOVES,
-    PROBLEMS,
-    TRAINING,
-    WORDS,
-    Countdown,
-    CountdownRule,
-    held_out_problems,
-)
+from dms_train.data_prep.countdown import MOST_FIRST_MOVES, PROBLEMS, TRAINING, CountdownRule
 from dms_train.data_prep.exam_files import write_rows
+from dms_train.data_prep.lab_words import WORDS
 from dms_train.data_prep.token_documents import (
     TokenShard,
+    TokenTask,
     write_token_shard,
     write_word_tokenizer,
 )
 
 Commands = Any  # what add_subparsers returns; its class is private
+Parser = argparse.ArgumentParser
 
 _COUNTDOWN = """\
-Make a shard of Countdown searches and their tokenizer: OUT/train and OUT/tokenizer. A search must
-remember its target, its current first move and which first moves it has tried.
+Make a shard of Countdown searches and the lab's tokenizer: OUT/train and OUT/tokenizer. A search
+must remember its target, its current first move and which first moves it has tried.
 """
-_PROBLEMS = "Make Countdown problems that no training document holds, for dms-eval."
+_ARITHMETIC = """\
+Make a shard of searches for a common root modulo 61, which spot checks may end in a wrong answer,
+and the lab's tokenizer: OUT/train and OUT/tokenizer. A search must remember nine coefficients and
+which candidates it has tried.
+"""
 
 
-def add_commands(commands: Commands, shared: argparse.ArgumentParser) -> None:
+def add_commands(commands: Commands, shared: Parser) -> None:
     """Add the commands to the parser of `dms-data`.
 
     Args:
         commands: Of the parser.
         shared: Has `--workers` and `--overwrite`.
     """
-    parser = commands.add_parser(
-        "countdown", parents=[shared], help="make searches for a target", description=_COUNTDOWN
+    parser = _documents(commands, shared, "countdown", "make searches for a target", _COUNTDOWN)
+    _add_rule(parser)
+    parser.set_defaults(run=_run_countdown)
+    problems = _problems(commands, "countdown", "Countdown")
+    _add_rule(problems)
+    problems.set_defaults(run=_run_countdown_problems)
+    parser = _documents(
+        commands, shared, "arithmetic", "make searches that may end wrong", _ARITHMETIC
     )
+    parser.set_defaults(run=lambda args: _write_documents(args, arithmetic.Arithmetic()))
+    problems = _problems(commands, "arithmetic", "modular arithmetic")
+    problems.set_defaults(run=_run_arithmetic_problems)
+
+
+def _documents(
+    commands: Commands, shared: Parser, name: str, what: str, description: str
+) -> Parser:
+    parser: Parser = commands.add_parser(name, parents=[shared], help=what, description=description)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write")
     add("--documents", type=count, required=True, help="documents to write")
-    add("--document-tokens", type=count, help="fill documents of this length with searches")
-    add("--long-share", type=_share, default=0.0, help="of them, that begin with a long search")
+    add("--document-tokens", type=count, help="fill documents of this length with drawn ones")
+    add("--long-share", type=_share, default=0.0, help="of them, that begin with a long one")
     add("--seed", type=int, default=0)
-    _add_rule(parser)
-    parser.set_defaults(run=_run_countdown)
-    problems = commands.add_parser(
-        "countdown-problems", help="make Countdown problems for dms-eval", description=_PROBLEMS
+    return parser
+
+
+def _problems(commands: Commands, name: str, what: str) -> Parser:
+    parser: Parser = commands.add_parser(
+        f"{name}-problems",
+        help=f"make {what} problems for dms-eval",
+        description=f"Make {what} problems that no training document holds, for dms-eval.",
     )
-    add = problems.add_argument
+    add = parser.add_argument
     add("--out", type=Path, required=True, help=".jsonl file to write")
     add("--problems", type=count, required=True)
     add("--seed", type=int, default=1)
     add("--overwrite", action="store_true", help="replace existing output")
-    _add_rule(problems)
-    problems.set_defaults(run=_run_problems)
+    return parser
 
 
-def _add_rule(parser: argparse.ArgumentParser) -> None:
+def _add_rule(parser: Parser) -> None:
     add = parser.add_argument
     add("--numbers", type=int, choices=(4, 5), default=4, help="of a prompt (%(default)s)")
     add("--fewest-solving", type=count, help="first moves that lead to the target")
@@ -93,9 +111,31 @@ def _rule(args: argparse.Namespace, rules: dict[int, CountdownRule]) -> Countdow
 
 
 def _run_countdown(args: argparse.Namespace) -> None:
+    _write_documents(args, countdown.Countdown(_rule(args, TRAINING)))
+
+
+def _run_countdown_problems(args: argparse.Namespace) -> None:
+    _refuse_file(args)
+    rule = _rule(args, PROBLEMS)
+    write_rows(args.out, countdown.held_out_problems(args.problems, rule, args.seed))
+    print(f"{args.out}: {args.problems} problems of {rule.numbers} numbers")
+
+
+def _run_arithmetic_problems(args: argparse.Namespace) -> None:
+    _refuse_file(args)
+    write_rows(args.out, arithmetic.held_out_problems(args.problems, args.seed))
+    print(f"{args.out}: {args.problems} problems")
+
+
+def _refuse_file(args: argparse.Namespace) -> None:
+    if args.out.exists() and not args.overwrite:
+        raise DataError(f"{args.out}: exists already; pass --overwrite to replace it")
+
+
+def _write_documents(args: argparse.Namespace, task: TokenTask) -> None:
     if args.long_share and args.document_tokens is None:
         raise DataError("--long-share: needs --document-tokens")
-    rule, tokenizer, output = _rule(args, TRAINING), args.out / "tokenizer", args.out / "train"
+    tokenizer, output = args.out / "tokenizer", args.out / "train"
     refuse_existing(output, args.overwrite)
     write_word_tokenizer(tokenizer, WORDS, overwrite=args.overwrite)
     shard = TokenShard(
@@ -108,15 +148,7 @@ def _run_countdown(args: argparse.Namespace) -> None:
         workers=args.workers,
         overwrite=args.overwrite,
     )
-    made = write_token_shard(Countdown(rule), shard)
+    made = write_token_shard(task, shard)
     print(f"{output}: {made.documents} documents, {made.tokens} tokens, {made.dtype}")
     assert made.preparation is not None
     print(json.dumps(made.preparation["statistics"]))
-
-
-def _run_problems(args: argparse.Namespace) -> None:
-    if args.out.exists() and not args.overwrite:
-        raise DataError(f"{args.out}: exists already; pass --overwrite to replace it")
-    rule = _rule(args, PROBLEMS)
-    write_rows(args.out, held_out_problems(args.problems, rule, args.seed))
-    print(f"{args.out}: {args.problems} problems of {rule.numbers} numbers")

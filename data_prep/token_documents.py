@@ -35,10 +35,12 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: uint16 [tokens], the last one `<eod>`.
         prompt: Tokens that a model is given.
+        traits: What the statistics count documents by.
     """
 
     tokens: Tokens
     prompt: int
+    traits: tuple[str, ...] = ()
 
 
 class TokenTask(Protocol):
@@ -80,17 +82,45 @@ class TokenShard:
     overwrite: bool = False
 
 
+class Tally(NamedTuple):
+    """Counts of drawn documents.
+
+    Attributes:
+        lengths: How many have at most so many tokens behind their prompts, under the lengths of
+            `_LENGTHS` or 0 for more.
+        traits: How many have each trait.
+    """
+
+    lengths: Counter[int]
+    traits: Counter[str]
+
+    @classmethod
+    def empty(cls) -> Tally:
+        """Nothing is counted yet."""
+        return cls(Counter(), Counter())
+
+    def add(self, drawn: Drawn) -> None:
+        """Count a document."""
+        place = bisect_left(_LENGTHS, len(drawn.tokens) - drawn.prompt)
+        self.lengths[_LENGTHS[place] if place < len(_LENGTHS) else 0] += 1
+        self.traits.update(drawn.traits)
+
+    def merge(self, other: Tally) -> None:
+        """Add the counts of others."""
+        self.lengths.update(other.lengths)
+        self.traits.update(other.traits)
+
+
 class Batch(NamedTuple):
     """Consecutive documents.
 
     Attributes:
         documents: Their tokens.
-        lengths: How many drawn documents have at most so many tokens behind their prompts, under
-            the lengths of `_LENGTHS` or 0 for more.
+        tally: Of all that were drawn for them.
     """
 
     documents: list[Tokens]
-    lengths: Counter[int]
+    tally: Tally
 
 
 class DocumentDrawer:
@@ -101,39 +131,38 @@ class DocumentDrawer:
 
     def encode(self, chunk: list[int]) -> Batch:
         """The documents of these numbers."""
-        lengths: Counter[int] = Counter()
-        return Batch([self._document(number, lengths) for number in chunk], lengths)
+        tally = Tally.empty()
+        return Batch([self._document(number, tally) for number in chunk], tally)
 
-    def _document(self, number: int, lengths: Counter[int]) -> Tokens:
+    def _document(self, number: int, tally: Tally) -> Tokens:
         rng = random.Random(f"{self._shard.seed} {number}")
         size = self._shard.document_tokens
         if size is None:
-            return self._draw(rng, lengths).tokens
-        first = self._draw(rng, lengths)
+            return self._draw(rng, tally).tokens
+        first = self._draw(rng, tally)
         if rng.random() < self._shard.long_share:
-            first = self._long(rng, lengths, first, (size + 1) // 2)
+            first = self._long(rng, tally, first, (size + 1) // 2)
         parts, filled = [first.tokens], len(first.tokens)
         while filled < size:
-            parts.append(self._draw(rng, lengths).tokens)
+            parts.append(self._draw(rng, tally).tokens)
             filled += len(parts[-1])
         return np.concatenate(parts)[:size]
 
-    def _long(self, rng: random.Random, lengths: Counter[int], drawn: Drawn, fewest: int) -> Drawn:
+    def _long(self, rng: random.Random, tally: Tally, drawn: Drawn, fewest: int) -> Drawn:
         """The next drawn document of at least `fewest` tokens, this one included."""
         for _ in range(_TRIES):
             if len(drawn.tokens) >= fewest:
                 return drawn
-            drawn = self._draw(rng, lengths)
+            drawn = self._draw(rng, tally)
         raise DataError(
             f"--document-tokens {self._shard.document_tokens} --long-share "
             f"{self._shard.long_share:g}: none of {_TRIES:,} drawn documents has {fewest:,} "
             "tokens; pass fewer --document-tokens or no --long-share"
         )
 
-    def _draw(self, rng: random.Random, lengths: Counter[int]) -> Drawn:
+    def _draw(self, rng: random.Random, tally: Tally) -> Drawn:
         drawn = self._task.draw(rng)
-        place = bisect_left(_LENGTHS, len(drawn.tokens) - drawn.prompt)
-        lengths[_LENGTHS[place] if place < len(_LENGTHS) else 0] += 1
+        tally.add(drawn)
         return drawn
 
 
@@ -141,12 +170,12 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
     """Make one shard, showing progress on stderr.
 
     The manifest records the settings, and which share of all drawn documents ends within 128, 256
-    and more tokens behind its prompt.
+    and more tokens behind its prompt, and which share has each trait.
 
     Raises:
         DataError: The output exists or cannot be written, or no drawn document is long enough.
     """
-    lengths: Counter[int] = Counter()
+    tally = Tally.empty()
     vocabulary = Tokenizer.from_file(str(shard.tokenizer / "tokenizer.json"))
     writer = ShardWriter(
         shard.output,
@@ -159,8 +188,8 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
         for batch in _batches(task, shard):
             for tokens in batch.documents:
                 writer.add(tokens.astype(np.int32))
-            lengths += batch.lengths
-            advance(len(batch.documents), f"{lengths.total()} drawn")
+            tally.merge(batch.tally)
+            advance(len(batch.documents), f"{tally.lengths.total()} drawn")
         settings = {
             **task.settings,
             "documents": shard.documents,
@@ -168,7 +197,7 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
             "long_share": shard.long_share,
             "seed": shard.seed,
         }
-        return writer.finish((), {"settings": settings, "statistics": _statistics(lengths)})
+        return writer.finish((), {"settings": settings, "statistics": _statistics(tally)})
 
 
 def _batches(task: TokenTask, shard: TokenShard) -> Iterator[Batch]:
@@ -176,12 +205,13 @@ def _batches(task: TokenTask, shard: TokenShard) -> Iterator[Batch]:
     return encode_in_order(iter(range(shard.documents)), make(), make, shard.workers)
 
 
-def _statistics(lengths: Counter[int]) -> dict[str, Any]:
-    drawn, within, shares = lengths.total(), 0, {}
+def _statistics(tally: Tally) -> dict[str, Any]:
+    drawn, within, shares = tally.lengths.total(), 0, {}
     for length in _LENGTHS:
-        within += lengths[length]
+        within += tally.lengths[length]
         shares[str(length)] = round(within / drawn, 4)
-    return {"drawn": drawn, "share_within_tokens": shares}
+    traits = {f"share_{name}": round(n / drawn, 4) for name, n in sorted(tally.traits.items())}
+    return {"drawn": drawn, "share_within_tokens": shares, **traits}
 
 
 def write_word_tokenizer(

@@ -18,15 +18,14 @@ from dms_train.data.reader import ShardReader
 from dms_train.data_prep.countdown import (
     PROBLEMS,
     TRAINING,
-    WORDS,
     CountdownRule,
     Instance,
-    decoded,
     held_out_problems,
     instance,
     search,
     solving_moves,
 )
+from dms_train.data_prep.lab_words import WORDS, decoded
 from dms_train.data_prep.prepare import main
 from dms_train.evaluation.scorers.countdown import solves
 from dms_train.evaluation.tasks.base import FIXTURES
@@ -127,9 +126,13 @@ def branches(words: list[str], prompt: int) -> list[tuple[tuple[int, ...], list[
     return found
 
 
-def test_there_are_157_words() -> None:
-    assert len(WORDS) == len(set(WORDS)) == 157
+def test_the_words_of_countdown_are_the_first_157() -> None:
+    """A model that was trained on them alone reads the same ids; 256 are those of lab_teacher_s."""
+    assert len(WORDS) == len(set(WORDS)) <= 256
     assert WORDS[0] == "<eod>"
+    assert WORDS[156] == ","
+    rng = random.Random(6)
+    assert max(search(rng, instance(rng, TRAINING[4], "train")).max() for _ in range(50)) <= 156
 
 
 @pytest.mark.parametrize("numbers", [4, 5])
@@ -256,7 +259,7 @@ def test_filled_documents_begin_with_prompts_and_many_with_long_searches(tmp_pat
 def test_the_manifest_has_the_settings_and_the_statistics(tmp_path: Path) -> None:
     documents = made(tmp_path, "--documents", "50", "--numbers", "4", "--most-solving", "2")
     manifest = read_manifest(tmp_path / "train")
-    assert (manifest.vocab_size, manifest.eod_id, manifest.documents) == (157, 0, 50)
+    assert (manifest.vocab_size, manifest.eod_id, manifest.documents) == (len(WORDS), 0, 50)
     assert manifest.preparation is not None
     assert manifest.preparation["settings"]["most_solving"] == 2
     shares = manifest.preparation["statistics"]["share_within_tokens"]
@@ -271,7 +274,7 @@ def test_the_tokenizer_is_loaded_by_transformers(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     words = ["P", "4", "1", "#3", "ANS"]
     assert tokenizer.encode(" ".join(words)) == [WORDS.index(word) for word in words]
-    assert tokenizer.decode(range(157)) == " ".join(WORDS)
+    assert tokenizer.decode(range(len(WORDS))) == " ".join(WORDS)
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<eod>", 0)
 
 

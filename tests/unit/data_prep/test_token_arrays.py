@@ -9,7 +9,7 @@ import pytest
 
 from dms_train.data.manifest import read_manifest
 from dms_train.data.reader import ShardReader
-from dms_train.data_prep.countdown import WORDS
+from dms_train.data_prep.lab_words import WORDS
 from dms_train.data_prep.prepare import main
 from dms_train.data_prep.token_documents import write_word_tokenizer
 
@@ -34,7 +34,7 @@ def test_rows_lengths_and_offsets_become_documents(arrays) -> None:
     assert arrays("rows.npy", "lengths.npz", "offsets.npz", "--eod-id", "0") == 0
     reader, manifest = ShardReader(Path("out")), read_manifest("out")
     assert [reader[number][0].tolist() for number in range(4)] == documents
-    assert (manifest.vocab_size, manifest.eod_id) == (157, 0)
+    assert (manifest.vocab_size, manifest.eod_id) == (len(WORDS), 0)
     assert [(source.name, source.rows) for source in manifest.sources] == [
         ("rows.npy", 2),
         ("lengths.npz", 1),
@@ -55,7 +55,7 @@ REFUSED = [
     ({"ids": IDS / 2, "lengths": np.array([4])}, [], "ids are float64"),
     ({"ids": IDS - 5, "lengths": np.array([4])}, [], "ids from -5 to -2"),
     ({"ids": IDS + 2**33, "lengths": np.array([4])}, [], "give ids of a vocabulary"),
-    ({"ids": IDS + 200, "lengths": np.array([4])}, [], "token id 203 is outside the vocabulary"),
+    ({"ids": IDS + 1000, "lengths": np.array([4])}, [], "token id 1003 is outside the vocabulary"),
     ({"ids": IDS, "lengths": np.array([2, 2])}, ["--eod-id", "0"], "document 1 ends in token 2"),
     ({"ids": np.array([{}]), "lengths": np.array([1])}, [], "not a NumPy file of numbers"),
 ]

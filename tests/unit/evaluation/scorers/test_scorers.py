@@ -24,6 +24,7 @@ FORMS = {
     "contains": " %s.",
     "sheet": "Divide.\nThe final answer is %s.\n",
     "countdown": "12 - 1 = 11 : 11 4 > 15 7 44 ! ANS %s",
+    "words": "* 9 = 54 + 7 = 0 ! ANS %s",
 }
 
 
@@ -39,6 +40,8 @@ def document(*gold: str) -> Document:
 
 
 def in_form(scorer: str, gold: tuple[str, ...]) -> str:
+    if scorer == "words":  # all answers in one list
+        gold = (" , ".join(gold),)
     return "".join(FORMS[scorer] % answer for answer in gold)
 
 
@@ -135,6 +138,13 @@ REFUSED = [
     ("countdown", COUNTDOWN, f"ANS {'9' * 5000} + 1"),  # more digits than int() takes
     ("countdown", COUNTDOWN, "4 * 3 , 12 - 1 , 11 * 4"),
     ("countdown", COUNTDOWN, ""),
+    ("words", "17", "0 ! ANS 71"),
+    ("words", "17", "0 ! ANS 1 7"),
+    ("words", "17", "0 ! ANS 17 , 17"),
+    ("words", "17", "0 ! ANS 17 ANS"),
+    ("words", "17", "0 ! ANS 17 ANS 18"),
+    ("words", "17", "0 ! 17"),
+    ("words", "17", ""),
 ]
 
 
@@ -206,3 +216,26 @@ def test_countdown_is_played_again(judge, numbers, target, answer):
     )
     (marks,) = SCORERS["countdown"].marks(found, [f"! ANS {answer}"], judge)
     assert marks.correct == (answer in ("4 * 3 , 12 - 1 , 4 * 11", "20 / 5 , 4 * 3 , 12 - 2"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "correct"),
+    [
+        ("ANS 7 3 , 4", (True, True)),
+        ("R 5 ANS 1 . ANS 7  3 ,\n4 ", (True, True)),  # the last one counts
+        ("ANS 4 , 7 3", (False, False)),  # another order
+        ("ANS 7 3", (True, False)),
+        ("ANS , 4", (False, True)),
+        ("ANS 73 , 4", (False, True)),
+        ("ANS 7 3 , 4 , 5", (False, False)),  # more than was asked for
+        ("ANS 7 3 , 4 .", (True, False)),
+        ("7 3 , 4", (False, False)),
+        ("ANSWER 7 3 , 4", (False, False)),
+        ("", (False, False)),
+    ],
+)
+def test_words_are_compared_part_by_part(judge, text, correct):
+    (marks,) = SCORERS["words"].marks(document("7 3", "4"), [text], judge)
+    assert marks.correct == correct
+    assert (marks.verdict == "correct") == all(correct)
+    assert (marks.verdict == "no_answer") == (marks.answers == (None, None))
