@@ -28,8 +28,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from benchmarks.lab.scales import SCALES
-from benchmarks.lab.steps import VARIANTS, Settings, Step, as_text, check_policies, lines, phases
+import torch
+
+from benchmarks.lab.scales import SCALES, VARIANTS
+from benchmarks.lab.steps import Settings, Step, as_text, check_policies, lines, steps
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
@@ -39,6 +41,7 @@ from dms_train.observe.processes import end_with_parent
 UNFINISHED = 3
 _GRACE = 25.0  # seconds that commands have to save and leave
 _POLL = 0.1
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 Value = TypeVar("Value")
 
 
@@ -47,38 +50,56 @@ class Lab:
 
     Args:
         root: Where marks and logs go.
-        jobs: Steps of a phase at the same time.
+        jobs: Steps at the same time, on each GPU where there are some.
+        gpus: What `CUDA_VISIBLE_DEVICES` calls each GPU; none on a CPU.
         seconds: Until running commands are told to stop; None sets no limit.
     """
 
-    def __init__(self, root: Path, jobs: int, seconds: float | None) -> None:
-        self._root, self._jobs = root, jobs
+    def __init__(
+        self, root: Path, jobs: int, gpus: tuple[str, ...] = (), seconds: float | None = None
+    ) -> None:
+        self._root = root
+        self._free = [gpu for _ in range(jobs) for gpu in gpus or (None,)]
         self._end = None if seconds is None else time.monotonic() + seconds
         for name in ("logs", "state"):
             (root / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, steps: list[Step]) -> bool:
-        """Finish the steps of a phase; false when the time is over before.
+        """Finish the steps; false when the time is over before.
 
         Raises:
             EvaluationError: A command failed, or was finished with other settings.
         """
-        waiting = [(step, words) for step in steps if (words := self._missing(step)) is not None]
+        waiting, done = list(steps), set[str]()
         running: dict[str, _Running] = {}
         try:
             while waiting or running:
                 if self._is_over():
                     return False
-                while waiting and len(running) < self._jobs:
-                    step, words = waiting.pop(0)
-                    running[step.name] = _Running(words, self._root / "logs" / f"{step.name}.log")
-                    print(f"{step.name}: started", flush=True)
+                self._start(waiting, done, running)
                 time.sleep(_POLL)
                 for name in [name for name, each in running.items() if each.ended()]:
                     self._finish(name, running.pop(name))
+                    done.add(name)
         finally:
             _stop(running.values())
         return True
+
+    def _start(self, waiting: list[Step], done: set[str], running: dict[str, _Running]) -> None:
+        """Start the first steps that have what they need, while there is room."""
+        for step in [step for step in waiting if done.issuperset(step.needs)]:
+            if not self._free:
+                return
+            waiting.remove(step)
+            words = self._missing(step)
+            if words is None:
+                done.add(step.name)
+                continue
+            place = max(self._free, key=self._free.count)  # the GPU with the fewest commands
+            self._free.remove(place)
+            log = self._root / "logs" / f"{step.name}.log"
+            running[step.name] = _Running(words, log, place, step.ranks)
+            print(f"{step.name}: started", flush=True)
 
     def _is_over(self) -> bool:
         return self._end is not None and time.monotonic() > self._end
@@ -101,6 +122,7 @@ class Lab:
     def _finish(self, name: str, process: _Running) -> None:
         if process.code != 0:
             raise EvaluationError(f"{name}: exit code {process.code}; {process.last_line()}")
+        self._free.append(process.place)
         partial = self._mark(name).with_suffix(".partial")
         partial.write_text(as_text(process.words) + "\n", encoding="utf-8")
         partial.replace(self._mark(name))
@@ -108,15 +130,27 @@ class Lab:
 
 
 class _Running:
-    """A command that was started."""
+    """A command that was started.
 
-    def __init__(self, words: list[str], log: Path) -> None:
-        self.words, self._log, self._since = words, log, time.monotonic()
+    Args:
+        words: Arguments of python.
+        log: Where its output goes.
+        place: The GPU that it was given; None on a CPU.
+        ranks: Processes of it; several see all GPUs.
+    """
+
+    def __init__(
+        self, words: list[str], log: Path, place: str | None = None, ranks: int = 1
+    ) -> None:
+        self.words, self.place, self._log, self._since = words, place, log, time.monotonic()
+        several = [] if ranks == 1 else [*_TORCHRUN, str(ranks)]
+        visible = {} if place is None or several else {"CUDA_VISIBLE_DEVICES": place}
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, *words],
+                [sys.executable, *several, *words],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **visible},
                 preexec_fn=end_with_parent,
             )
 
@@ -186,22 +220,29 @@ def _settings(args: argparse.Namespace) -> Settings:
         seeds=args.seeds,
         also=args.also,
         device=resolve_device(args.device),
+        gpus=len(_gpus()) if resolve_device(args.device) != "cpu" else 0,
         rows=args.rows,
         workers=args.workers,
     )
 
 
+def _gpus() -> tuple[str, ...]:
+    """What `CUDA_VISIBLE_DEVICES` calls the GPUs that this process sees."""
+    numbers = ",".join(map(str, range(torch.cuda.device_count())))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", numbers)
+    return tuple(name for name in named.split(",") if name)
+
+
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     check_policies(settings.scale)
-    on_gpu = settings.device != "cpu"
-    lab = Lab(settings.root, args.jobs or (4 if on_gpu else 1), args.seconds)
-    for steps in phases(settings):
-        with _sigterm_raises():
-            finished = lab.run(steps)
-        if not finished:
-            print("the time is over; the same command continues", flush=True)
-            return UNFINISHED
+    gpus = _gpus()[: settings.gpus]
+    lab = Lab(settings.root, args.jobs or (4 if gpus else 1), gpus, args.seconds)
+    with _sigterm_raises():
+        finished = lab.run(steps(settings))
+    if not finished:
+        print("the time is over; the same command continues", flush=True)
+        return UNFINISHED
     for line in lines(settings):
         print(line)
     print(settings.root / "report.html")
@@ -258,7 +299,7 @@ def _parser() -> argparse.ArgumentParser:
     policies = tuple(name for name in policy_names() if name != AUTO)
     add("--seeds", type=_list_of(_seed), default=(1234,), help="of the retrofits (1234)")
     variants = _list_of(_choice(VARIANTS))
-    add("--also", type=variants, default=(), help=f"more retrofits: {','.join(VARIANTS)}")
+    add("--also", type=variants, default=(), help=f"of the first seed: {','.join(VARIANTS)}")
     add("--problems", type=_count, help="of every evaluation")
     add("--widths", type=_list_of(_count), help="chains of a problem, such as 1,2,4")
     add(
@@ -266,9 +307,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_list_of(_choice(policies)),
         help="that the teacher is evaluated with, such as tova,quest",
     )
-    add("--device", default="auto", help="of the evaluations: auto, cpu or cuda")
+    add("--device", default="auto", help="auto (all visible GPUs), cpu or cuda")
     add("--rows", type=_count, default=256, help="chains in the cache together (%(default)s)")
-    add("--jobs", type=_count, help="evaluations at the same time (4 on a GPU, 1 on a CPU)")
+    add("--jobs", type=_count, help="commands at the same time (4 on each GPU, 1 on a CPU)")
     add("--workers", type=_count, default=os.cpu_count() or 1, help="that make data (%(default)s)")
     return parser
 

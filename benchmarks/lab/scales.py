@@ -21,6 +21,38 @@ class Retrofit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A retrofit to the first ratio of a scale that differs from it in one thing.
+
+    Attributes:
+        title: What differs.
+        steps: Factor on the steps of the anneal and of the hold.
+        overrides: Of the experiment.
+        experiment: In `conf/experiment`.
+    """
+
+    title: str
+    steps: float = 1.0
+    overrides: tuple[str, ...] = ()
+    experiment: str = "lab_retrofit"
+
+
+VARIANTS = {
+    "immediate": Variant(title="immediate eviction", overrides=("method.eviction=immediate",)),
+    "dmc": Variant(title="Dynamic Memory Compression", experiment="lab_dmc"),
+    "dmc_4x": Variant(title="the same with 4 times the tokens", experiment="lab_dmc", steps=4),
+    "steps_eighth": Variant(title="an eighth of the tokens", steps=1 / 8),
+    "steps_half": Variant(title="half of the tokens", steps=1 / 2),
+    "steps_4x": Variant(title="4 times the tokens", steps=4),
+    "window_4": Variant(title="a window of 4 tokens", overrides=("method.window=4",)),
+    "window_64": Variant(title="a window of 64 tokens", overrides=("method.window=64",)),
+    "zeroing_2000": Variant(
+        title="2,000 steps of zeroing", overrides=("stage.zero_neuron.steps=2000",)
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """A teacher and everything that is done with it.
 
@@ -35,7 +67,7 @@ class Scale:
         policies: Cache policies that the teacher is evaluated with.
         budget_ratios: Compression ratios whose peak tokens the policies get as their budget.
         problems: Documents of an evaluation.
-        policy_problems: The first of them, for policies.
+        compared_problems: The first of them, for policies and variants.
         lengths: Generated tokens of a chain, in units of 1,024.
         widths: Chains of a problem.
         teacher: Further overrides of the teacher's experiment.
@@ -56,7 +88,7 @@ class Scale:
     policies: tuple[str, ...] = ("window", "streaming_llm", "h2o", "tova", "r_kv", "quest")
     budget_ratios: tuple[int, ...] = (4, 8)
     problems: int = 400
-    policy_problems: int = 100
+    compared_problems: int = 100
     lengths: tuple[float, ...]
     widths: tuple[int, ...] = (1, 2, 4)
     teacher: tuple[str, ...] = ()
@@ -102,7 +134,7 @@ SCALES = {
         policies=("streaming_llm",),
         budget_ratios=(2,),
         problems=2,
-        policy_problems=1,
+        compared_problems=1,
         lengths=(1 / 64, 1 / 32),
         widths=(1, 2),
         teacher=(

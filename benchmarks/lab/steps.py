@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lab.scales import Retrofit, Scale
+from benchmarks.lab.scales import VARIANTS, Retrofit, Scale
+from dms_train.cli.config_source import compose
 from dms_train.evaluation.scaling.results import load
 from dms_train.inference.policies.registry import check_policy, parse_options
 
@@ -17,9 +18,8 @@ _TRAIN = ("-m", "dms_train")
 _EVALUATE = ("-m", "dms_train.cli.evaluate")
 _HF = Path("exports") / "final" / "hf"
 _LONG_SHARE = 0.7
-_MIDDLE = 0.5  # of the lengths whose peak is a budget
-_SAME_RESULTS = ("--workers=", "model.max_num_seqs=")  # whatever their values
-VARIANTS = ("immediate", "dmc")
+# whatever their values
+_SAME_RESULTS = ("--workers=", "model.max_num_seqs=", "data.micro_batch_size=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,9 @@ class Settings:
         scale: Of the teacher.
         root: Where everything goes.
         seeds: Of the retrofits.
-        also: Of `VARIANTS`, at the first ratio and its steps.
+        also: Of `VARIANTS`, with the first seed.
         device: Of the evaluations.
+        gpus: That commands are spread over; 0 on a CPU.
         rows: Chains in the cache at the same time.
         workers: Processes that make data.
     """
@@ -41,6 +42,7 @@ class Settings:
     seeds: tuple[int, ...]
     also: tuple[str, ...]
     device: str
+    gpus: int
     rows: int
     workers: int
 
@@ -60,26 +62,31 @@ class Step:
 
     Attributes:
         name: Of its log and its mark.
-        words: Arguments of python; called when the steps before it have finished.
+        words: Arguments of python; called when the steps that it needs have finished.
+        needs: Names of those steps.
+        ranks: Processes, one for each GPU that it takes; 1 shares a GPU with other commands.
     """
 
     name: str
     words: Callable[[], list[str]]
+    needs: tuple[str, ...] = ()
+    ranks: int = 1
 
 
-def phases(settings: Settings) -> list[list[Step]]:
-    """All steps; those of one phase need nothing of each other."""
-    scale = settings.scale
-    trained = [_retrofits(settings, seed) for seed in settings.seeds]
-    return [
-        _data(settings),
-        [Step(name="teacher", words=lambda: _teacher(settings))],
-        *([chain[place]] for chain in trained for place in range(len(scale.retrofits))),
-        *([step] for chain in trained for step in chain[len(scale.retrofits) :]),
-        [_evaluate(settings, "teacher", settings.teacher), *_evaluations(settings)],
-        _policies(settings),
-        [Step(name="report", words=lambda: _report(settings))],
-    ]
+def steps(settings: Settings) -> list[Step]:
+    """All steps; each stands behind those that it needs, and the first come first."""
+    trained = [step for seed in settings.seeds for step in _retrofits(settings, seed)]
+    variants, fewer = _variants(settings), _limit(settings.scale)
+    evaluated = [_evaluate(settings, "teacher", settings.teacher, needs="teacher")]
+    evaluated += [_evaluation(settings, step) for step in trained]
+    evaluated += _policies(settings)
+    evaluated += [_evaluation(settings, step, fewer) for step in variants]
+    report = Step(
+        name="report",
+        words=lambda: _report(settings),
+        needs=tuple(step.name for step in evaluated),
+    )
+    return [*_data(settings), _teacher(settings), *trained, *variants, *evaluated, report]
 
 
 def _data(settings: Settings) -> list[Step]:
@@ -108,9 +115,9 @@ def _problems(settings: Settings) -> Path:
     return settings.root / "problems.jsonl"
 
 
-def _teacher(settings: Settings) -> list[str]:
+def _teacher(settings: Settings) -> Step:
     root, scale = settings.root, settings.scale
-    return [
+    words = [
         *_TRAIN,
         f"experiment={scale.experiment}",
         f"model.tokenizer={root}/data/tokenizer",
@@ -119,23 +126,44 @@ def _teacher(settings: Settings) -> list[str]:
         f"run.dir={root}/teacher",
         *scale.teacher,
     ]
+    ranks = max(1, settings.gpus)
+    if ranks > 1:
+        batch = compose(words[len(_TRAIN) :]).data.micro_batch_size
+        words.append(f"data.micro_batch_size={max(1, batch // ranks)}")
+    return Step(name="teacher", words=lambda: words, needs=("data",), ranks=ranks)
 
 
 def _retrofits(settings: Settings, seed: int) -> list[Step]:
-    """The chain of anneals, then the variants."""
-    found, before = [], None
+    """The anneals of a seed, each from the one before."""
+    found: list[Step] = []
+    before = None
     for retrofit in settings.scale.retrofits:
         folder = settings.run(f"cr{retrofit.cr}", seed)
-        found.append(_retrofit(settings, "lab_retrofit", retrofit, folder, before))
+        words: tuple[str, ...] = ()
+        if before is not None:
+            words = (f"run.load={before}", "stage.run=[retrofit,hold,export]")
+            words += ("stage.export.every_integer_cr=false",)
+        needs = (found[-1].name,) if found else ("teacher", "data_long")
+        found.append(_retrofit(settings, "lab_retrofit", retrofit, folder, needs, *words))
         before = folder
-    first = settings.scale.retrofits[0]
+    return found
+
+
+def _variants(settings: Settings) -> list[Step]:
+    """Those of the first seed."""
+    found, first = [], settings.scale.retrofits[0]
     for name in settings.also:
-        folder = settings.run(f"{name}_cr{first.cr}", seed)
-        if name == "dmc":
-            found.append(_retrofit(settings, "lab_dmc", first, folder, None))
-        else:
-            words = ("method.eviction=immediate",)
-            found.append(_retrofit(settings, "lab_retrofit", first, folder, None, *words))
+        variant = VARIANTS[name]
+        retrofit = Retrofit(
+            cr=first.cr,
+            steps_per_cr=max(1, round(first.steps_per_cr * variant.steps)),
+            hold=max(1, round(first.hold * variant.steps)),
+        )
+        folder = settings.run(f"{name}_cr{first.cr}", settings.seeds[0])
+        needs = ("teacher", "data_long")
+        found.append(
+            _retrofit(settings, variant.experiment, retrofit, folder, needs, *variant.overrides)
+        )
     return found
 
 
@@ -144,7 +172,7 @@ def _retrofit(
     experiment: str,
     retrofit: Retrofit,
     folder: Path,
-    before: Path | None,
+    needs: tuple[str, ...],
     *more: str,
 ) -> Step:
     scale, root = settings.scale, settings.root
@@ -163,24 +191,22 @@ def _retrofit(
         *scale.retrofit,
         *more,
     ]
-    if before is not None:
-        words += [f"run.load={before}", "stage.run=[retrofit,hold,export]"]
-        words += ["stage.export.every_integer_cr=false"]
     name = "_".join(folder.relative_to(root / "retrofit").parts)
-    return Step(name=name, words=lambda: words)
+    return Step(name=name, words=lambda: words, needs=needs)
 
 
-def _evaluations(settings: Settings) -> list[Step]:
-    names = [f"cr{retrofit.cr}" for retrofit in settings.scale.retrofits]
-    names += [f"{name}_{names[0]}" for name in settings.also]
-    folders = [(name, seed) for seed in settings.seeds for name in names]
-    return [
-        _evaluate(settings, f"seed{seed}_{name}", settings.run(name, seed) / _HF)
-        for name, seed in folders
-    ]
+def _evaluation(settings: Settings, trained: Step, *more: str) -> Step:
+    """Of a retrofitted model."""
+    seed, name = trained.name.split("_", 1)
+    model = settings.root / "retrofit" / seed / name / _HF
+    return _evaluate(settings, trained.name, model, *more, needs=trained.name)
 
 
-def _evaluate(settings: Settings, name: str, model: Path, *more: str) -> Step:
+def _limit(scale: Scale) -> str:
+    return f"task.limit={min(scale.compared_problems, scale.problems)}"
+
+
+def _evaluate(settings: Settings, name: str, model: Path, *more: str, needs: str) -> Step:
     scale = settings.scale
     words = [
         *_EVALUATE,
@@ -194,7 +220,7 @@ def _evaluate(settings: Settings, name: str, model: Path, *more: str) -> Step:
         f"run.dir={_results(settings, name)}",
         *more,
     ]
-    return Step(name=f"evaluate_{name}", words=lambda: words)
+    return Step(name=f"evaluate_{name}", words=lambda: words, needs=("problems", needs))
 
 
 def _results(settings: Settings, name: str) -> Path:
@@ -205,17 +231,17 @@ def _policies(settings: Settings) -> list[Step]:
     """The teacher with policies that hold or read as many tokens as the retrofitted model holds."""
     found = []
     for cr in settings.scale.budget_ratios:
+        needs = f"evaluate_seed{settings.seeds[0]}_cr{cr}"
         for policy in settings.scale.policies:
             name = f"{policy}_as_cr{cr}"
 
             def words(name: str = name, policy: str = policy, cr: int = cr) -> list[str]:
                 budget = budget_of(settings, cr)
                 options = (f"policy.{word}" for word in _options(settings.scale, policy, budget))
-                given = [f"policy={policy}", *options, "sweep.widths=[1]"]
-                limit = f"task.limit={settings.scale.policy_problems}"
-                return _evaluate(settings, name, settings.teacher, *given, limit).words()
+                given = [f"policy={policy}", *options, "sweep.widths=[1]", _limit(settings.scale)]
+                return _evaluate(settings, name, settings.teacher, *given, needs="teacher").words()
 
-            found.append(Step(name=f"evaluate_{name}", words=words))
+            found.append(Step(name=f"evaluate_{name}", words=words, needs=(needs,)))
     return found
 
 

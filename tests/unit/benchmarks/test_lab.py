@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.lab import __main__ as lab
 from benchmarks.lab.scales import SCALES
-from benchmarks.lab.steps import Settings, as_text, phases
+from benchmarks.lab.steps import Settings, Step, as_text, steps
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
 from dms_train.evaluation.scaling.results import load
@@ -101,6 +101,29 @@ def test_finished_steps_are_skipped_and_other_settings_refused(folder, capsys) -
     error = capsys.readouterr().err
     assert "problems was finished with other settings; take another --folder" in error
     assert error.count("\n") == 1
+
+
+WAITS = """
+import os, pathlib, sys, time
+mine, *needed = map(pathlib.Path, sys.argv[1:])
+assert all(path.exists() for path in needed)
+time.sleep(0.3)
+mine.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+"""
+
+
+def test_a_step_waits_for_those_that_it_needs_and_gets_a_gpu(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second, last = (tmp_path / name for name in ("first", "second", "last"))
+
+    def step(path: Path, *needed: Path) -> Step:
+        words = ["-c", WAITS, str(path), *map(str, needed)]
+        return Step(name=path.name, words=lambda: words, needs=tuple(n.name for n in needed))
+
+    found = [step(last, first, second), step(first), step(second)]
+    assert lab.Lab(tmp_path / "root", 2, ("4", "7")).run(found)
+    assert {first.read_text(), second.read_text()} == {"4", "7"}
+    assert last.exists()
 
 
 def test_the_time_can_be_over(tmp_path: Path, capsys) -> None:
@@ -204,13 +227,19 @@ def test_every_scale_names_policies_that_take_a_budget() -> None:
         lab.check_policies(scale)
 
 
+def before_evaluations(settings: Settings) -> list[Step]:
+    """Steps whose command needs no result."""
+    found = steps(settings)
+    return [s for s in found if not any(need.startswith("evaluate_") for need in s.needs)]
+
+
 def test_marks_store_what_changes_the_results(tmp_path: Path) -> None:
     settings = lab._settings(lab._parser().parse_args(words(tmp_path)))
 
     def stored(changed: Settings) -> list[str]:
-        return [as_text(step.words()) for phase in phases(changed)[:-2] for step in phase]
+        return [as_text(step.words()) for step in before_evaluations(changed)]
 
-    assert stored(settings) == stored(replace(settings, rows=3, workers=9))
+    assert stored(settings) == stored(replace(settings, rows=3, workers=9, gpus=2))
     assert stored(settings) != stored(replace(settings, device="cuda"))
 
 
@@ -222,18 +251,23 @@ def test_the_commands_of_every_scale_compose(scale: str, tmp_path: Path) -> None
         seeds=(1, 2),
         also=("immediate", "dmc"),
         device="cpu",
+        gpus=2,
         rows=64,
         workers=1,
     )
-    steps = [step for phase in phases(settings)[1:-2] for step in phase]
-    assert len({step.name for step in steps}) == len(steps) == 1 + 2 * 5 + 1 + 2 * 5
+    found = before_evaluations(settings)
+    assert len({step.name for step in found}) == len(found) == 3 + 1 + 2 * 3 + 2 + 1 + 2 * 3 + 2
+    known: set[str] = set()
+    for step in found:  # every step stands behind those that it needs
+        assert known.issuperset(step.needs)
+        known.add(step.name)
     teacher = None
-    for step in steps:
-        found = step.words()
-        if found[:2] == ["-m", "dms_train"]:
-            config = compose(found[2:])
+    for step in found[3:]:
+        words = step.words()
+        if words[:2] == ["-m", "dms_train"]:
+            config = compose(words[2:])
             teacher = teacher or config.model.architecture
-            check(config, world_size=1, architecture=teacher)
+            check(config, world_size=step.ranks, architecture=teacher)
             assert SCALES[scale].context == config.data.seq_length
         else:
-            compose_evaluation(found[2:])
+            compose_evaluation(words[2:])
