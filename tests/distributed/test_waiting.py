@@ -60,4 +60,4 @@ def test_different_gpus_that_fit_the_run_are_accepted() -> None:
 
 
 def test_the_memory_of_a_step_is_that_of_the_fullest_rank() -> None:
-    launch.checked(launch.torchrun(2, "-m", "tests.support.memory_worker"))
+    launch.checked(launch.workers(2, "tests.support.memory_worker"))

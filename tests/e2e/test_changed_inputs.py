@@ -86,7 +86,7 @@ def test_a_weight_file_that_another_rank_reads_is_compared(workspace: Workspace)
     norm["model.norm.weight"][0] += 1
     write_shards(workspace.model, {"small.safetensors": norm})
 
-    result = launch.torchrun(2, "-m", "dms_train", *workspace.train()[1:])
+    result = launch.workers(2, "tests.support.train_worker", *workspace.train()[1:])
     assert result.returncode != 0
     messages = {line for line in result.stderr.splitlines() if "small.safetensors" in line}
     assert messages

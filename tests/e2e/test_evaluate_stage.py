@@ -104,15 +104,15 @@ def test_a_job_of_a_chain_evaluates_the_same(root: Path) -> None:
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-2]))  # without the last document
     (run / "state" / "evaluate.done").unlink()
-    launch.checked(launch.python("-m", "dms_train.launch.stage", str(run), "evaluate"))
+    launch.checked(launch.module("dms_train.launch.stage", str(run), "evaluate"))
     assert chains(folder) == before
     assert len(file.read_text().splitlines()) == len(lines)
     assert (run / "state" / "evaluate.done").exists()
 
 
 def test_the_plan_names_the_tasks(root: Path) -> None:
-    words = ["-m", "dms_train", *overrides(root, "run.dry_run=true")]
-    assert "stage evaluate: tasks exam_sheets" in launch.checked(launch.python(*words))
+    planned = launch.module("dms_train", *overrides(root, "run.dry_run=true"))
+    assert "stage evaluate: tasks exam_sheets" in launch.checked(planned)
 
 
 def test_results_of_other_settings_are_refused_and_kept(root: Path) -> None:
@@ -123,8 +123,8 @@ def test_results_of_other_settings_are_refused_and_kept(root: Path) -> None:
     values = json.loads((state / "run_state.json").read_text())
     # as if the run had been killed before it stored that the stage is finished
     (state / "run_state.json").write_text(json.dumps({**values, "stage": values["stage"] - 1}))
-    done = launch.python(
-        "-m", "dms_train", *overrides(root, "stage.evaluate.sampling.seed=1"), timeout=400
+    done = launch.module(
+        "dms_train", *overrides(root, "stage.evaluate.sampling.seed=1"), timeout=400
     )
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]

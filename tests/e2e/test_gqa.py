@@ -23,7 +23,7 @@ SHORT = (
 
 
 def train(*overrides: str) -> None:
-    launch.checked(launch.python("-m", "dms_train", *SHORT, *overrides))
+    launch.checked(launch.module("dms_train", *SHORT, *overrides))
 
 
 def losses(run: Path) -> list[float]:
@@ -37,10 +37,10 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Exam sheets, and the model with 2 of 4 KV heads, trained for a few steps."""
     root = tmp_path_factory.mktemp("gqa")
     sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "60")
-    launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
+    launch.checked(launch.module("dms_train.data_prep.prepare", *sheets))
     refusals.write_model(root / "original", root / "sheets" / "tokenizer", num_query_groups=4)
     words = (str(root / "original"), str(root / "pooled"), "--kv-heads", "2")
-    launch.checked(launch.python("-m", "dms_train.checkpoints_tools.pool_kv_heads", *words))
+    launch.checked(launch.module("dms_train.checkpoints_tools.pool_kv_heads", *words))
     train(
         "stage=pretrain",
         "stage.pretrain.steps=6",
@@ -91,7 +91,7 @@ def test_a_pooled_model_is_retrofitted_exported_and_generates(
         f"run.dir={run}",
     )
     export = run / "exports" / "final" / "hf"
-    verified = launch.python("-m", "dms_train.checkpoints_tools.verify", str(export))
+    verified = launch.module("dms_train.checkpoints_tools.verify", str(export))
     assert "PASS" in launch.checked(verified)
     output = LLM(str(export), device="cpu").generate(
         "1: Solve 4*c + 15 = 6*c - 15 for c.\n", SamplingParams(max_tokens=8, temperature=0.0)

@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exam sheets, and a model pretrained on them for a few steps with TP 2."""
     root = tmp_path_factory.mktemp("recipe")
     sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
-    launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
+    launch.checked(launch.module("dms_train.data_prep.prepare", *sheets))
     train(
         2,
         "experiment=tiny_pretrain",
@@ -120,7 +120,7 @@ def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
     assert layers.endswith("norms by torch, optimizer torch AdamW")
     assert "zero_neuron" in log
     assert "retrofit" in log
-    verified = launch.python("-m", "dms_train.checkpoints_tools.verify", str(exports / "final/hf"))
+    verified = launch.module("dms_train.checkpoints_tools.verify", str(exports / "final/hf"))
     assert "PASS" in launch.checked(verified)
     model = AutoModelForCausalLM.from_pretrained(exports / "final/hf", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(exports / "final/hf", trust_remote_code=True)
@@ -132,7 +132,7 @@ def test_recipe_under_tp2_exports_what_it_trained(folder: Path) -> None:
 
 
 def assert_the_report_is_complete(run: Path) -> None:
-    launch.checked(launch.python("-m", "dms_train.cli.report", str(run)))
+    launch.checked(launch.module("dms_train.cli.report", str(run)))
     page = (run / "report.html").read_text()
     recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = {name for row in recorded for name in row}
@@ -161,8 +161,7 @@ def assert_the_report_is_complete(run: Path) -> None:
 @pytest.mark.timeout(600)
 def test_dms_is_evaluated_between_the_window_and_the_original(folder: Path) -> None:
     train(1, *retrofit(folder, "compared"), "parallel=single")
-    command = launch.python(
-        "-m",
+    command = launch.module(
         "dms_train.cli.validate",
         str(folder / "compared/exports/final/hf"),
         f"--teacher={folder}/pretrain/exports/final/hf",

@@ -29,7 +29,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exam sheets, and an undisturbed run over them on one node without a scheduler."""
     root = tmp_path_factory.mktemp("signals")
     sheets = ("exam-sheets", "--out", str(root / "sheets"), "--sheets", "200")
-    launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
+    launch.checked(launch.module("dms_train.data_prep.prepare", *sheets))
     code, stderr = ended(script(root, "local.sh", "2", *command(root, "whole")[2:]))
     assert code == 0, stderr
     return root
@@ -149,12 +149,12 @@ def test_a_rank_that_hangs_is_reported_and_the_run_ends(workspace: Path) -> None
 def test_a_rank_that_stalls_reading_data_is_reported(workspace: Path) -> None:
     words = [*command(workspace, "stuck")[2:], "parallel=single"]
     words.append(f"parallel.distributed_timeout_minutes={stuck_worker.TIMEOUT_SECONDS / 60}")
-    result = launch.torchrun(2, "-m", "tests.support.stuck_worker", "reads", *words)
+    result = launch.workers(2, "tests.support.stuck_worker", "reads", *words)
     assert result.returncode != 0
     (message,) = re.findall("^error: .*$", result.stderr, re.MULTILINE)
     assert re.match(
         rf"error: rank 1 \(\S+, after step {stuck_worker.STEP}\) has stalled for "
-        r"\d+ s reading data, at stuck_worker.py:\d+ in read_from_a_hanging_disk, called from "
+        r"\d+ s reading data, at \S*stuck_worker.py:\d+ in read_from_a_hanging_disk, called from "
         r"dms_train/data/batches.py:\d+ in \S+; stacks in \S+/ranks/\*\.stack; "
         r"the run ends here\. Start the same command",
         message,
@@ -162,7 +162,9 @@ def test_a_rank_that_stalls_reading_data_is_reported(workspace: Path) -> None:
 
 
 def test_a_stage_that_is_not_in_the_configuration_is_refused(workspace: Path) -> None:
-    result = launch.python(*command(workspace, "wrong"), "parallel=single", "--until", "retrofit")
+    result = launch.module(
+        *command(workspace, "wrong")[1:], "parallel=single", "--until", "retrofit"
+    )
     assert result.returncode == 2
     assert "--until retrofit: not in stage.run; choose one of pretrain, export" in result.stderr
     assert not (workspace / "wrong").exists()

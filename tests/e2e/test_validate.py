@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exam sheets, held-out problems and a random model."""
     folder = tmp_path_factory.mktemp("validate")
     sheets = ("exam-sheets", "--out", str(folder / "data"), "--sheets", "100")
-    launch.checked(launch.python("-m", "dms_train.data_prep.prepare", *sheets))
+    launch.checked(launch.module("dms_train.data_prep.prepare", *sheets))
     sizes = {"max_position_embeddings": 512, "hidden_size": 64}
     refusals.write_model(folder / "model", folder / "data" / "tokenizer", **sizes)
     lines = [
@@ -114,8 +114,7 @@ def test_two_ranks_train_and_rank_0_validates(root: Path) -> None:
 def test_the_command_measures_what_the_stage_measured(root: Path) -> None:
     stage = metrics(root / "tp2")
     launch.checked(
-        launch.python(
-            "-m",
+        launch.module(
             "dms_train.cli.validate",
             str(root / "tp2/exports/final/hf"),
             f"--teacher={root}/model",
@@ -155,7 +154,8 @@ def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path
     trained = rows(run, "train/loss")
     exported = (run / "exports/final/hf/model.safetensors").stat().st_mtime
     restore = change_selftest(run / "exports/final/hf")
-    failed = launch.torchrun(2, "-m", "dms_train", *overrides(root, "killed"), timeout=400)
+    words = overrides(root, "killed")
+    failed = launch.workers(2, "tests.support.train_worker", *words, timeout=400)
     assert failed.returncode != 0
     messages = [line for line in failed.stderr.splitlines() if "self-test failed" in line]
     assert messages

@@ -8,11 +8,12 @@ import random
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.fork_server import ROOT, ForkServer
+
+_SERVERS: list[ForkServer] = []  # the one of this process
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -41,6 +42,21 @@ def python(*arguments: str, timeout: float = 300, **extra: str) -> subprocess.Co
     )
 
 
+def module(
+    name: str, *arguments: str, timeout: float = 300, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """As `python("-m", ...)`, in a process that has imported torch and megatron already.
+
+    Not for tests of what imports do, nor with GPUs, which forks cannot use.
+    """
+    if torch.cuda.is_available():
+        return python("-m", name, *arguments, timeout=timeout, **extra)
+    if not _SERVERS:
+        _SERVERS.append(ForkServer(environment()))
+    words = environment(**extra)
+    return _SERVERS[0].run(name, *arguments, environment=words, timeout=timeout)
+
+
 def torchrun(
     processes: int, *arguments: str, timeout: float = 300, **extra: str
 ) -> subprocess.CompletedProcess[str]:
@@ -52,16 +68,16 @@ def torchrun(
 
 
 def workers(
-    processes: int, module: str, *arguments: str, timeout: float = 300, **extra: str
+    processes: int, name: str, *arguments: str, timeout: float = 300, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Call `main` of a module in that many ranks, without a launcher.
 
     They are forked from one process, unless there are GPUs, which forks cannot use.
     """
-    if processes == 1 or torch.cuda.is_available():
-        return torchrun(processes, "-m", module, *arguments, timeout=timeout, **extra)
-    words = ("tests.support.forked_workers", str(processes), module)
-    return python("-m", *words, *arguments, timeout=timeout, **extra)
+    if torch.cuda.is_available():
+        return torchrun(processes, "-m", name, *arguments, timeout=timeout, **extra)
+    words = ("tests.support.forked_workers", str(processes)) if processes > 1 else ()
+    return module(*words, name, *arguments, timeout=timeout, **extra)
 
 
 def checked(result: subprocess.CompletedProcess[str]) -> str:

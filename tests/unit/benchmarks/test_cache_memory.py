@@ -48,7 +48,7 @@ def command(workspace: Path, **changes: object) -> list[str]:
 
 
 def test_report_is_the_engines_accounting(workspace):
-    shown = launch.checked(launch.python("-m", "benchmarks.cache_memory", *command(workspace)))
+    shown = launch.checked(launch.module("benchmarks.cache_memory", *command(workspace)))
     record = json.loads((workspace / "out" / "cache_memory.json").read_text())
     assert (workspace / "out" / "cache_memory.png").read_bytes().startswith(b"\x89PNG")
     llm = LLM(workspace / "export", page_slots=4, max_num_seqs=PROMPTS)
