@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "every layer draws the same noise",
         ATTENTION,
-        "logistic_noise(self.noise_keys, self.layer_number, length, heads, first_head)",
-        "logistic_noise(self.noise_keys, 1, length, heads, first_head)",
+        "LayerNoise(self.noise_keys, self.layer_number, first_head)",
+        "LayerNoise(self.noise_keys, 1, first_head)",
         PLAIN + "[cr8_step3]",
     ),
     Mutation(
