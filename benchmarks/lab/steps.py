@@ -270,8 +270,16 @@ def budget_of(settings: Settings, cr: int) -> int:
 
 
 def _report(settings: Settings) -> list[str]:
-    output = ["--output", str(settings.root / "report.html")]
-    return [*_EVALUATE, "report", str(settings.root / "eval"), *output]
+    """Of everything but variants of the same method, whose points would lie on one line."""
+    root, first = settings.root, f"cr{settings.scale.retrofits[0].cr}"
+    left_out = {
+        _results(settings, f"seed{settings.seeds[0]}_{name}_{first}")
+        for name in settings.also
+        if VARIANTS[name].experiment == "lab_retrofit"
+    }
+    runs = sorted({path.parent for path in (root / "eval").glob("*/summary.json")} - left_out)
+    output = ["--output", str(root / "report.html"), "--figures", str(root / "figures")]
+    return [*_EVALUATE, "report", *map(str, runs), *output]
 
 
 def lines(settings: Settings) -> list[str]:

@@ -97,16 +97,20 @@ def _report(words: list[str]) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), help="page; Markdown goes beside it"
     )
+    parser.add_argument("--figures", type=Path, help="folder for each figure as a file of its own")
     args = parser.parse_args(words)
+    from dms_train.evaluation.analysis.charts import standalone
     from dms_train.evaluation.analysis.comparison import Comparison
-    from dms_train.evaluation.analysis.page import markdown, page
+    from dms_train.evaluation.analysis.page import figures, markdown, page
     from dms_train.evaluation.scaling.results import load_all
 
     comparison = Comparison(load_all(args.runs))
-    for path, text in (
-        (args.output, page(comparison)),
-        (args.output.with_suffix(".md"), markdown(comparison)),
-    ):
+    files = {args.output: page(comparison), args.output.with_suffix(".md"): markdown(comparison)}
+    if args.figures is not None:
+        args.figures.mkdir(parents=True, exist_ok=True)
+        for name, svg in figures(comparison):
+            files[args.figures / f"{name}.svg"] = standalone(svg, comparison.methods)
+    for path, text in files.items():
         path.write_text(text, encoding="utf-8")
         print(path)
 

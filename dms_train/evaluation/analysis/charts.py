@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 
 from dms_train.evaluation.analysis.comparison import Cost, Margin, Mark, line
@@ -11,7 +12,10 @@ from dms_train.evaluation.analysis.comparison import Cost, Margin, Mark, line
 _WIDTH, _HEIGHT = 460, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 28, 44
 _COLORS = {"Vanilla": "#7b4fa3", "DMS": "#3c9a3c"}  # as in the paper
-_OTHERS = ("#d29a00", "#2b7bba", "#c0392b", "#5f6b6d")
+_OTHERS = (
+    *("#d29a00", "#2b7bba", "#c0392b", "#5f6b6d", "#e377c2", "#17a2a2", "#8c564b", "#1f3a93"),
+)
+_KEYS_IN_ROW, _KEY_HEIGHT = 4, 16
 
 
 def color(method: str, methods: Sequence[str]) -> str:
@@ -54,6 +58,29 @@ def scaling_chart(title: str, marks: Sequence[Mark], cost: Cost, methods: Sequen
         label = _label(mark, axes) if named else ""
         parts.append(_dot(mark, axes, color(mark.method, methods), cost, label))
     return _svg(title, "".join(parts))
+
+
+def standalone(svg: str, methods: Sequence[str]) -> str:
+    """A figure as a file of its own, with the colours of the methods below it."""
+    head, content = svg.split(">", 1)
+    content = re.sub(r"</?a[^>]*>", "", content)  # there is nothing to link to
+    height = int(head.rsplit(" ", 1)[1].strip("'"))
+    rows = -(-len(methods) // _KEYS_IN_ROW)
+    total = height + rows * _KEY_HEIGHT + 4
+    keys = "".join(
+        f"<rect x='{x}' y='{y}' width='10' height='10' fill='{color(name, methods)}'/>"
+        f"<text x='{x + 14}' y='{y + 9}'>{html.escape(name)}</text>"
+        for number, name in enumerate(methods)
+        for x in [_LEFT + number % _KEYS_IN_ROW * (_WIDTH - _LEFT) // _KEYS_IN_ROW]
+        for y in [height + number // _KEYS_IN_ROW * _KEY_HEIGHT]
+    )
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {total}' width='{_WIDTH}' "
+        "font-family='sans-serif' font-size='11'><style>.title { font-weight: 600 } "
+        ".budget { font-size: 9px; fill: #555 }</style>"
+        f"<rect width='{_WIDTH}' height='{total}' fill='#fff'/>{content.removesuffix('</svg>')}"
+        f"{keys}</svg>\n"
+    )
 
 
 def _dot(mark: Mark, axes: _Axes, paint: str, cost: Cost, label: str) -> str:

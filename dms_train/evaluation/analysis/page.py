@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator
 
 from dms_train.evaluation.analysis import tables
@@ -91,7 +92,7 @@ def page(comparison: Comparison) -> str:
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">",
         f"<title>Evaluation</title><style>{_STYLE}</style></head><body><main>",
         f"<h1>Evaluation</h1><p>{_NOTES}</p>{_legend(comparison)}",
-        f"<h2>Figures</h2><section>{''.join(_figures(comparison))}</section>",
+        f"<h2>Figures</h2><section>{''.join(svg for _, svg in figures(comparison))}</section>",
         f"<h2>Tables</h2>{own}",
         f"<h2>Published by the paper, not measured here</h2>{known}",
         f"<h2>Chains</h2>{''.join(_chains(result) for result in comparison.results)}",
@@ -114,19 +115,22 @@ def _legend(comparison: Comparison) -> str:
     return f"<p>{''.join(keys)}</p>"
 
 
-def _figures(comparison: Comparison) -> Iterator[str]:
+def figures(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Names of the figures, and each as SVG that a page contains."""
     methods = comparison.methods
     for cost in (READS, PEAK):
         against = [m for m in comparison.margins(cost) if m.second == VANILLA]
         if any(m.value is not None for m in against):
-            yield margin_chart(f"Margin over {cost.title} (form of Figure 1)", against, methods)
+            title = f"Margin over {cost.title} (form of Figure 1)"
+            yield f"margin_{cost.name}", margin_chart(title, against, methods)
     for cost, figure in ((READS, 3), (PEAK, 4)):
         tasks = [*comparison.tasks, AVERAGE] if len(comparison.tasks) > 1 else comparison.tasks
         for task in tasks:
             marks = comparison.marks(task, cost)
             if marks:
                 title = f"{task}: {cost.title} (form of Figure {figure})"
-                yield scaling_chart(title, marks, cost, methods)
+                name = re.sub(r"\W+", "_", f"{task}_{cost.name}".lower())
+                yield name, scaling_chart(title, marks, cost, methods)
 
 
 def _table(table: Table) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
@@ -223,6 +224,27 @@ def test_the_command_writes_both_files(folder, tmp_path, capsys):
     assert target.read_text().startswith("<!DOCTYPE html>")
     assert (tmp_path / "r.md").read_text().startswith("# Evaluation")
     assert capsys.readouterr().out.split() == [str(target), str(tmp_path / "r.md")]
+
+
+def test_figures_are_files_that_show_every_point_and_method(folder, tmp_path, comparison):
+    figures = tmp_path / "figures"
+    given = ["report", str(folder), "--output", str(tmp_path / "r.html")]
+    assert command.main([*given, "--figures", str(figures)]) == 0
+    images = {path.stem: ElementTree.parse(path).getroot() for path in figures.iterdir()}
+    costs = {
+        f"{name}_{cost}" for name in ("sums", "average") for cost in ("kv_reads", "peak_tokens")
+    }
+    assert costs <= set(images)
+    space = "{http://www.w3.org/2000/svg}"
+    image = images["sums_kv_reads"]
+    wanted = [point for result, point in comparison.points if result.title == "SUMS"]
+    assert len(image.findall(f".//{space}circle")) == len(wanted)
+    texts = {text.text for text in image.iter(f"{space}text")}
+    assert texts >= set(comparison.methods)
+    assert not image.findall(f".//{space}a")
+    assert float(image.get("viewBox").split()[3]) > max(
+        float(text.get("y")) for text in image.iter(f"{space}text")
+    )
 
 
 def test_runs_without_chains_are_refused(tmp_path, capsys):
