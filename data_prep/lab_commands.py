@@ -9,7 +9,7 @@ from typing import Any
 
 from dms_train.data.errors import DataError
 from dms_train.data.writer import refuse_existing
-from dms_train.data_prep import arithmetic, countdown
+from dms_train.data_prep import arithmetic, countdown, lab_niah, lab_variable_tracking
 from dms_train.data_prep.arguments import count
 from dms_train.data_prep.countdown import MOST_FIRST_MOVES, PROBLEMS, TRAINING, CountdownRule
 from dms_train.data_prep.exam_files import write_rows
@@ -33,6 +33,14 @@ Make a shard of searches for a common root modulo 61, which spot checks may end 
 and the lab's tokenizer: OUT/train and OUT/tokenizer. A search must remember nine coefficients and
 which candidates it has tried.
 """
+_NIAH = """\
+Make a shard of texts that hide numbers and ask for some by their key, and the lab's tokenizer:
+OUT/train and OUT/tokenizer.
+"""
+_VARIABLES = """\
+Make a shard of texts that hide chains of assignments and ask for the variables of some values, and
+the lab's tokenizer: OUT/train and OUT/tokenizer.
+"""
 
 
 def add_commands(commands: Commands, shared: Parser) -> None:
@@ -54,6 +62,40 @@ def add_commands(commands: Commands, shared: Parser) -> None:
     parser.set_defaults(run=lambda args: _write_documents(args, arithmetic.Arithmetic()))
     problems = _problems(commands, "arithmetic", "modular arithmetic")
     problems.set_defaults(run=_run_arithmetic_problems)
+    _add_haystacks(commands, shared)
+
+
+def _add_haystacks(commands: Commands, shared: Parser) -> None:
+    parser = _documents(commands, shared, "lab-niah", "make texts that hide numbers", _NIAH)
+    _add_context(parser)
+    parser.set_defaults(
+        run=lambda args: _write_documents(args, lab_niah.LabNiah(context=args.context))
+    )
+    problems = _problems(commands, "lab-niah", "needle")
+    _add_context(problems)
+    problems.add_argument("--needles", type=count, default=1, help="in each text (%(default)s)")
+    problems.set_defaults(run=_run_niah_problems)
+    name = "lab-variable-tracking"
+    parser = _documents(commands, shared, name, "make texts that hide assignments", _VARIABLES)
+    _add_context(parser)
+    parser.set_defaults(
+        run=lambda args: _write_documents(
+            args, lab_variable_tracking.LabVariableTracking(context=args.context)
+        )
+    )
+    problems = _problems(commands, name, "variable tracking")
+    _add_context(problems)
+    add = problems.add_argument
+    add(
+        "--chains", type=count, default=lab_variable_tracking.MOST_ASSIGNMENTS, help="(%(default)s)"
+    )
+    add("--hops", type=int, choices=range(lab_variable_tracking.MOST_HOPS + 1), default=0)
+    problems.set_defaults(run=_run_variable_problems)
+
+
+def _add_context(parser: Parser) -> None:
+    told = "most tokens of a document (%(default)s)"
+    parser.add_argument("--context", type=count, default=2048, help=told)
 
 
 def _documents(
@@ -125,6 +167,24 @@ def _run_arithmetic_problems(args: argparse.Namespace) -> None:
     _refuse_file(args)
     write_rows(args.out, arithmetic.held_out_problems(args.problems, args.seed))
     print(f"{args.out}: {args.problems} problems")
+
+
+def _run_niah_problems(args: argparse.Namespace) -> None:
+    _refuse_file(args)
+    rows = lab_niah.held_out_problems(
+        args.problems, args.seed, context=args.context, needles=args.needles
+    )
+    write_rows(args.out, rows)
+    print(f"{args.out}: {args.problems} problems of {args.context} tokens")
+
+
+def _run_variable_problems(args: argparse.Namespace) -> None:
+    _refuse_file(args)
+    rows = lab_variable_tracking.held_out_problems(
+        args.problems, args.seed, context=args.context, chains=args.chains, hops=args.hops
+    )
+    write_rows(args.out, rows)
+    print(f"{args.out}: {args.problems} problems of {args.context} tokens")
 
 
 def _refuse_file(args: argparse.Namespace) -> None:

@@ -14,6 +14,10 @@ LARGEST = 100  # of numbers
 MOST_MARKS = 40
 OPERATORS = ("+", "-", "*", "/")
 LETTERS = tuple(string.ascii_lowercase)
+ADJECTIVES = ("green", "blue", "yellow", "old", "small", "warm", "quiet", "bright")
+NOUNS = ("grass", "sky", "sun", "river", "bird", "stone", "road", "tree")
+VERBS = ("rests", "turns", "moves", "waits", "shines", "grows", "falls", "sings")
+ADVERBS = ("slowly", "always", "often", "gently", "nearby", "alone", "early", "twice")
 _MARKERS = ("P", "T", "R", "ANS", *OPERATORS, "=", ":", ">", ".", "!", ",")
 
 WORDS = (
@@ -22,11 +26,22 @@ WORDS = (
     *(f"#{number}" for number in range(MOST_MARKS + 1)),
     *_MARKERS,
     *LETTERS,
-    "M",
+    *("M", "N", "V", "?", "KEY", "VAR"),
+    *("the", *ADJECTIVES, *NOUNS, *VERBS, *ADVERBS),
+    *("is", "here", "we", "go", "there", "and", "back", "again"),
 )
 
 ID = {word: number for number, word in enumerate(WORDS)}
 NUMBER, MARK, LETTER = ID["0"], ID["#0"], ID[LETTERS[0]]
+
+
+def encoded(text: str) -> list[int]:
+    """Token ids of words between blanks.
+
+    Raises:
+        KeyError: A word is none of the lab.
+    """
+    return [ID[word] for word in text.split()]
 
 
 def decoded(tokens: Tokens) -> list[str]:

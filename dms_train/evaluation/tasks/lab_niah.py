@@ -1,0 +1,19 @@
+"""Needle in a haystack in the words of the lab, zero-shot.
+
+For models that were trained on the documents of `dms-data lab-niah`, whose module describes them.
+"""
+
+from __future__ import annotations
+
+from dms_train.evaluation.tasks.base import Aggregate, TaskSampling
+from dms_train.evaluation.tasks.word_problems import WordProblems
+
+
+class LabNiah(WordProblems):
+    """The three numbers of a key that training never showed."""
+
+    name = "lab_niah"
+    title = "NIAH (lab)"
+    where = "dms-data lab-niah-problems --out FILE --problems 400 makes one"
+    aggregate = Aggregate.MEAN
+    sampling = TaskSampling(temperature=0.0, top_p=1.0, max_tokens=128)

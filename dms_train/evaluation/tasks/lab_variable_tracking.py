@@ -1,0 +1,20 @@
+"""Variable tracking in the words of the lab, zero-shot.
+
+For models that were trained on the documents of `dms-data lab-variable-tracking`, whose module
+describes them.
+"""
+
+from __future__ import annotations
+
+from dms_train.evaluation.tasks.base import Aggregate, TaskSampling
+from dms_train.evaluation.tasks.word_problems import WordProblems
+
+
+class LabVariableTracking(WordProblems):
+    """All variables of one value, in order; training never showed their names."""
+
+    name = "lab_variable_tracking"
+    title = "VT (lab)"
+    where = "dms-data lab-variable-tracking-problems --out FILE --problems 400 makes one"
+    aggregate = Aggregate.MEAN
+    sampling = TaskSampling(temperature=0.0, top_p=1.0, max_tokens=128)
