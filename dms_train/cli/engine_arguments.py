@@ -55,6 +55,14 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="torch device (%(default)s)")
     add("--max-num-seqs", type=int, default=16, help="prompts run at the same time (%(default)s)")
     add("--prefill-chunk", type=int, default=512, help="prompt tokens of one pass (%(default)s)")
+    add(
+        "--decode-steps",
+        type=int,
+        default=8,
+        metavar="N",
+        help="tokens that the kernels decode at once for requests that are not streamed"
+        " (%(default)s)",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -73,6 +81,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
         enable_prefix_caching=args.enable_prefix_caching,
         max_num_seqs=args.max_num_seqs,
         prefill_chunk=args.prefill_chunk,
+        decode_steps=args.decode_steps,
         dtype=args.dtype,
         device=args.device,
     )

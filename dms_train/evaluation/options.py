@@ -104,6 +104,7 @@ class ModelRunOptions:
         device: `auto` takes a GPU when there is one.
         max_num_seqs: Chains in the cache at the same time.
         prefill_chunk: Prompt tokens of a pass.
+        decode_steps: Decode steps that the kernels run at once; no result depends on it.
     """
 
     cr: Annotated[float | None, AtLeast(1)] = None
@@ -112,6 +113,7 @@ class ModelRunOptions:
     device: Annotated[str, OneOf(*DEVICES)] = "auto"
     max_num_seqs: Annotated[int, AtLeast(1)] = 32
     prefill_chunk: Annotated[int, AtLeast(1)] = 512
+    decode_steps: Annotated[int, AtLeast(1)] = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,26 @@ Shape letters: l layers, h KV heads, b sequences, k decode steps.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dms_train.inference.cache.interface import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KVTrace:
+    """What a continuation had cost when each of its g tokens was generated.
+
+    Attributes:
+        kv_reads: float64 [g], `RequestKV.kv_reads` by then; the first token costs none.
+        live_tokens: float64 [g], tokens held then.
+    """
+
+    kv_reads: Tensor
+    live_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +47,7 @@ class RequestKV:
         allocated_bytes: Of the slots reserved for them.
         peak_allocated_bytes: Most of them.
         cr_factors: float64 [l, h], tokens seen over tokens held.
+        trace: The costs at each generated token; None unless asked for.
     """
 
     tokens: int
@@ -46,6 +61,7 @@ class RequestKV:
     allocated_bytes: int
     peak_allocated_bytes: int
     cr_factors: Tensor
+    trace: KVTrace | None = None
 
     @property
     def cr_factor(self) -> float:
@@ -135,15 +151,20 @@ class Meter:
     def __init__(self) -> None:
         self.restart()
 
-    def restart(self) -> None:
-        """Reset reads and peaks, as at the start of another turn."""
+    def restart(self, *, traced: bool = False) -> None:
+        """Reset reads and peaks, as at the start of another turn.
+
+        Args:
+            traced: Whether to keep the costs at each generated token.
+        """
         self.cached_tokens = 0
-        self.decode_reads = 0.0
-        self.prefill_reads = 0.0
+        self._decode_reads = self._prefill_reads = 0  # over all KV lists
         self._peak = (0.0, 0, 0)
         self._last = (0.0, 0, 0)
         self.tokens = 0
         self._live = torch.zeros(0, 0)
+        self._traced = traced
+        self._trace = array("d"), array("d")  # reads and tokens held at each generated token
 
     @property
     def live_tokens(self) -> float:
@@ -151,7 +172,14 @@ class Meter:
         return self._last[0]
 
     def step(
-        self, counts: PassCounts, index: int, *, tokens: int, slot_bytes: int, prefill: bool
+        self,
+        counts: PassCounts,
+        index: int,
+        *,
+        tokens: int,
+        slot_bytes: int,
+        prefill: bool,
+        generates: bool,
     ) -> None:
         """Count one forward pass.
 
@@ -161,14 +189,17 @@ class Meter:
             tokens: Tokens of the request that are computed now.
             slot_bytes: Bytes of one slot.
             prefill: Whether the pass computed prompt tokens.
+            generates: Whether a token is sampled behind it.
         """
         self.tokens = tokens
         reads, live, held = counts.sums[index]
         self._live = counts.live[:, index]
         if prefill:
-            self.prefill_reads += reads / self._live.numel()
+            self._prefill_reads += reads
         else:
-            self.decode_reads += reads / self._live.numel()
+            self._decode_reads += reads
+        if self._traced and generates:
+            self._note(self._decode_reads, live)
         self._last = self._contents(live, held, slot_bytes)
         self._raise_peak(self._last)
 
@@ -182,7 +213,7 @@ class Meter:
         slot_bytes: int,
         prefill: bool,
     ) -> None:
-        """Count the first steps of a group.
+        """Count the first steps of a group, of which each generates a token.
 
         Args:
             counts: Of all sequences of the group.
@@ -194,16 +225,23 @@ class Meter:
         """
         self.tokens, last = tokens, steps - 1
         self._live = counts.live[last, :, index]
-        reads, kv_lists = counts.reads[last][index], self._live.numel()
-        if prefill:
-            of_prompt = counts.reads[0][index]
-            self.prefill_reads += of_prompt / kv_lists
-            reads -= of_prompt
-        self.decode_reads += reads / kv_lists
+        of_prompt = counts.reads[0][index] if prefill else 0
+        before = self._decode_reads - of_prompt
+        self._prefill_reads += of_prompt
+        self._decode_reads = before + counts.reads[last][index]
+        if self._traced:
+            for step in range(steps):
+                self._note(before + counts.reads[step][index], counts.held[0][step][index])
         live, held = (part[last][index] for part in counts.held)
         self._last = self._contents(live, held, slot_bytes)
         live, held = (part[last][index] for part in counts.most)
         self._raise_peak(self._contents(live, held, slot_bytes))
+
+    def _note(self, reads: int, live: int) -> None:
+        """Keep what a generated token has cost, over all KV lists."""
+        reads_until, live_then = self._trace
+        reads_until.append(reads / self._live.numel())
+        live_then.append(live / self._live.numel())
 
     def _contents(self, live: int, held: int, slot_bytes: int) -> tuple[float, int, int]:
         """Mean of the live tokens, their bytes and the bytes reserved."""
@@ -215,11 +253,12 @@ class Meter:
 
     def report(self) -> RequestKV:
         """The numbers so far."""
+        kv_lists = max(1, self._live.numel())
         return RequestKV(
             tokens=self.tokens,
             cached_tokens=self.cached_tokens,
-            kv_reads=self.decode_reads,
-            prefill_reads=self.prefill_reads,
+            kv_reads=self._decode_reads / kv_lists,
+            prefill_reads=self._prefill_reads / kv_lists,
             live_tokens=self._last[0],
             peak_live_tokens=self._peak[0],
             live_bytes=self._last[1],
@@ -227,7 +266,16 @@ class Meter:
             allocated_bytes=self._last[2],
             peak_allocated_bytes=self._peak[2],
             cr_factors=self.tokens / self._live.double().clamp(min=1),
+            trace=self._report_trace() if self._traced else None,
         )
+
+    def _report_trace(self) -> KVTrace:
+        """Copies, because the arrays grow."""
+        if not self._trace[0]:
+            nothing = torch.zeros(0, dtype=torch.float64)
+            return KVTrace(kv_reads=nothing, live_tokens=nothing)
+        reads, live = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in self._trace)
+        return KVTrace(kv_reads=reads, live_tokens=live)
 
 
 class TotalMeter:

@@ -92,6 +92,12 @@ class InferenceEngine:
         return sum(not s.prefilling and s.finish_reason is None for s in placed)
 
     @property
+    def unfinished(self) -> int:
+        """Sequences that wait or run."""
+        placed = self._scheduler.placed
+        return len(self._scheduler.waiting) + sum(s.finish_reason is None for s in placed)
+
+    @property
     def free_rows(self) -> int:
         """Cache rows that no sequence has."""
         return len(self._scheduler.free_rows)
@@ -503,4 +509,5 @@ class InferenceEngine:
             finish_reason=sequence.finish_reason,
             logprobs=None if sequence.params.logprobs is None else list(sequence.logprobs),
             kv=sequence.meter.report(),
+            seconds=sequence.advanced - sequence.started,
         )

@@ -137,6 +137,7 @@ class SamplingParams:
         stop: Texts that end the request; the output's text ends before them.
         stop_token_ids: Tokens that end the request besides the model's own.
         ignore_eos: Do not stop at the model's end-of-text tokens.
+        kv_trace: Return what the cache had cost at each generated token, 16 bytes a token.
     """
 
     n: int = 1
@@ -155,6 +156,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    kv_trace: bool = False
 
     def __post_init__(self) -> None:
         for name, (least, most, words) in _RANGES.items():
@@ -178,6 +180,7 @@ class SamplingParams:
     def plain(self) -> bool:
         """Whether a token is drawn from the logits as they are, and nothing else is returned."""
         restricted = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        restricted = restricted and self.temperature > 0  # nothing excludes the most likely token
         changed = self.penalizes or bool(self.logit_bias)
         return not restricted and not changed and self.logprobs is None and self.max_tokens > 0
 

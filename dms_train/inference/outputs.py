@@ -36,6 +36,7 @@ class CompletionOutput:
             cache cannot hold it), or None while it runs.
         logprobs: One entry for each of `token_ids`; None unless asked for.
         kv: What the cache has cost so far.
+        seconds: From `add_request`, or the turn of a conversation, to the newest generated token.
     """
 
     index: int
@@ -44,6 +45,7 @@ class CompletionOutput:
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None
     kv: RequestKV = field(compare=False)
+    seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

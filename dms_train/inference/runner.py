@@ -178,6 +178,7 @@ class ModelRunner:
                 tokens=sequence.computed,
                 slot_bytes=self.cache.slot_bytes,
                 prefill=prompt,
+                generates=not sequence.remaining and not sequence.given_only,
             )
             sequence.pages = counts.sums[index][2] // self.limits.page_slots
         self.total.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from dms_train.inference.accounting import Meter
@@ -29,6 +30,8 @@ class Sequence(SequenceState):
         logprobs: Of the generated tokens, if asked for.
         given: Tokens whose log-probabilities are wanted though they are not sampled.
         text: Of the generated tokens.
+        started: When its prompt came, on the clock `time.monotonic`.
+        advanced: When its newest generated token was known, on the same clock.
     """
 
     request_id: str
@@ -40,6 +43,8 @@ class Sequence(SequenceState):
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     given: GivenTokens | None = None
     text: GeneratedText = field(default_factory=lambda: GeneratedText(None, [], ()))
+    started: float = 0.0
+    advanced: float = 0.0
 
     @property
     def prompt_start(self) -> int:
@@ -108,7 +113,8 @@ class Sequence(SequenceState):
                 start=self.prompt_start + 1, end=self.prompt_end, top=params.prompt_logprobs
             )
         self.text = GeneratedText(tokenizer, self.tokens, params.stop)
-        self.meter.restart()
+        self.meter.restart(traced=params.kv_trace)
+        self.started = self.advanced = time.monotonic()
         if params.seed is not None:
             self.seed = params.seed
 
@@ -149,6 +155,7 @@ class Sequence(SequenceState):
         taken = next(ends, len(tokens))
         taken = self.text.add(tokens[:taken])
         self.tokens += tokens[:taken]
+        self.advanced = time.monotonic()
         if tokens[taken - 1] in stops or self.text.stopped:
             self.finish_reason = "stop"
         elif self.limit is not None and len(self.tokens) >= self.limit:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dms_train.evaluation.scaling.costs import ChainTrace
 from dms_train.evaluation.tasks.base import Document
+from dms_train.inference.accounting import KVTrace
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput
@@ -34,13 +33,11 @@ class GeneratedChain:
 
     Attributes:
         output: What was generated.
-        trace: Its costs after each token.
-        seconds: From the start of the document to the end of the chain.
+        trace: Its costs at each token.
     """
 
     output: CompletionOutput
-    trace: ChainTrace
-    seconds: float
+    trace: KVTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,44 +55,14 @@ class GeneratedDocument:
     chains: list[GeneratedChain]
 
 
-class _Running:
-    """A document whose chains are being generated."""
-
-    def __init__(self, prompted: PromptedDocument) -> None:
-        self.prompted = prompted
-        self.traces = [ChainTrace() for _ in range(prompted.params.n)]
-        self._started = time.monotonic()
-        self._seconds = [0.0] * prompted.params.n
-
-    def note(self, output: RequestOutput) -> None:
-        """After a step that this document took part in."""
-        now = time.monotonic() - self._started
-        for chain, trace in zip(output.outputs, self.traces, strict=True):
-            before = len(trace.live)
-            trace.add(len(chain.token_ids), chain.kv.kv_reads, chain.kv.live_tokens)
-            if len(trace.live) > before:
-                self._seconds[chain.index] = now
-
-    def finish(self, output: RequestOutput) -> GeneratedDocument:
-        """The document, with the output of the step in which its last chain ended."""
-        chains = [
-            GeneratedChain(output=c, trace=trace, seconds=seconds)
-            for c, trace, seconds in zip(output.outputs, self.traces, self._seconds, strict=True)
-        ]
-        return GeneratedDocument(
-            prompted=self.prompted,
-            prompt_tokens=len(output.prompt_token_ids),
-            chains=chains,
-        )
-
-
 def generate(
     engine: InferenceEngine, documents: Iterable[PromptedDocument], max_num_seqs: int
 ) -> Iterator[GeneratedDocument]:
     """Documents in the order in which they finish; as many run as there is room for.
 
     A document is prompted once and its chains are forked from there. The chains of a document
-    start together where `max_num_seqs` allows it.
+    start together where `max_num_seqs` allows it. The engine returns a document when all its chains
+    have finished, so that it may decode groups of tokens.
 
     Args:
         engine: Without other requests.
@@ -106,15 +73,25 @@ def generate(
         InferenceError: A prompt is too long for the model.
     """
     waiting = iter(documents)
-    running: dict[str, _Running] = {}
+    running: dict[str, PromptedDocument] = {}
     upcoming = next(waiting, None)
     while running or upcoming is not None:
-        busy = sum(len(r.traces) for r in running.values())
-        while upcoming is not None and (not running or busy + upcoming.params.n <= max_num_seqs):
-            running[engine.add_request(upcoming.prompt, upcoming.params)] = _Running(upcoming)
-            busy += upcoming.params.n
+        while upcoming is not None and (
+            not running or engine.unfinished + upcoming.params.n <= max_num_seqs
+        ):
+            params = replace(upcoming.params, kv_trace=True)
+            request_id = engine.add_request(upcoming.prompt, params, final_only=True)
+            running[request_id] = upcoming
             upcoming = next(waiting, None)
         for output in engine.step():
-            running[output.request_id].note(output)
-            if output.finished:
-                yield running.pop(output.request_id).finish(output)
+            yield _finished(running.pop(output.request_id), output)
+
+
+def _finished(prompted: PromptedDocument, output: RequestOutput) -> GeneratedDocument:
+    chains = []
+    for chain in output.outputs:
+        assert chain.kv.trace is not None
+        chains.append(GeneratedChain(output=chain, trace=chain.kv.trace))
+    return GeneratedDocument(
+        prompted=prompted, prompt_tokens=len(output.prompt_token_ids), chains=chains
+    )

@@ -8,33 +8,22 @@ that a model without compression reads t + 1 tokens at position t.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from dms_train.inference.accounting import KVTrace
 
-@dataclass(slots=True)
-class ChainTrace:
-    """Costs of a chain after each of its tokens.
 
-    Attributes:
-        reads: KV reads of decoding, summed up to there; the first token costs none.
-        live: Tokens held.
-    """
+def reads_within(trace: KVTrace, tokens: int) -> float:
+    """KV reads of a chain, cut off after `tokens` generated tokens."""
+    kept = trace.kv_reads[:tokens]
+    return kept[-1].item() if len(kept) else 0.0
 
-    reads: list[float] = field(default_factory=list)
-    live: list[float] = field(default_factory=list)
 
-    def add(self, generated: int, kv_reads: float, live_tokens: float) -> None:
-        """Note what the chain has cost when it has `generated` tokens, one more than before."""
-        if generated > len(self.live):
-            self.reads.append(kv_reads)
-            self.live.append(live_tokens)
-
-    def reads_within(self, tokens: int) -> float:
-        """KV reads of the chain, cut off after `tokens` generated tokens."""
-        kept = self.reads[:tokens]
-        return kept[-1] if kept else 0.0
+def peak_within(trace: KVTrace, tokens: int) -> float:
+    """Most tokens that a chain of at least one token held, cut off likewise."""
+    return trace.live_tokens[:tokens].max().item()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +40,7 @@ class Peak:
 
 
 def joint_peaks(
-    traces: Sequence[ChainTrace], limits: Sequence[int], window: int | None
+    traces: Sequence[KVTrace], limits: Sequence[int], window: int | None
 ) -> list[list[Peak]]:
     """Most tokens that the first chains of a document hold together, for every number of them.
 
@@ -69,12 +58,12 @@ def joint_peaks(
     Returns:
         [chains][limits]: entry i is about the first i + 1 chains.
     """
-    steps = max(len(trace.live) for trace in traces)
+    steps = max(len(trace.live_tokens) for trace in traces)
     held = torch.zeros(len(traces), steps, dtype=torch.float64)
     prompt = torch.zeros(len(traces), steps, dtype=torch.float64)
     settled = torch.arange(steps).clamp(max=(window or 0) + 1)
     for chain, trace in enumerate(traces):
-        live = torch.tensor(trace.live, dtype=torch.float64)
+        live = trace.live_tokens
         held[chain, : len(live)] = live
         if window is not None:
             prompt[chain, : len(live)] = live[settled[: len(live)]] - settled[: len(live)]

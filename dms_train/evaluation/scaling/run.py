@@ -23,7 +23,7 @@ from dms_train.evaluation.options import TOKENS_PER_LENGTH, CachePolicyOptions, 
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
-from dms_train.evaluation.scaling.costs import Peak, joint_peaks
+from dms_train.evaluation.scaling.costs import Peak, joint_peaks, peak_within, reads_within
 from dms_train.evaluation.scorers.base import Judge, Marks
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
@@ -257,6 +257,7 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
         device=device,
         max_num_seqs=max(model.max_num_seqs, max(options.sweep.widths)),
         prefill_chunk=model.prefill_chunk,
+        decode_steps=model.decode_steps,
     )
 
 
@@ -407,11 +408,11 @@ def _row(
         "correct": list(marks.correct),
         "verdict": marks.verdict,
         "prefill_reads": output.kv.prefill_reads,
-        "kv_reads": [trace.reads_within(limit) for limit in limits],
-        "peak": [max(trace.live[:limit]) for limit in limits],
+        "kv_reads": [reads_within(trace, limit) for limit in limits],
+        "peak": [peak_within(trace, limit) for limit in limits],
         "joint_peak": [found.separate for found in joint],
         "joint_peak_shared": [found.shared for found in joint],
         "peak_bytes": output.kv.peak_live_bytes,
-        "seconds": chain.seconds,
+        "seconds": output.seconds,
         "text": output.text,
     }

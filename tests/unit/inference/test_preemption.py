@@ -11,6 +11,7 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.outputs import CompletionOutput
 from dms_train.kernels.decode import kernels as decode
 from tests.unit.inference.conftest import random_ids, small_spec
 
@@ -30,20 +31,23 @@ def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], Sampl
                 temperature=float(i % 2),
                 seed=i,
                 ignore_eos=True,
+                kv_trace=True,
             ),
         )
         for i in range(count)
     ]
 
 
-def run(engine: InferenceEngine, work: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    """Tokens of all requests, added while others run."""
+def run(
+    engine: InferenceEngine, work: list[tuple[list[int], SamplingParams]]
+) -> list[CompletionOutput]:
+    """Outputs of all requests, added while others run."""
     waiting, ids, found = list(work), [], {}
     while waiting or engine.has_unfinished_requests():
         for prompt, params in waiting[:3]:
             ids.append(engine.add_request(prompt, params))
         del waiting[:3]
-        found |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        found |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
     return [found[i] for i in ids]
 
 
@@ -63,7 +67,12 @@ def test_a_pool_for_a_third_of_the_requests_changes_no_token(
     third = max(sum(held) // 3, 2 * max(held))
     options = {"max_num_seqs": count, "cache_bytes": third, **SIZES}
     engine = InferenceEngine(directory, EngineOptions(policy=policy, kernels=kernels, **options))
-    assert run(engine, work) == [output.outputs[0].token_ids for output in single]
+    for found, expected in zip(run(engine, work), single, strict=True):
+        assert found.token_ids == expected.outputs[0].token_ids
+        assert len(found.kv.trace.kv_reads) == len(found.token_ids)
+        assert found.kv.trace.kv_reads[-1] == expected.kv.kv_reads
+        assert found.kv.trace.live_tokens.max() <= expected.kv.peak_live_tokens
+        assert found.kv.trace.live_tokens[-1] == expected.kv.live_tokens
     assert engine.preemptions > 0
     assert engine.free_rows == count
     cache = engine._runner.cache

@@ -280,6 +280,62 @@ def test_a_step_too_many_is_not_counted(start):
     assert [len(found[0][i][0]) for i in ids] != [12] * len(ids)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "steps"),
+    [
+        ("reference", 1),
+        pytest.param(
+            "triton",
+            4,
+            marks=pytest.mark.skipif(
+                not decode.runs_on(DEVICE), reason="needs triton's interpreter"
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("policy", "own"),
+    [("auto", {}), ("h2o", {"cr": 1.5})],
+    ids=["auto", "h2o"],
+)
+def test_a_trace_is_what_a_stream_shows_at_each_token(start, kernels, steps, policy, own):
+    """Continuations that stop at different times, and more of them than rows.
+
+    The stream computes one token a step with torch operations.
+    """
+    prompts = [random_ids(n, seed=n) for n in (12, 2)]
+    how = {"policy": policy, "policy_options": own}
+    params = [SamplingParams(n=2, max_tokens=5 + n, seed=n, stop_token_ids=(7,)) for n in (0, 1)]
+    stream = start(kernels="reference", **how)
+    expected: dict[tuple[str, int], list] = {}
+    for prompt, asked in zip(prompts, params, strict=True):
+        stream.add_request(prompt, asked)
+    while stream.has_unfinished_requests():
+        for output in stream.step():
+            for chain in output.outputs:
+                shown = expected.setdefault((output.request_id, chain.index), [])
+                if len(chain.token_ids) > len(shown):
+                    shown.append((chain.token_ids[-1], chain.kv.kv_reads, chain.kv.live_tokens))
+                assert len(shown) == len(chain.token_ids)
+                assert chain.kv.trace is None
+    engine = start(kernels=kernels, decode_steps=steps, **how)
+    for prompt, asked in zip(prompts, params, strict=True):
+        engine.add_request(prompt, replace(asked, kv_trace=True), final_only=True)
+    found = {}
+    passes = 0
+    while engine.has_unfinished_requests():
+        passes += 1
+        for output in engine.step():
+            for chain in output.outputs:
+                trace = chain.kv.trace
+                rows = (chain.token_ids, trace.kv_reads.tolist(), trace.live_tokens.tolist())
+                found[output.request_id, chain.index] = list(zip(*rows, strict=True))
+                assert chain.kv.kv_reads == trace.kv_reads[-1]
+    assert found == expected
+    assert len({len(rows) for rows in found.values()}) > 1
+    assert (engine.decoded_steps > passes) == (steps > 1)
+
+
 @pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("how", [{}, {"final_only": True}], ids=["streamed", "sampled by the host"])
 def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):

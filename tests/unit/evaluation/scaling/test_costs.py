@@ -10,29 +10,40 @@ import torch
 
 from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.scaling.chains import PromptedDocument, generate
-from dms_train.evaluation.scaling.costs import ChainTrace, joint_peaks
+from dms_train.evaluation.scaling.costs import joint_peaks, peak_within, reads_within
 from dms_train.evaluation.scaling.voting import ChainMarks, pass_at_k, score
 from dms_train.evaluation.tasks.base import Aggregate, Document
+from dms_train.inference.accounting import KVTrace
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.kernels.decode import kernels as decode
 from dms_train.method.visibility import visible
 from tests.unit.hf.conftest import load
 from tests.unit.inference.conftest import WINDOW, folder, oracle, random_ids, small_spec
 
 __all__ = ["folder", "load", "oracle"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ENGINES = [
+    ({"kernels": "reference"}, 40),
+    pytest.param(
+        {"kernels": "triton", "decode_steps": 3, "device": DEVICE.type},
+        WINDOW + 4,
+        marks=pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter"),
+    ),
+]
 
 
 def engine(directory, **options) -> InferenceEngine:
     return InferenceEngine(directory, EngineOptions(max_num_seqs=8, slab_pages=8, **options))
 
 
-def chains(directory, prompt, n, tokens, *, temperature=1.0, rows=8):
+def chains(directory, prompt, n, tokens, *, temperature=1.0, rows=8, **options):
     asked = PromptedDocument(
         document=Document(id="0", question="q", gold=("a",)),
         prompt={"prompt_token_ids": prompt},
         params=SamplingParams(n=n, max_tokens=tokens, temperature=temperature, seed=3),
     )
-    (found,) = generate(engine(directory), [asked], rows)
+    (found,) = generate(engine(directory, **options), [asked], rows)
     return found
 
 
@@ -42,9 +53,10 @@ def test_the_worked_example_of_a_model_without_compression(folder):
     (chain,) = found.chains
     assert found.prompt_tokens == 4
     assert len(chain.output.token_ids) == 3
-    assert chain.trace.reads == [0.0, 5.0, 11.0]
-    assert chain.trace.live == [4.0, 5.0, 6.0]
-    assert chain.trace.reads_within(3) == 11.0
+    assert chain.trace.kv_reads.tolist() == [0.0, 5.0, 11.0]
+    assert chain.trace.live_tokens.tolist() == [4.0, 5.0, 6.0]
+    assert [reads_within(chain.trace, n) for n in (0, 2, 3, 9)] == [0.0, 5.0, 11.0, 11.0]
+    assert [peak_within(chain.trace, n) for n in (1, 9)] == [4.0, 6.0]
     assert joint_peaks([chain.trace], [3], 0)[0][0].separate == 6.0
     assert chain.output.kv.prefill_reads == 10.0
 
@@ -54,11 +66,9 @@ def test_the_worked_example_of_eviction():
     spec = small_spec("dms").override(window=3)
     decisions = torch.zeros(1, 1, 10, dtype=torch.bool)
     decisions[..., [1, 2, 3, 5]] = True
-    counts = visible(decisions, spec).sum(-1)[0, 0].tolist()
-    trace = ChainTrace()
-    for step, held in enumerate(counts, 1):
-        trace.add(step, float(sum(counts[:step])), float(held))
-    assert trace.reads_within(10) == 38.0
+    counts = visible(decisions, spec).sum(-1)[0, 0].double()
+    trace = KVTrace(kv_reads=counts.cumsum(0), live_tokens=counts)
+    assert reads_within(trace, 10) == 38.0
     assert joint_peaks([trace], [10], 3)[0][0].separate == 6.0
 
 
@@ -73,25 +83,26 @@ def test_a_smaller_budget_costs_what_generating_it_costs(folder, spec):
         again = chains(directory, prompt, width, limit)
         for large, small in zip(whole.chains, again.chains, strict=False):
             assert small.output.token_ids == large.output.token_ids[:limit]
-            assert large.trace.reads_within(limit) == pytest.approx(small.output.kv.kv_reads)
+            assert reads_within(large.trace, limit) == small.output.kv.kv_reads
         shorter = joint_peaks([c.trace for c in again.chains], [limit], WINDOW)[-1][0]
         assert joint[width - 1][number].separate == pytest.approx(shorter.separate)
         assert joint[width - 1][number].shared == pytest.approx(shorter.shared)
 
 
-def test_traces_equal_the_masked_model(folder, oracle):
+@pytest.mark.parametrize(("how", "tokens"), ENGINES, ids=["torch", "groups"])
+def test_traces_equal_the_masked_model(folder, oracle, how, tokens):
     spec = small_spec("dms")
     directory, prompt = folder("llama", spec), random_ids(20, seed=4)
-    (chain,) = chains(directory, prompt, 1, 40).chains
+    (chain,) = chains(directory, prompt, 1, tokens, **how).chains
     computed = prompt + chain.output.token_ids[:-1]
     seen = visible(oracle(directory, computed)[1], spec)
     counts = seen.sum(-1).double().mean((0, 1))
-    assert chain.trace.live == pytest.approx(counts[19:].tolist())
-    assert chain.trace.reads == pytest.approx([0, *counts[20:].cumsum(0).tolist()])
+    assert chain.trace.live_tokens.tolist() == pytest.approx(counts[19:].tolist())
+    assert chain.trace.kv_reads.tolist() == pytest.approx([0, *counts[20:].cumsum(0).tolist()])
     prompt_held = seen[..., :20].sum(-1).double().mean((0, 1))[19:]
     for step, held in enumerate(prompt_held.tolist()):  # what `shared` counts once
         settled = min(step, WINDOW + 1)
-        assert chain.trace.live[settled] - settled == pytest.approx(held)
+        assert chain.trace.live_tokens[settled].item() - settled == pytest.approx(held)
     assert prompt_held[-1] < prompt_held[0]
 
 
@@ -104,12 +115,14 @@ def test_joint_peaks_equal_loops():
             live = [prompt + step for step in range(rng.randint(1, 12))]
             for step in range(window + 2, len(live)):
                 live[step] = live[step - 1] + rng.uniform(-1, 1)
-            traces.append(ChainTrace(reads=[0.0] * len(live), live=live))
+            held = torch.tensor(live, dtype=torch.float64)
+            traces.append(KVTrace(kv_reads=torch.zeros_like(held), live_tokens=held))
         for limit in (1, 5, 12):
             for width in range(1, len(traces) + 1):
                 peak = shared = 0.0
                 for step in range(limit):
-                    alive = [t.live[step] for t in traces[:width] if step < len(t.live)]
+                    kept = [t.live_tokens.tolist() for t in traces[:width]]
+                    alive = [live[step] for live in kept if step < len(live)]
                     peak = max(peak, sum(alive))
                     if alive:
                         shared = max(shared, sum(alive) - (len(alive) - 1) * prompt)
@@ -129,8 +142,8 @@ def test_chains_that_do_not_run_together_are_counted_together(folder):
     (apart,) = generate(narrow, [asked], 2)
     for one, other in zip(together.chains, apart.chains, strict=True):
         assert one.output.token_ids == other.output.token_ids
-        assert one.trace.reads == pytest.approx(other.trace.reads)
-        assert one.trace.live == pytest.approx(other.trace.live)
+        assert torch.equal(one.trace.kv_reads, other.trace.kv_reads)
+        assert torch.equal(one.trace.live_tokens, other.trace.live_tokens)
 
 
 def test_several_documents_run_at_the_same_time_and_each_is_returned_once(folder):
@@ -150,8 +163,8 @@ def test_several_documents_run_at_the_same_time_and_each_is_returned_once(folder
     for number, one in found.items():
         alone = chains_alone(directory, asked[int(number)])
         assert [c.output.token_ids for c in one.chains] == alone
-        assert all(len(c.trace.live) == 3 + int(number) for c in one.chains)
-        assert all(c.seconds > 0 for c in one.chains)
+        assert all(len(c.trace.live_tokens) == 3 + int(number) for c in one.chains)
+        assert all(c.output.seconds > 0 for c in one.chains)
 
 
 def chains_alone(directory, asked) -> list[list[int]]:
