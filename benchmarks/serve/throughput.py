@@ -189,15 +189,18 @@ def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
 
 def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     """Requests of very different lengths, alone and in a cache that is too small for all."""
-    count, longest = (1000, 16384) if device.type == "cuda" else (12, 900)
+    count, longest, new = (1000, 16384, 1024) if device.type == "cuda" else (12, 900, 128)
     model = random_model("small", KEPT, device, torch.float32)
     draw, vocab = random.Random(0), model.architecture.vocab_size
     lengths = [round(longest ** draw.random()) for _ in range(count)]
-    work = [([draw.randrange(vocab) for _ in range(n)], draw.randint(1, 128)) for n in lengths]
+    work = [
+        ([draw.randrange(vocab) for _ in range(n)], round(new ** draw.uniform(0.5, 1)))
+        for n in lengths
+    ]
     found, seconds, cache_bytes, preemptions, held = [], [], 2**30, 0, 0
     for together in (1, min(512, count)):
         options = EngineOptions(
-            device=str(device), policy="dms", max_num_seqs=together, max_model_len=longest + 128,
+            device=str(device), policy="dms", max_num_seqs=together, max_model_len=longest + new,
             prefill_chunk=2048, cache_bytes=cache_bytes, slab_pages=8,
         )  # fmt: skip
         engine = InferenceEngine(model, options)
