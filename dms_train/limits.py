@@ -8,6 +8,7 @@ A dataclass whose fields depend on each other has a method `check(path)` that yi
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -37,6 +38,23 @@ class OneOf:
             return None
         names = ("null" if choice is None else str(choice) for choice in self.choices)
         return f"choose one of {', '.join(names)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """A text of one form.
+
+    Attributes:
+        pattern: Regular expression of the whole text.
+        words: The form in words.
+    """
+
+    pattern: str
+    words: str
+
+    def refusal(self, value: str) -> str | None:
+        """The form."""
+        return None if re.fullmatch(self.pattern, value) else f"use {self.words}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dms_train import limits
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import ANSWER_PATTERN, DEVICES, ValidateOptions
+from dms_train.evaluation.options import ANSWER_PATTERN, ValidateOptions
 from dms_train.observe import log
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--max-num-seqs", type=int, default=100, help="solved at the same time (%(default)s)"
     )
     parser.add_argument("--no-window-only", action="store_true", help="leave the control out")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto prefers a GPU")
+    parser.add_argument(
+        "--device", default="auto", help="auto (prefers a GPU), cpu, cuda or cuda:1"
+    )
     return parser.parse_args(arguments)
 
 

@@ -8,10 +8,17 @@ from dms_train.evaluation.errors import EvaluationError
 
 
 def resolve_device(device: str) -> str:
-    """The torch device that `auto`, `cpu` or `cuda` stands for; EvaluationError without a GPU."""
-    present = torch.cuda.is_available()
-    if device == "cuda" and not present:
-        raise EvaluationError("device=cuda: this machine has no GPU; use auto or cpu")
+    """The torch device that `auto`, `cpu`, `cuda` or `cuda:1` stands for.
+
+    Raises:
+        EvaluationError: There is no such GPU.
+    """
     if device == "auto":
-        return "cuda" if present else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda"):
+        count = torch.cuda.device_count()
+        if not count:
+            raise EvaluationError(f"device={device}: this machine has no GPU; use auto or cpu")
+        if (torch.device(device).index or 0) >= count:
+            raise EvaluationError(f"device={device}: GPUs here are numbered from 0 to {count - 1}")
     return device

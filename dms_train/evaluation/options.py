@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from dms_train.limits import AtLeast, OneOf, Share
+from dms_train.limits import AtLeast, Matches, Share
 
-DEVICES = ("auto", "cpu", "cuda")
+Device = Annotated[str, Matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:1")]
 TOKENS_PER_LENGTH = 1024  # of L in L-W-CR
 ANSWER_PATTERN = r"(?m)The final answer is (.*?)\.?\s*$"
 
@@ -27,7 +27,7 @@ class ValidateOptions:
         answer_pattern: Regular expression with one group; its matches are the answers in order.
         window_only: Whether the teacher with only its window is measured too, as a control.
         max_num_seqs: Lines that are solved at the same time.
-        device: `auto` takes a GPU when there is one.
+        device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
     """
 
     samples: Annotated[int, AtLeast(1)] = 64
@@ -37,7 +37,7 @@ class ValidateOptions:
     answer_pattern: str = ANSWER_PATTERN
     window_only: bool = True
     max_num_seqs: Annotated[int, AtLeast(1)] = 100
-    device: Annotated[str, OneOf(*DEVICES)] = "auto"
+    device: Device = "auto"
 
     def check(self, path: str) -> Iterator[str]:
         """One line for an answer pattern that cannot be used."""
@@ -101,7 +101,7 @@ class ModelRunOptions:
         cr: Compression ratio in tables; None takes the export's own, or 1.
         prompt_format: Format around a prompt; `auto` goes by the tokenizer.
         dtype: Of weights and cache.
-        device: `auto` takes a GPU when there is one.
+        device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
         max_num_seqs: Chains in the cache at the same time.
         prefill_chunk: Prompt tokens of a pass.
         decode_steps: Decode steps that the kernels run at once; no result depends on it.
@@ -110,7 +110,7 @@ class ModelRunOptions:
     cr: Annotated[float | None, AtLeast(1)] = None
     prompt_format: str = "auto"
     dtype: str = "auto"
-    device: Annotated[str, OneOf(*DEVICES)] = "auto"
+    device: Device = "auto"
     max_num_seqs: Annotated[int, AtLeast(1)] = 32
     prefill_chunk: Annotated[int, AtLeast(1)] = 512
     decode_steps: Annotated[int, AtLeast(1)] = 8

@@ -24,7 +24,8 @@ from dms_train.kernels.decode import kernels as decode
 from dms_train.kernels.decode.paged import FP8
 
 _HOST_BYTES = 2**30  # of a pool on the CPU; pages take memory when they are first written
-_LOGITS = 4  # copies of the logits that sampling takes, at most
+_LOGITS = 4  # copies of the logits, in float32, that sampling takes, at most
+_GRAPHS = 4  # times the logits of all sequences that captured steps of all sizes hold, at most
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
@@ -187,6 +188,7 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     del cache
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    logits = _LOGITS * 4 * options.max_num_seqs * a.vocab_size
+    copies = _LOGITS * 4 + _GRAPHS * model.dtype.itemsize
+    logits = copies * options.max_num_seqs * a.vocab_size
     budget = int(options.gpu_memory_utilization * total) - (total - free)
     return budget - 2 * peak - logits - tables  # captured chunks have memory of their own

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,28 @@ from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
 
 Prompt = str | list[int] | dict[str, Any]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _current(device: str) -> AbstractContextManager[None]:
+    """Has kernels launched on a GPU such as `cuda:1`; `cuda` is the one that is current."""
+    return nullcontext() if torch.device(device).index is None else torch.cuda.device(device)
+
+
+def _launches(
+    method: Callable[Concatenate[InferenceEngine, Arguments], Result],
+) -> Callable[Concatenate[InferenceEngine, Arguments], Result]:
+    """A method that launches kernels, on the engine's device in any thread."""
+
+    @wraps(method)
+    def launched(
+        self: InferenceEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        with _current(self.options.device):
+            return method(self, *args, **kwargs)
+
+    return launched
 
 
 class InferenceEngine:
@@ -61,7 +85,8 @@ class InferenceEngine:
         self.architecture, self.spec, self.dtype = loaded.architecture, loaded.spec, loaded.dtype
         self.tokenizer = None if directory is None else Tokenizer.load(directory)
         self._stop_ids = frozenset() if directory is None else read_stop_ids(directory)
-        self._runner = ModelRunner(loaded, options)
+        with _current(options.device):
+            self._runner = ModelRunner(loaded, options)
         self._memory = RowMemory(self._runner.cache, options)
         self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)
         self._requests: dict[str, Request] = {}
@@ -218,6 +243,7 @@ class InferenceEngine:
         waiting = self._launched is not None or bool(self._advanced)
         return waiting or self._scheduler.has_work
 
+    @_launches
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """Compute one token of every decoding sequence, and parts of prompts within the limits.
 
@@ -266,6 +292,7 @@ class InferenceEngine:
                 del self._requests[request.request_id]
         return outputs
 
+    @_launches
     def abort(self, request_id: str) -> None:
         """Forget a request and free its cache at once; an id that is not known is ignored."""
         request = self._requests.pop(request_id, None)
@@ -296,6 +323,7 @@ class InferenceEngine:
         row = self._requests[request_id].sequences[0].row
         return None if row is None else self._runner.cache.positions(row)
 
+    @_launches
     def logits(self, token_ids: list[int]) -> Tensor:
         """Logits at every token of a text, computed through the cache.
 

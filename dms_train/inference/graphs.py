@@ -116,6 +116,7 @@ class DecodeGraphs:
         # what a graph reads and writes must be kept as long as the graph
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
+        self._recorder = None if cache.pool.device.type == "cpu" else _Recorder(cache.pool.device)
         with torch.no_grad(), cache.recording():
             self._graphs = {
                 (size, count): [self._capture(size, count) for _ in range(_AHEAD)]
@@ -180,7 +181,7 @@ class DecodeGraphs:
                 torch.cat(parts, out=status[number])
             received.copy_(status, non_blocking=True)
 
-        replay = _graph(steps, device) if device.type == "cuda" else steps
+        replay = steps if self._recorder is None else self._recorder.graph(steps)
         return _Captured(replay, sent, received, steps)
 
 
@@ -199,17 +200,28 @@ class _Layers:
         return self._decoder.logits(hidden)
 
 
-def _graph(steps: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Capture steps, after a warm-up that compiles their kernels; returns what replays them."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        steps()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        steps()
-    return graph.replay
+class _Recorder:
+    """Captures steps as graphs whose intermediate results lie in the same memory.
+
+    Graphs are replayed one after the other, and a replay reads nothing that another one has
+    computed there. torch gives memory of a pool to captures on one stream only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def graph(self, steps: Callable[[], None]) -> Callable[[], None]:
+        """Capture steps, after a warm-up that compiles their kernels; returns what replays them."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            steps()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            steps()
+        return graph.replay
 
 
 def _power(size: int) -> int:

@@ -49,7 +49,7 @@ class PromptGraphs:
         device = cache.pool.device
         self._tokens = torch.zeros(chunk, dtype=torch.int64, device=device)
         self._first, self._row = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         kinds = [begins for begins in (True, False) if self._fits(chunk * (2 - begins), longest)]
         self._graphs = {begins: self._capture(begins=begins) for begins in kinds}
         cache.free(self._row)
@@ -84,12 +84,12 @@ class PromptGraphs:
     def _capture(self, *, begins: bool) -> _Captured:
         """Record a chunk, after a warm-up that compiles its kernels and fills row 0."""
         self._first.fill_(0 if begins else self.chunk)
-        stream = torch.cuda.Stream(self._first.device)
-        stream.wait_stream(torch.cuda.current_stream(self._first.device))
+        stream, current = self._stream, torch.cuda.current_stream(self._first.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._run(begins=begins)
-        torch.cuda.current_stream(self._first.device).wait_stream(stream)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with self._cache.recording(), torch.cuda.graph(graph, pool=self._memory):
+        with self._cache.recording(), torch.cuda.graph(graph, pool=self._memory, stream=stream):
             hidden, reads = self._run(begins=begins)
         return _Captured(graph, hidden, reads)

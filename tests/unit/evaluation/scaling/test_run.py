@@ -16,6 +16,7 @@ import pytest
 from dms_train.cli import evaluate as command
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.config.build import ConfigError
+from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.run import evaluate, prepare
@@ -225,11 +226,23 @@ def test_what_cannot_be_run_is_refused(target, sheets, tmp_path, more, message):
         (["x y"], r"not an override"),
         (["model.path=m", "policy=h2o", "policy.budget=8,9"], r"policy\.budget: one value for one"),
         (["model.path=m", "task.limit=0"], r"task\.limit=0: use at least 1"),
+        (["model.path=m", "model.device=gpu"], r"model\.device=gpu: use auto, cpu, cuda or cuda:1"),
     ],
 )
 def test_values_that_cannot_be_used_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         compose_evaluation(words)
+
+
+def test_a_gpu_is_named_by_its_number(monkeypatch):
+    words = ["model.path=m", "model.device=cuda:1"]
+    device = compose_evaluation(words).model.device
+    with pytest.raises(EvaluationError, match=r"device=cuda:99: (this machine has no|GPUs here)"):
+        resolve_device("cuda:99")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert resolve_device(device) == "cuda:1"
+    with pytest.raises(EvaluationError, match="numbered from 0 to 1"):
+        resolve_device("cuda:2")
 
 
 def test_the_command_prints_every_budget_and_lists_the_tasks(whole, target, sheets, capsys):
