@@ -67,7 +67,7 @@ class Scale:
         policies: Cache policies that the teacher is evaluated with.
         budget_ratios: Compression ratios whose peak tokens the policies get as their budget.
         problems: Documents of an evaluation.
-        compared_problems: The first of them, for policies and variants.
+        compared_problems: The first of them, for one chain with each policy and variant.
         lengths: Generated tokens of a chain, in units of 1,024.
         widths: Chains of a problem.
         teacher: Further overrides of the teacher's experiment.
@@ -88,7 +88,7 @@ class Scale:
     policies: tuple[str, ...] = ("window", "streaming_llm", "h2o", "tova", "r_kv", "quest")
     budget_ratios: tuple[int, ...] = (4, 8)
     problems: int = 400
-    compared_problems: int = 100
+    compared_problems: int = 400
     lengths: tuple[float, ...]
     widths: tuple[int, ...] = (1, 2, 4)
     teacher: tuple[str, ...] = ()

@@ -76,11 +76,11 @@ class Step:
 def steps(settings: Settings) -> list[Step]:
     """All steps; each stands behind those that it needs, and the first come first."""
     trained = [step for seed in settings.seeds for step in _retrofits(settings, seed)]
-    variants, fewer = _variants(settings), _limit(settings.scale)
+    variants, fewer = _variants(settings), _compared(settings.scale)
     evaluated = [_evaluate(settings, "teacher", settings.teacher, needs="teacher")]
+    evaluated += [_evaluation(settings, step, *fewer) for step in variants]
     evaluated += [_evaluation(settings, step) for step in trained]
     evaluated += _policies(settings)
-    evaluated += [_evaluation(settings, step, fewer) for step in variants]
     report = Step(
         name="report",
         words=lambda: _report(settings),
@@ -202,8 +202,9 @@ def _evaluation(settings: Settings, trained: Step, *more: str) -> Step:
     return _evaluate(settings, trained.name, model, *more, needs=trained.name)
 
 
-def _limit(scale: Scale) -> str:
-    return f"task.limit={min(scale.compared_problems, scale.problems)}"
+def _compared(scale: Scale) -> tuple[str, str]:
+    """What policies and variants are evaluated on, most of which decode without kernels."""
+    return "sweep.widths=[1]", f"task.limit={min(scale.compared_problems, scale.problems)}"
 
 
 def _evaluate(settings: Settings, name: str, model: Path, *more: str, needs: str) -> Step:
@@ -238,7 +239,7 @@ def _policies(settings: Settings) -> list[Step]:
             def words(name: str = name, policy: str = policy, cr: int = cr) -> list[str]:
                 budget = budget_of(settings, cr)
                 options = (f"policy.{word}" for word in _options(settings.scale, policy, budget))
-                given = [f"policy={policy}", *options, "sweep.widths=[1]", _limit(settings.scale)]
+                given = [f"policy={policy}", *options, *_compared(settings.scale)]
                 return _evaluate(settings, name, settings.teacher, *given, needs="teacher").words()
 
             found.append(Step(name=f"evaluate_{name}", words=words, needs=(needs,)))
