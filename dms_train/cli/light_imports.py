@@ -1,7 +1,8 @@
-"""megatron-core without what it imports and no command uses: half of the time of a start.
+"""Torch and megatron-core without what they import and no command uses: half of a start.
 
-`megatron.core` decorates functions with `torch.compile`, which imports Dynamo and Inductor, and
-looks for wandb, which `observe` imports when a run is tracked.
+Torch imports Dynamo to keep it out of optimizers and of some other functions. `megatron.core`
+decorates functions with `torch.compile`, which imports Dynamo and Inductor, and looks for wandb and
+TensorBoard, which `observe` imports when a run is tracked.
 """
 
 from __future__ import annotations
@@ -11,31 +12,39 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-_MEGATRON = "megatron.core"
+_DYNAMO = "torch._dynamo"
+_TRACKERS = ("wandb", "torch.utils.tensorboard")
 
 
-def import_megatron_lightly() -> None:
-    """Let the first import of megatron-core in this process be a light one.
+def import_lightly() -> None:
+    """Let the first imports of torch and megatron-core in this process be light ones.
 
-    Its functions are compiled by their first call, and it does not find wandb; others do.
+    Dynamo stays out until something is compiled: functions of megatron-core are compiled by their
+    first call. Megatron-core does not find wandb and TensorBoard; others do.
     """
-    known = any(isinstance(finder, _LightMegatron) for finder in sys.meta_path)
-    if not known and _MEGATRON not in sys.modules:
-        sys.meta_path.insert(0, _LightMegatron())
+    known = {finder.name for finder in sys.meta_path if isinstance(finder, _Finder)}
+    for name, lightly in _LIGHTLY.items():
+        if name not in known and name not in sys.modules:
+            sys.meta_path.insert(0, _Finder(name, lightly))
 
 
-class _LightMegatron(MetaPathFinder):
-    """Finds megatron-core once, where the other finders do."""
+class _Finder(MetaPathFinder):
+    """Finds a module once, where the other finders do, and lets it be executed in a context."""
+
+    def __init__(
+        self, name: str, context: Callable[[ModuleType], AbstractContextManager[None]]
+    ) -> None:
+        self.name, self._context = name, context
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MEGATRON:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -43,7 +52,7 @@ class _LightMegatron(MetaPathFinder):
             execute = spec.loader.exec_module
 
             def execute_lightly(module: ModuleType) -> None:
-                with _light():
+                with self._context(module):
                     execute(module)
 
             spec.loader.exec_module = execute_lightly  # type: ignore[method-assign]
@@ -51,19 +60,57 @@ class _LightMegatron(MetaPathFinder):
 
 
 @contextmanager
-def _light() -> Iterator[None]:
+def _light_megatron(_: ModuleType) -> Iterator[None]:
     import torch
 
-    at_once, wandb_is_imported = torch.compile, "wandb" in sys.modules
+    at_once = torch.compile
+    hidden = [name for name in _TRACKERS if name not in sys.modules]
     torch.compile = _compiled_by_first_call(at_once)
-    if not wandb_is_imported:
-        sys.modules["wandb"] = None  # type: ignore[assignment]  # as if it were not installed
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if not installed
     try:
         yield
     finally:
         torch.compile = at_once
-        if not wandb_is_imported:
-            del sys.modules["wandb"]
+        for name in hidden:
+            del sys.modules[name]
+
+
+@contextmanager
+def _light_disabling(module: ModuleType) -> Iterator[None]:
+    yield
+    disable = module._disable_dynamo
+
+    def decorator(function: Callable[..., Any] | None = None, recursive: bool = True) -> Any:
+        if function is None:
+            return functools.partial(decorator, recursive=recursive)
+        return _chosen_by_call(disable(function, recursive), function)
+
+    module._disable_dynamo = decorator  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _light_optimizers(module: ModuleType) -> Iterator[None]:
+    yield
+    graph_breaks = module._use_grad_for_differentiable
+
+    def decorator(step: Callable[..., Any]) -> Callable[..., Any]:
+        def plain(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            with module.torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+                return step(optimizer, *args, **kwargs)
+
+        return _chosen_by_call(graph_breaks(step), plain)
+
+    module._use_grad_for_differentiable = decorator  # type: ignore[attr-defined]
+
+
+def _chosen_by_call(full: Callable[..., Any], light: Callable[..., Any]) -> Callable[..., Any]:
+    """`full`, or what it does while Dynamo is not loaded and therefore compiles nothing."""
+
+    @functools.wraps(full)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (full if _DYNAMO in sys.modules else light)(*args, **kwargs)
+
+    return call
 
 
 def _compiled_by_first_call(at_once: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,3 +131,10 @@ def _compiled_by_first_call(at_once: Callable[..., Any]) -> Callable[..., Any]:
         return call
 
     return compile_later
+
+
+_LIGHTLY: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
+    "torch._compile": _light_disabling,
+    "torch.optim.optimizer": _light_optimizers,
+    "megatron.core": _light_megatron,
+}

@@ -6,6 +6,7 @@ The mapping may come from YAML, JSON or Python.
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -97,6 +98,7 @@ def _shortest_unknown(path: str, known: list[str]) -> str:
     return next((prefix for prefix in prefixes if prefix not in known), path)
 
 
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     """Of the fields; what a class says of itself (`ClassVar`) is no key."""
     hints = typing.get_type_hints(cls)
@@ -105,9 +107,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _all_hints(cls: type) -> dict[str, Any]:
     """Those of every method together, where a block is that of the method."""
-    if cls is not MethodOptions:
-        return _hints(cls)
-    return {key: hint for options in OPTIONS.values() for key, hint in _hints(options).items()}
+    blocks: Iterable[type] = OPTIONS.values() if cls is MethodOptions else (cls,)
+    return {key: hint for block in blocks for key, hint in _hints(block).items()}
 
 
 def _unknown(path: str, cls: type, known: list[str]) -> str:

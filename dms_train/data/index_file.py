@@ -1,13 +1,14 @@
-"""Reads and checks Megatron's `PREFIX.idx` before Megatron maps it.
+"""Writes Megatron's `PREFIX.idx`, and reads and checks it before Megatron maps it.
 
-Megatron's own reader asserts on a bad header and maps whatever lengths the header claims. The file
-is a 34-byte header (magic, version, dtype code, counts), then int32 lengths and int64 byte offsets
-per sequence, then int64 document boundaries.
+Megatron's own reader asserts on a bad header and maps whatever lengths the header claims, and its
+writer imports torch. The file is a 34-byte header (magic, version, dtype code, counts), then int32
+lengths and int64 byte offsets per sequence, then int64 document boundaries.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _BYTES_PER_SEQUENCE = 4 + 8
 _BYTES_PER_BOUNDARY = 8
-_DTYPES = {4: "int32", 8: "uint16"}  # megatron-core's codes of those that are written here
+_DTYPES = {4: "int32", 8: "uint16"}  # megatron-core's codes of the types of a token
+_CODES = {"uint8": 1} | {name: code for code, name in _DTYPES.items()}  # a mask is uint8
+_UINT16_VOCABULARY = 65500  # megatron-core stores smaller ones as uint16
 
 
 class ShardIndex(NamedTuple):
@@ -53,6 +56,28 @@ def bin_path(prefix: str | Path) -> Path:
 def idx_path(prefix: str | Path) -> Path:
     """The file with the document lengths."""
     return Path(f"{prefix}.idx")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that megatron-core stores the tokens of a vocabulary in."""
+    return np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
+
+
+def write_index(path: Path, dtype: np.dtype[Any], lengths: Sequence[int]) -> None:
+    """Write the index of documents that are one sequence each.
+
+    Args:
+        path: The file.
+        dtype: Of a token, from `token_dtype`, or uint8 for a mask.
+        lengths: Tokens of each document.
+    """
+    count = len(lengths)
+    ends = np.cumsum(np.array(lengths, np.int64)) * dtype.itemsize
+    with path.open("wb") as stream:
+        stream.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], count, count + 1))
+        stream.write(np.array(lengths, np.int32).tobytes())
+        stream.write((ends - np.array(lengths, np.int64) * dtype.itemsize).tobytes())
+        stream.write(np.arange(count + 1, dtype=np.int64).tobytes())
 
 
 def read_index(prefix: str | Path) -> ShardIndex:

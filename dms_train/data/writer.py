@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dms_train.data.errors import DataError
-from dms_train.data.index_file import bin_path, idx_path
+from dms_train.data.index_file import bin_path, idx_path, token_dtype, write_index
 from dms_train.data.manifest import (
     LossMask,
     Manifest,
@@ -36,6 +36,26 @@ def refuse_existing(prefix: Path, overwrite: bool) -> None:
     """
     if manifest_path(prefix).exists() and not overwrite:
         raise DataError(f"{prefix}: exists already; pass --overwrite to replace it")
+
+
+class _DocumentFile:
+    """Values of documents, and the lengths of these documents: `PREFIX.bin` and `PREFIX.idx`."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self._prefix, self._dtype = prefix, dtype
+        self._lengths: list[int] = []
+        self._values = bin_path(prefix).open("wb")
+
+    def add(self, document: npt.NDArray[Any]) -> None:
+        self._values.write(document.astype(self._dtype).tobytes())
+        self._lengths.append(len(document))
+
+    def finish(self) -> None:
+        self.close()
+        write_index(idx_path(self._prefix), self._dtype, self._lengths)
+
+    def close(self) -> None:
+        self._values.close()
 
 
 class ShardWriter:
@@ -67,26 +87,22 @@ class ShardWriter:
         Raises:
             DataError: The shard exists and `overwrite` is not set, or a file cannot be written.
         """
-        # not at the top of the file: it imports torch, which `dms-data --help` does not need
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
         refuse_existing(prefix, overwrite)
         self._prefix = prefix
         self._partial = prefix.with_name(prefix.name + ".partial")
         self._vocab_size = vocab_size
         self._eod_id = eod_id
         self._tokenizer_sha256 = tokenizer_sha256
-        self._dtype = DType.optimal_dtype(vocab_size)
+        self._dtype = token_dtype(vocab_size)
         self._documents = self._tokens = 0
         self._loss_tokens = 0
         self._max_token_id = -1
-        self._mask_builder: Any = None
+        self._mask_file: _DocumentFile | None = None
         try:
             prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._builder = IndexedDatasetBuilder(str(bin_path(self._partial)), self._dtype)
+            self._token_file = _DocumentFile(self._partial, self._dtype)
             if loss_mask:
-                mask_bin = bin_path(mask_prefix(self._partial))
-                self._mask_builder = IndexedDatasetBuilder(str(mask_bin), np.uint8)
+                self._mask_file = _DocumentFile(mask_prefix(self._partial), np.dtype(np.uint8))
         except OSError as error:
             raise self._failed(error) from None
 
@@ -102,9 +118,9 @@ class ShardWriter:
     ) -> None:
         """Remove what `finish` has not renamed."""
         # Closing flushes, which fails again on a full disk.
-        for builder in self._builders():
+        for file in self._files():
             with suppress(OSError):
-                builder.data_file.close()
+                file.close()
         for partial, _ in self._pairs():
             partial.unlink(missing_ok=True)
 
@@ -124,11 +140,11 @@ class ShardWriter:
         if document.min() < 0 or largest >= self._vocab_size:
             raise DataError(f"{self._prefix}: token id {largest} is outside the vocabulary")
         try:
-            self._builder.add_document(document, [len(document)])
-            if self._mask_builder is not None:
+            self._token_file.add(document)
+            if self._mask_file is not None:
                 assert mask is not None
                 assert len(mask) == len(document)
-                self._mask_builder.add_document(mask, [len(mask)])
+                self._mask_file.add(mask)
                 self._loss_tokens += int(mask.sum(dtype=np.int64))
         except OSError as error:
             raise self._failed(error) from None
@@ -152,9 +168,8 @@ class ShardWriter:
             names = ", ".join(source.name for source in sources)
             raise DataError(f"{names}: no documents; nothing was written")
         try:
-            self._builder.finalize(str(idx_path(self._partial)))
-            if self._mask_builder is not None:
-                self._mask_builder.finalize(str(idx_path(mask_prefix(self._partial))))
+            for file in self._files():
+                file.finish()
             for partial, _ in self._pairs():
                 _flush(partial)
             manifest = self._manifest(sources, preparation)
@@ -168,13 +183,13 @@ class ShardWriter:
             raise self._failed(error) from None
         return manifest
 
-    def _builders(self) -> list[Any]:
-        return [builder for builder in (self._builder, self._mask_builder) if builder is not None]
+    def _files(self) -> list[_DocumentFile]:
+        return [file for file in (self._token_file, self._mask_file) if file is not None]
 
     def _pairs(self) -> list[tuple[Path, Path]]:
         """Temporary and final path of every file but the manifest."""
         prefixes = [(self._partial, self._prefix)]
-        if self._mask_builder is not None:
+        if self._mask_file is not None:
             prefixes.append((mask_prefix(self._partial), mask_prefix(self._prefix)))
         return [
             (path(partial), path(final))
@@ -183,7 +198,7 @@ class ShardWriter:
         ]
 
     def _mask(self) -> LossMask | None:
-        if self._mask_builder is None:
+        if self._mask_file is None:
             return None
         partial = mask_prefix(self._partial)
         return LossMask(
@@ -207,7 +222,7 @@ class ShardWriter:
             idx_bytes=idx_file.stat().st_size,
             idx_sha256=file_sha256(idx_file),
             bin_sha256=file_sha256(bin_file),
-            dtype=self._dtype.__name__,
+            dtype=self._dtype.name,
             sources=sources,
             created_with=package_versions(_PACKAGES),
             loss_mask=self._mask(),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dms_train.cli.light_imports import import_megatron_lightly
+from dms_train.cli.light_imports import import_lightly
 
-import_megatron_lightly()
+import_lightly()

@@ -27,7 +27,6 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _IMPORTED = (
-    "torch._dynamo",  # every optimizer imports it
     "dms_train.app.session",
     "dms_train.app.export_evaluation",
     "dms_train.app.verification",

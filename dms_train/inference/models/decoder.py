@@ -49,7 +49,9 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         a = self.architecture = architecture
-        self.embed_tokens = nn.Embedding(a.vocab_size, a.hidden_size)
+        # without initial values: on the meta device torch would import Dynamo to draw them
+        embeddings = torch.empty(a.vocab_size, a.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)
         layers = (DecoderLayer(a, spec, number, adapter) for number in range(a.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
