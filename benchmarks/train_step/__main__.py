@@ -201,7 +201,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """DMS over distillation and distillation over LM, of ours in the same setting."""
+    """DMC over DMS, DMS over distillation and that over LM, of ours in the same setting."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         case = Case.from_dict(row["case"])
@@ -211,7 +211,7 @@ def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     for text, found in times.items():
         case = Case.from_dict({**json.loads(text), "kind": "lm"})
         where = f"{case.shape} {case.layout.label} ({case.layers})"
-        for over, under in (("dms", "distill"), ("distill", "lm")):
+        for over, under in (("dmc", "dms"), ("dms", "distill"), ("distill", "lm")):
             if over in found and under in found:
                 yield f"{where}: {over} / {under} = {found[over] / found[under]:.3f}"
 

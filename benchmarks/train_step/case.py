@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.train_step import kernel_times
-from benchmarks.train_step.shapes import SHAPES, Case
+from benchmarks.train_step.shapes import METHODS, SHAPES, Case
 from dms_train.app import launcher
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
@@ -95,19 +95,21 @@ def random_batches(case: Case, rank: int) -> list[Batch]:
 def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> Step:
     """The engine's own training step."""
     architecture = SHAPES[case.shape][0]
-    spec = PRESETS["dms"] if case.shape != "tiny" else PRESETS["dms"].override(window=16)
+    spec = PRESETS[case.kind if case.kind in METHODS else "dms"]
+    if case.shape == "tiny" and spec.window:
+        spec = spec.override(window=16)
     options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1)
     engine = McoreEngine(
         architecture, spec, view, options, DeviceWeights(architecture, 1, view.device)
     )
     if case.kind != "lm":
         engine.attach_teacher(DeviceWeights(architecture, 2, view.device))
-    if case.kind == "dms":
+    if case.kind in METHODS:
         engine.reset_eviction_channel()
     rate = LearningRate(max_lr=1e-5, min_lr=1e-5, steps=1000, warmup_steps=0, style="constant")
     engine.begin_stage(rate)
     settings: dict[str, Any] = {"loss": "lm" if case.kind == "lm" else "distill"}
-    if case.kind == "dms":
+    if case.kind in METHODS:
         settings |= {"eviction": "soft", "neuron_scale": 0.0, "target_cr": 4.0}
     batches, taken = random_batches(case, view.dp_rank), iter(range(1000))
 

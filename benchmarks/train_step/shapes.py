@@ -9,12 +9,14 @@ from typing import Any
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.hf.architecture import Architecture, RopeScaling
 
-KINDS = ("lm", "distill", "dms")
+METHODS = ("dms", "dmc")  # with a teacher and relaxed decisions
+KINDS = ("lm", "distill", *METHODS)
 SUBJECTS = ("peer", "ours")
 LAYERS = ("auto", "local", "transformer_engine")
-_LABELS = {"lm": "LM loss", "distill": "teacher + KL", "dms": "teacher + KL + DMS"}
+_LABELS = {"lm": "LM loss", "distill": "teacher + KL"}
+_LABELS |= {name: f"teacher + KL + {name.upper()}" for name in METHODS}
 # In forward passes of the student: forward 1, backward 2, and the teacher's forward pass.
-_PASSES = {"lm": 3, "distill": 4, "dms": 4}
+_PASSES = {"lm": 3, "distill": 4, "dms": 4, "dmc": 4}
 _LAYOUT_WORD = re.compile(r"(tp|pp|vp|dp)(\d+)|sp")
 
 
@@ -119,7 +121,8 @@ class Case:
 
     Attributes:
         subject: `ours`, or `peer`, which is megatron-core's own model.
-        kind: `lm`, `distill` (teacher and KL) or `dms` (that and relaxed evictions).
+        kind: `lm`, `distill` (teacher and KL), `dms` (that and relaxed evictions) or `dmc`
+            (relaxed merges in their place).
         layers: `parallel.layers` of ours, `local` or `transformer_engine` of the peer.
         microbatches: Of one data-parallel rank in a step.
         recompute: `parallel.recompute_granularity`.
@@ -146,7 +149,7 @@ class Case:
 
     @property
     def known(self) -> bool:
-        """Whether the subject supports this. The peer has no DMS, no pipeline, a KL of whole rows.
+        """Whether the subject supports this. The peer has no method, no pipeline, a KL of whole rows.
 
         Its local layers have no sequence parallelism.
         """
@@ -154,7 +157,7 @@ class Case:
             return True
         whole = self.kind == "lm" or self.layout.tp == 1
         spread = not self.layout.sp or self.layers == "transformer_engine"
-        return self.kind != "dms" and self.layout.pp == 1 and whole and spread
+        return self.kind not in METHODS and self.layout.pp == 1 and whole and spread
 
     @property
     def label(self) -> str:

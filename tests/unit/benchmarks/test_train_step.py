@@ -100,6 +100,7 @@ def test_a_setting_is_what_is_measured_and_not_for_how_long() -> None:
         ({"kind": "distill", "layout": Layout(tp=2)}, False),
         ({"kind": "lm", "layout": Layout(pp=2)}, False),
         ({"kind": "dms"}, False),
+        ({"kind": "dmc"}, False),
     ],
 )
 def test_cases_that_the_peer_supports(changes: dict[str, object], supported: bool) -> None:
@@ -140,7 +141,8 @@ def test_the_page_names_the_command_that_measured_a_row() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("subject", "kind", "layout"), [("ours", "dms", "tp2_sp"), ("peer", "distill", "dp1")]
+    ("subject", "kind", "layout"),
+    [("ours", "dms", "tp2_sp"), ("ours", "dmc", "dp1"), ("peer", "distill", "dp1")],
 )
 def test_a_tiny_case_is_measured(subject: str, kind: str, layout: str) -> None:
     tiny = case(
