@@ -149,7 +149,7 @@ class Case:
 
     @property
     def known(self) -> bool:
-        """Whether the subject supports this. The peer has no method, no pipeline, a KL of whole rows.
+        """Whether the subject supports this. The peer has no method, no pipeline, KL of whole rows.
 
         Its local layers have no sequence parallelism.
         """
