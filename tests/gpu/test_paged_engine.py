@@ -23,14 +23,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 STEPS, PROMPTS = 30, (40, 3, 21)
 
 
-def model(preset: str | None) -> LoadedModel:
+def model(preset: str | None, device: str = DEVICE) -> LoadedModel:
     """Two layers whose random weights evict about half of all tokens."""
     architecture = tiny.architecture(
         "llama", num_layers=2, kv_channels=16, max_position_embeddings=512
     )
     spec = None if preset is None else PRESETS[preset].override(window=8)
     torch.manual_seed(3)
-    decoder = Decoder(architecture, spec).to(DEVICE).eval()
+    decoder = Decoder(architecture, spec).to(device).eval()
     return LoadedModel(
         decoder=decoder, architecture=architecture, spec=spec, dtype=torch.float32, config={}
     )
@@ -129,3 +129,31 @@ def test_tokens_sampled_in_the_graph_are_those_of_the_sampler(temperature: float
             {i: (o.outputs[0].token_ids, o.outputs[0].kv.kv_reads) for i, o in done.items()}
         )
     assert found[0] == found[1]
+
+
+def traces(device: str, **how: int | str) -> tuple[dict, int]:
+    """Tokens and costs at each of them of sampled continuations, and most tokens of a step."""
+    options = EngineOptions(device=device, max_num_seqs=8, page_slots=4, **how)
+    engine, found, most = InferenceEngine(model("dms", device), options), {}, 0
+    for seed, length in enumerate((5, 30, 17)):
+        params = SamplingParams(n=3, max_tokens=20 + 7 * seed, seed=seed, kv_trace=True)
+        engine.add_request(list(range(length)), params, final_only=True)
+    while engine.has_unfinished_requests():
+        before = engine.decoded_steps
+        for output in engine.step():
+            for chain in output.outputs:
+                assert chain.kv.trace is not None
+                columns = (chain.kv.trace.kv_reads, chain.kv.trace.live_tokens)
+                rows = [chain.token_ids, *(column.tolist() for column in columns)]
+                found[output.request_id, chain.index] = rows
+        most = max(most, engine.decoded_steps - before)
+    return found, most
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_groups_of_steps_trace_what_torch_operations_read(device: str) -> None:
+    if torch.cuda.device_count() < 2 and device != "cuda":
+        pytest.skip("needs two GPUs")
+    expected, _ = traces(device, kernels="reference")
+    assert traces(device, decode_steps=1) == (expected, 1)
+    assert traces(device, decode_steps=8) == (expected, 8)
