@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
     vllm: Any = importlib.import_module("vllm")
-    llm = _engine(vllm, args.shape, args.kv_cache_dtype, compiled=not args.eager_prefill)
+    llm = start(vllm, args.shape, args.kv_cache_dtype, compiled=not args.eager_prefill)
     for text in args.cases:
         case = Case(*map(int, text.split("x")))
         tokens = prompts(case, architecture(args.shape).vocab_size)
@@ -55,8 +55,18 @@ def main() -> None:
         print(json.dumps(record), flush=True)
 
 
-def _engine(vllm: Any, shape: str, kv_cache_dtype: str, *, compiled: bool) -> Any:
-    """An engine for up to 32 sequences on weights that vLLM makes up."""
+def start(
+    vllm: Any, shape: str, kv_cache_dtype: str, *, compiled: bool, sequences: int = 32
+) -> Any:
+    """An engine on weights that vLLM makes up.
+
+    Args:
+        vllm: The package.
+        shape: One of `models.SHAPES`.
+        kv_cache_dtype: Of its cache.
+        compiled: Whether prompts are compiled; steps that decode are captured in any case.
+        sequences: Most at the same time.
+    """
     a = architecture(shape)
     folder = Path(tempfile.mkdtemp())
     config = {
@@ -77,7 +87,9 @@ def _engine(vllm: Any, shape: str, kv_cache_dtype: str, *, compiled: bool) -> An
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    sizes: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
+    sizes: dict[str, Any] = {
+        "cudagraph_capture_sizes": [1 << power for power in range(sequences.bit_length())]
+    }
     if not compiled:
         sizes |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return vllm.LLM(
@@ -87,7 +99,7 @@ def _engine(vllm: Any, shape: str, kv_cache_dtype: str, *, compiled: bool) -> An
         dtype="bfloat16",
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=LONGEST,
-        max_num_seqs=32,
+        max_num_seqs=sequences,
         gpu_memory_utilization=0.6,
         enable_prefix_caching=False,
         attention_backend="FLASH_ATTN",

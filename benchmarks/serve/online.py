@@ -1,0 +1,347 @@
+"""Latency of requests that arrive over time, at several rates, beside vLLM where it is installed.
+
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.serve.online [SHAPE ...] [--rates 1,2,4,8]
+
+Requests arrive by a Poisson process and are streamed. Their lengths are those of a mix (`--mix`) or
+of recorded requests (`--lengths FILE`, JSON lines with `prompt_tokens` and `tokens`, such as the
+chains of `dms-eval`). All engines get the same requests at the same times. The time to the first
+token counts from the arrival, the time in a queue included. Weights are random.
+
+vLLM runs in a process of its own, with the command of `--peer`. Writes `online.json` into the
+folder of the device and prints its tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from benchmarks.serve.models import LONGEST, SHAPES, architecture, random_model
+from benchmarks.serve.traffic import MIXES, Arrival, Lengths, Mix, arrivals, poisson_times, recorded
+from benchmarks.timing import device_name, versions
+from dms_train.cli.errors import run_main
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import EngineOptions, SamplingParams
+
+KEPT = 0.125  # of the tokens behind the window
+WAYS = {"DMS": "dms", "dense": "keep_all"}
+
+
+class Progress(NamedTuple):
+    """A request after a step.
+
+    Attributes:
+        request: What `Server.add` returned.
+        tokens: Generated so far.
+    """
+
+    request: str
+    tokens: int
+
+
+class Server(Protocol):
+    """An engine that serves requests of token ids, greedily and up to their last token."""
+
+    def add(self, prompt: list[int], new: int) -> str:
+        """Queue a request; its id."""
+        ...
+
+    def step(self) -> list[Progress]:
+        """Compute for a while; the requests that advanced."""
+        ...
+
+    def busy(self) -> bool:
+        """Whether a request has not finished."""
+        ...
+
+
+class OurServer:
+    """The engine of this project, whose requests are streamed."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+
+    def add(self, prompt: list[int], new: int) -> str:
+        """As in `Server`."""
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        return self._engine.add_request(prompt, params)
+
+    def step(self) -> list[Progress]:
+        """As in `Server`."""
+        outputs = self._engine.step()
+        return [Progress(o.request_id, len(o.outputs[0].token_ids)) for o in outputs]
+
+    def busy(self) -> bool:
+        """As in `Server`."""
+        return self._engine.has_unfinished_requests()
+
+
+def drive(
+    server: Server,
+    work: Sequence[Arrival],
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[list[float]]:
+    """Serve requests as they arrive.
+
+    Args:
+        server: Idle.
+        work: In the order of their times.
+        clock: Seconds.
+        sleep: Waits for so many of them.
+
+    Returns:
+        For each request the seconds from its arrival to each of its tokens. Tokens that come
+        together have the same time.
+    """
+    start, added = clock(), 0
+    numbers: dict[str, int] = {}
+    times: list[list[float]] = [[] for _ in work]
+    while added < len(work) or server.busy():
+        if not server.busy():
+            sleep(max(0.0, work[added].at - (clock() - start)))
+        while added < len(work) and work[added].at <= clock() - start:
+            numbers[server.add(work[added].prompt, work[added].new)] = added
+            added += 1
+        for progress in server.step():
+            number = numbers[progress.request]
+            since = clock() - start - work[number].at
+            times[number] += [since] * (progress.tokens - len(times[number]))
+    return times
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest values; `share` from 0 to 1."""
+    ordered, at = sorted(values), share * (len(values) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def summary(work: Sequence[Arrival], times: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Rates and latencies of a run of `drive`.
+
+    Returns:
+        `requests`, `tokens_s` from the first arrival to the last token, and percentiles of the time
+        to the first token and of the time between two tokens of a request, in milliseconds.
+    """
+    first = [1e3 * each[0] for each in times]
+    between = [1e3 * (b - a) for each in times for a, b in pairwise(each)] or [0.0]
+    end = max(request.at + each[-1] for request, each in zip(work, times, strict=True))
+    return {
+        "requests": len(work),
+        "prompt_tokens": sum(len(request.prompt) for request in work),
+        "tokens": sum(map(len, times)),
+        "tokens_s": round(sum(map(len, times)) / (end - work[0].at), 1),
+        "ttft_ms": {f"p{n}": round(percentile(first, n / 100), 3) for n in (50, 99)},
+        "itl_ms": {f"p{n}": round(percentile(between, n / 100), 3) for n in (50, 99)},
+    }
+
+
+class Load(NamedTuple):
+    """What the requests of a run are.
+
+    Attributes:
+        mix: Lengths.
+        name: Of the mix.
+        rates: Requests a second, of one run each.
+        seconds: How long requests arrive.
+        seed: Of times, lengths and tokens.
+    """
+
+    mix: Mix | list[Lengths]
+    name: str
+    rates: tuple[float, ...]
+    seconds: float
+    seed: int
+
+
+def measure(server: Server, shape: str, load: Load) -> Iterator[dict[str, Any]]:
+    """The cases of a server, after a warm-up with the requests of the first rate."""
+    vocab = architecture(shape).vocab_size
+    for number, rate in enumerate((load.rates[0], *load.rates)):
+        work = arrivals(poisson_times(rate, load.seconds, load.seed), load.mix, vocab, load.seed)
+        if not number:
+            drive(server, [request._replace(at=0.0) for request in work])
+            continue
+        case = {"shape": shape, "mix": load.name, "rate": rate}
+        yield case | summary(work, drive(server, work))
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `load` reads."""
+    parser.add_argument("--mix", choices=MIXES, help="default: chat, on a CPU toy")
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help="recorded requests instead")
+    parser.add_argument("--rates", default="1,2,4,8", help="requests a second (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=30, help="of arrivals (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=64, help="at once (%(default)s)")
+
+
+def load(args: argparse.Namespace) -> Load:
+    """The load of parsed arguments.
+
+    Raises:
+        ValueError: A rate, or a recorded request, cannot be used.
+    """
+    name = args.mix or ("chat" if torch.cuda.is_available() else "toy")
+    mix: Mix | list[Lengths] = MIXES[name]
+    if args.lengths is not None:
+        mix, name = recorded(args.lengths, LONGEST), args.lengths.name
+    try:
+        rates = tuple(float(rate) for rate in args.rates.split(","))
+    except ValueError:
+        rates = (0.0,)
+    if min(rates) <= 0 or args.seconds <= 0:
+        raise ValueError(f"--rates {args.rates} --seconds {args.seconds:g}: numbers above 0")
+    return Load(mix, name, rates, args.seconds, args.seed)
+
+
+def within(cases: list[dict[str, Any]], ttft_ms: float, itl_ms: float) -> dict[str, Any] | None:
+    """The case of most tokens a second whose 99th percentiles meet a target; None if none does."""
+    met = [
+        case
+        for case in cases
+        if case["ttft_ms"]["p99"] <= ttft_ms and case["itl_ms"]["p99"] <= itl_ms
+    ]
+    return max(met, key=lambda case: case["tokens_s"], default=None)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Markdown: every case, and what every engine gives within the target."""
+    rows = [
+        "| shape | mix | requests/s | engine | ms to the first token, p50 / p99 "
+        "| ms between tokens, p50 / p99 | tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for case in record["cases"]:
+        groups.setdefault((case["shape"], case["mix"], case["engine"]), []).append(case)
+    for case in sorted(record["cases"], key=lambda c: (c["shape"], c["mix"], c["rate"])):
+        pairs = [
+            f"{case[key]['p50']:.1f} / {case[key]['p99']:.1f}" for key in ("ttft_ms", "itl_ms")
+        ]
+        rows.append(
+            f"| {case['shape']} | {case['mix']} | {case['rate']:g} | {case['engine']} "
+            f"| {pairs[0]} | {pairs[1]} | {case['tokens_s']:,.0f} |"
+        )
+    target = record["target"]
+    rows += [
+        "",
+        f"Most tokens/s with 99 % of first tokens within {target['ttft_ms']:g} ms and of the times "
+        f"between tokens within {target['itl_ms']:g} ms:",
+        "",
+        "| shape | mix | engine | requests/s | tokens/s |",
+        "|---|---|---|---|---|",
+    ]
+    for names, cases in groups.items():
+        best = within(cases, **target)
+        found = "- | -" if best is None else f"{best['rate']:g} | {best['tokens_s']:,.0f}"
+        rows.append(f"| {' | '.join(names)} | {found} |")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument("--peer", default=f"{sys.executable} -m benchmarks.serve.online_peer")
+    parser.add_argument("--target-ttft-ms", type=float, default=500)
+    parser.add_argument("--target-itl-ms", type=float, default=50)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="print a stored record and end")
+    add_load(parser)
+    args = parser.parse_args(arguments)
+    if args.table:
+        return run_main(lambda: _show(args.table))
+    if unknown := set(args.shapes) - set(SHAPES):
+        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
+    try:
+        asked = load(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return run_main(lambda: _run(args, asked))
+
+
+def _show(path: Path) -> int:
+    """Print the tables of a stored record."""
+    print(tables(json.loads(path.read_text())))
+    return 0
+
+
+def _run(args: argparse.Namespace, asked: Load) -> int:
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    record: dict[str, Any] = {
+        "device": device_name(device),
+        "versions": versions(device),
+        "kept": KEPT,
+        "sequences": args.sequences,
+        "seconds": args.seconds,
+        "seed": args.seed,
+        "target": {"ttft_ms": args.target_ttft_ms, "itl_ms": args.target_itl_ms},
+        "cases": [],
+    }
+    folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    for shape in args.shapes or (list(SHAPES)[:2] if device.type == "cuda" else ["small"]):
+        for case in [*_ours(shape, device, asked, args.sequences), *_peers(shape, device, args)]:
+            record["cases"].append(case)
+        (folder / "online.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\n{tables(record)}\n\nwritten: {folder / 'online.json'}")
+    return 0
+
+
+def _ours(
+    shape: str, device: torch.device, asked: Load, sequences: int
+) -> Iterator[dict[str, Any]]:
+    """Our engine, with DMS and without eviction."""
+    on_gpu = device.type == "cuda"
+    model = random_model(shape, KEPT, device, torch.bfloat16 if on_gpu else torch.float32)
+    for name, policy in WAYS.items():
+        options = EngineOptions(
+            device=str(device), policy=policy, max_num_seqs=sequences, max_model_len=LONGEST,
+            prefill_chunk=2048, gpu_memory_utilization=0.6, decode_steps=1,
+        )  # fmt: skip
+        engine = InferenceEngine(model, options)
+        for case in measure(OurServer(engine), shape, asked):
+            entry = {"engine": name, **case}
+            print(json.dumps(entry), flush=True)
+            yield entry
+        del engine
+
+
+def _peers(shape: str, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """vLLM with the same requests; nothing on a CPU or where it is missing."""
+    missing = importlib.util.find_spec("vllm") is None
+    if device.type != "cuda" or (args.peer.endswith("online_peer") and missing):
+        print("no peer: vllm is not installed, or this is a CPU; `--peer` names another Python")
+        return []
+    torch.cuda.empty_cache()
+    words = [*args.peer.split(), shape, "--rates", args.rates, "--seconds", str(args.seconds)]
+    words += ["--seed", str(args.seed), "--sequences", str(args.sequences)]
+    words += ["--lengths", str(args.lengths)] if args.lengths else []
+    words += ["--mix", args.mix] if args.mix else []
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"engine"')]
+    print("\n".join(lines), flush=True)
+    if done.returncode:
+        print(f"the peer ended with {done.returncode}; its cases are incomplete", flush=True)
+    return [json.loads(line) for line in lines]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
