@@ -2,11 +2,11 @@
 
     python -m benchmarks.lab s --seconds 570
 
-makes Countdown data, pretrains the teacher `experiment=lab_teacher_s`, retrofits it to CR 4, 8 and
-16 one after the other, evaluates all of them with `dms-eval` (every length with every number of
-chains), evaluates the teacher with cache policies that get as many tokens as the retrofitted
-models hold, and writes `dms-eval report`. Every step is a command of this project, in a process of
-its own; its output goes to FOLDER/logs.
+makes data of Countdown (`--tasks` makes a mixture), pretrains the teacher
+`experiment=lab_teacher_s`, retrofits it to CR 4, 8 and 16 one after the other, evaluates all of
+them with `dms-eval` (every length with every number of chains), evaluates the teacher with cache
+policies that get as many tokens as the retrofitted models hold, and writes `dms-eval report`. Every
+step is a command of this project, in a process of its own; its output goes to FOLDER/logs.
 
 A finished step leaves a mark in FOLDER/state and is skipped by the next call. When `--seconds` are
 over, the running commands are told to stop, which keeps what they have done, and the exit code is
@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.lab.scales import SCALES, VARIANTS
 from benchmarks.lab.steps import Settings, Step, as_text, check_policies, lines, steps
+from benchmarks.lab.tasks import TASKS
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
@@ -217,6 +218,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     return Settings(
         scale=scale,
         root=args.folder or Path("outputs/lab") / args.scale,
+        tasks=args.tasks,
         seeds=args.seeds,
         also=args.also,
         device=resolve_device(args.device),
@@ -296,6 +298,12 @@ def _parser() -> argparse.ArgumentParser:
     add("scale", choices=SCALES, help="of the teacher; toy runs on a CPU and learns nothing")
     add("--folder", type=Path, help="default outputs/lab/SCALE")
     add("--seconds", type=float, help="stop then; the same command continues")
+    add(
+        "--tasks",
+        type=_list_of(_choice(TASKS)),
+        default=("countdown",),
+        help=f"of the teacher: {','.join(TASKS)} (countdown)",
+    )
     policies = tuple(name for name in policy_names() if name != AUTO)
     add("--seeds", type=_list_of(_seed), default=(1234,), help="of the retrofits (1234)")
     variants = _list_of(_choice(VARIANTS))

@@ -61,7 +61,7 @@ class Scale:
         context: Tokens of a training sample.
         micro_batch: Samples of a forward pass of the retrofit.
         numbers: Of a Countdown prompt.
-        documents: Training documents of the teacher, each of `context` tokens.
+        documents: Training documents of the teacher, each of `context` tokens; those of all tasks.
         long_documents: Likewise of the retrofits, most of which begin with a long search.
         retrofits: One after the other, each from the one before.
         policies: Cache policies that the teacher is evaluated with.
@@ -128,8 +128,8 @@ SCALES = {
         context=192,
         micro_batch=4,
         numbers=4,
-        documents=150,
-        long_documents=150,
+        documents=600,
+        long_documents=600,
         retrofits=(Retrofit(cr=2, steps_per_cr=2, hold=1),),
         policies=("streaming_llm",),
         budget_ratios=(2,),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lab.scales import VARIANTS, Retrofit, Scale
+from benchmarks.lab.tasks import TASKS, named
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.scaling.results import load
 from dms_train.inference.policies.registry import check_policy, parse_options
@@ -29,6 +30,7 @@ class Settings:
     Attributes:
         scale: Of the teacher.
         root: Where everything goes.
+        tasks: Of `TASKS`, that the teacher learns and all models are evaluated on.
         seeds: Of the retrofits.
         also: Of `VARIANTS`, with the first seed.
         device: Of the evaluations.
@@ -39,6 +41,7 @@ class Settings:
 
     scale: Scale
     root: Path
+    tasks: tuple[str, ...]
     seeds: tuple[int, ...]
     also: tuple[str, ...]
     device: str
@@ -77,42 +80,64 @@ def steps(settings: Settings) -> list[Step]:
     """All steps; each stands behind those that it needs, and the first come first."""
     trained = [step for seed in settings.seeds for step in _retrofits(settings, seed)]
     variants, fewer = _variants(settings), _compared(settings.scale)
-    evaluated = [_evaluate(settings, "teacher", settings.teacher, needs="teacher")]
-    evaluated += [_evaluation(settings, step, *fewer) for step in variants]
-    evaluated += [_evaluation(settings, step) for step in trained]
-    evaluated += _policies(settings)
+    evaluated: list[Step] = []
+    for task in settings.tasks:
+        evaluated.append(_evaluate(settings, task, "teacher", settings.teacher, needs="teacher"))
+        evaluated += [_evaluation(settings, task, step, *fewer) for step in variants]
+        evaluated += [_evaluation(settings, task, step) for step in trained]
+        evaluated += _policies(settings, task)
     report = Step(
         name="report",
         words=lambda: _report(settings),
         needs=tuple(step.name for step in evaluated),
     )
-    return [*_data(settings), _teacher(settings), *trained, *variants, *evaluated, report]
+    made = [step for task in settings.tasks for step in _data(settings, task)]
+    return [*made, _teacher(settings), *trained, *variants, *evaluated, report]
 
 
-def _data(settings: Settings) -> list[Step]:
-    scale, root = settings.scale, settings.root
-    numbers = ["--numbers", str(scale.numbers)]
-    filled = ["--document-tokens", str(scale.context), *numbers]
+def _data(settings: Settings, name: str) -> list[Step]:
+    """Documents and problems of a task."""
+    scale, task, root = settings.scale, TASKS[name], settings.root
+    options = task.options(scale)
+    filled = ["--document-tokens", str(scale.context), *options]
     workers = [f"--workers={settings.workers}", "--overwrite"]
 
-    def searches(name: str, documents: int, *more: str) -> list[str]:
-        out = ["--out", str(root / name), "--documents", str(documents)]
-        return [*_DATA, "countdown", *out, *filled, *more, *workers]
+    def made(folder: str, documents: int, *more: str) -> Step:
+        count = math.ceil(documents * _share(settings, name))
+        out = ["--out", str(root / folder), "--documents", str(count)]
+        words = [*_DATA, task.command, *out, *filled, *more, *workers]
+        return Step(name=folder, words=lambda: words)
 
     long = ["--long-share", str(_LONG_SHARE), "--seed", "1"]
-    problems = ["--out", str(_problems(settings)), "--problems", str(scale.problems)]
+    out = ["--out", str(_problems(settings, name)), "--problems", str(scale.problems)]
+    problems = [*_DATA, f"{task.command}-problems", *out, *options, *task.problems(scale)]
     return [
-        Step(name="data", words=lambda: searches("data", scale.documents)),
-        Step(name="data_long", words=lambda: searches("data_long", scale.long_documents, *long)),
-        Step(
-            name="problems",
-            words=lambda: [*_DATA, "countdown-problems", *problems, *numbers, "--overwrite"],
-        ),
+        made(named("data", name), scale.documents),
+        made(named("data_long", name), scale.long_documents, *long),
+        Step(name=named("problems", name), words=lambda: [*problems, "--overwrite"]),
     ]
 
 
-def _problems(settings: Settings) -> Path:
-    return settings.root / "problems.jsonl"
+def _share(settings: Settings, name: str) -> float:
+    """Of a task in all samples."""
+    return TASKS[name].weight / sum(TASKS[each].weight for each in settings.tasks)
+
+
+def _problems(settings: Settings, task: str) -> Path:
+    return settings.root / f"{named('problems', task)}.jsonl"
+
+
+def _blend(settings: Settings, base: str) -> list[str]:
+    """The data of all tasks, of a training."""
+    paths = ",".join(f"{settings.root}/{named(base, task)}/train" for task in settings.tasks)
+    if len(settings.tasks) == 1:
+        return [f"data.paths=[{paths}]"]
+    weights = ",".join(str(TASKS[task].weight) for task in settings.tasks)
+    return [f"data.paths=[{paths}]", f"data.weights=[{weights}]"]
+
+
+def _needed(settings: Settings, base: str) -> tuple[str, ...]:
+    return tuple(named(base, task) for task in settings.tasks)
 
 
 def _teacher(settings: Settings) -> Step:
@@ -120,8 +145,8 @@ def _teacher(settings: Settings) -> Step:
     words = [
         *_TRAIN,
         f"experiment={scale.experiment}",
-        f"model.tokenizer={root}/data/tokenizer",
-        f"data.paths=[{root}/data/train]",
+        f"model.tokenizer={root}/{named('data', settings.tasks[0])}/tokenizer",
+        *_blend(settings, "data"),
         f"data.seq_length={scale.context}",
         f"run.dir={root}/teacher",
         *scale.teacher,
@@ -130,7 +155,8 @@ def _teacher(settings: Settings) -> Step:
     if ranks > 1:
         batch = compose(words[len(_TRAIN) :]).data.micro_batch_size
         words.append(f"data.micro_batch_size={max(1, batch // ranks)}")
-    return Step(name="teacher", words=lambda: words, needs=("data",), ranks=ranks)
+    needs = _needed(settings, "data")
+    return Step(name="teacher", words=lambda: words, needs=needs, ranks=ranks)
 
 
 def _retrofits(settings: Settings, seed: int) -> list[Step]:
@@ -143,7 +169,7 @@ def _retrofits(settings: Settings, seed: int) -> list[Step]:
         if before is not None:
             words = (f"run.load={before}", "stage.run=[retrofit,hold,export]")
             words += ("stage.export.every_integer_cr=false",)
-        needs = (found[-1].name,) if found else ("teacher", "data_long")
+        needs = (found[-1].name,) if found else ("teacher", *_needed(settings, "data_long"))
         found.append(_retrofit(settings, "lab_retrofit", retrofit, folder, needs, *words))
         before = folder
     return found
@@ -160,7 +186,7 @@ def _variants(settings: Settings) -> list[Step]:
             hold=max(1, round(first.hold * variant.steps)),
         )
         folder = settings.run(f"{name}_cr{first.cr}", settings.seeds[0])
-        needs = ("teacher", "data_long")
+        needs = ("teacher", *_needed(settings, "data_long"))
         found.append(
             _retrofit(settings, variant.experiment, retrofit, folder, needs, *variant.overrides)
         )
@@ -180,7 +206,7 @@ def _retrofit(
         *_TRAIN,
         f"experiment={experiment}",
         f"model.path={settings.teacher}",
-        f"data.paths=[{root}/data_long/train]",
+        *_blend(settings, "data_long"),
         f"data.seq_length={scale.context}",
         f"data.micro_batch_size={scale.micro_batch}",
         f"stage.retrofit.target_cr={retrofit.cr}",
@@ -195,11 +221,11 @@ def _retrofit(
     return Step(name=name, words=lambda: words, needs=needs)
 
 
-def _evaluation(settings: Settings, trained: Step, *more: str) -> Step:
+def _evaluation(settings: Settings, task: str, trained: Step, *more: str) -> Step:
     """Of a retrofitted model."""
     seed, name = trained.name.split("_", 1)
     model = settings.root / "retrofit" / seed / name / _HF
-    return _evaluate(settings, trained.name, model, *more, needs=trained.name)
+    return _evaluate(settings, task, trained.name, model, *more, needs=trained.name)
 
 
 def _compared(scale: Scale) -> tuple[str, str]:
@@ -207,49 +233,61 @@ def _compared(scale: Scale) -> tuple[str, str]:
     return "sweep.widths=[1]", f"task.limit={min(scale.compared_problems, scale.problems)}"
 
 
-def _evaluate(settings: Settings, name: str, model: Path, *more: str, needs: str) -> Step:
-    scale = settings.scale
+def _evaluate(
+    settings: Settings, task: str, name: str, model: Path, *more: str, needs: str
+) -> Step:
     words = [
         *_EVALUATE,
         f"model.path={model}",
-        "task.name=countdown",
-        f"task.path={_problems(settings)}",
-        f"sweep.lengths=[{','.join(f'{length:g}' for length in scale.lengths)}]",
-        f"sweep.widths=[{','.join(map(str, scale.widths))}]",
+        f"task.name={task}",
+        f"task.path={_problems(settings, task)}",
+        *_budgets(settings.scale, task),
         f"model.device={settings.device}",
         f"model.max_num_seqs={settings.rows}",
-        f"run.dir={_results(settings, name)}",
+        f"run.dir={_results(settings, task, name)}",
         *more,
     ]
-    return Step(name=f"evaluate_{name}", words=lambda: words, needs=("problems", needs))
+    made = (named("problems", task), needs)
+    return Step(name=named(f"evaluate_{name}", task), words=lambda: words, needs=made)
 
 
-def _results(settings: Settings, name: str) -> Path:
-    return settings.root / "eval" / name
+def _budgets(scale: Scale, task: str) -> list[str]:
+    if not TASKS[task].searches:
+        return []
+    return [
+        f"sweep.lengths=[{','.join(f'{length:g}' for length in scale.lengths)}]",
+        f"sweep.widths=[{','.join(map(str, scale.widths))}]",
+    ]
 
 
-def _policies(settings: Settings) -> list[Step]:
+def _results(settings: Settings, task: str, name: str) -> Path:
+    return settings.root / "eval" / named(name, task)
+
+
+def _policies(settings: Settings, task: str) -> list[Step]:
     """The teacher with policies that hold or read as many tokens as the retrofitted model holds."""
-    found = []
-    for cr in settings.scale.budget_ratios:
-        needs = f"evaluate_seed{settings.seeds[0]}_cr{cr}"
-        for policy in settings.scale.policies:
+    scale, found = settings.scale, []
+    for cr in scale.budget_ratios:
+        needs = named(f"evaluate_seed{settings.seeds[0]}_cr{cr}", task)
+        for policy in scale.policies:
             name = f"{policy}_as_cr{cr}"
 
             def words(name: str = name, policy: str = policy, cr: int = cr) -> list[str]:
-                budget = budget_of(settings, cr)
-                options = (f"policy.{word}" for word in _options(settings.scale, policy, budget))
-                given = [f"policy={policy}", *options, *_compared(settings.scale)]
-                return _evaluate(settings, name, settings.teacher, *given, needs="teacher").words()
+                given = _options(scale, task, policy, budget_of(settings, task, cr))
+                more = [f"policy={policy}", *(f"policy.{word}" for word in given)]
+                more += _compared(scale)
+                teacher = settings.teacher
+                return _evaluate(settings, task, name, teacher, *more, needs="teacher").words()
 
-            found.append(Step(name=f"evaluate_{name}", words=words, needs=(needs,)))
+            step = named(f"evaluate_{name}", task)
+            found.append(Step(name=step, words=words, needs=(needs,)))
     return found
 
 
-def _options(scale: Scale, policy: str, budget: int) -> list[str]:
+def _options(scale: Scale, task: str, policy: str, budget: int) -> list[str]:
     if policy == "window":
         return [f"window={budget - 1}"]
-    sinks = [f"sinks={scale.numbers + 3}"] if policy == "streaming_llm" else []  # the prompt
+    sinks = [f"sinks={TASKS[task].sinks(scale)}"] if policy == "streaming_llm" else []
     return [f"budget={budget}", *sinks]
 
 
@@ -260,12 +298,13 @@ def check_policies(scale: Scale) -> None:
         InferenceError: With the policy and its options.
     """
     for policy in scale.policies:
-        check_policy(policy, parse_options(_options(scale, policy, budget=scale.context)))
+        options = _options(scale, "countdown", policy, budget=scale.context)
+        check_policy(policy, parse_options(options))
 
 
-def budget_of(settings: Settings, cr: int) -> int:
+def budget_of(settings: Settings, task: str, cr: int) -> int:
     """Peak tokens of a chain of the retrofitted model, the mean over the problems, rounded up."""
-    run = load([_results(settings, f"seed{settings.seeds[0]}_cr{cr}")])
+    run = load([_results(settings, task, f"seed{settings.seeds[0]}_cr{cr}")])
     longest = max(run.points(), key=lambda p: (p.budget.length, -p.budget.width))
     return math.ceil(longest.peak_tokens)
 
@@ -274,7 +313,8 @@ def _report(settings: Settings) -> list[str]:
     """Of everything but variants of the same method, whose points would lie on one line."""
     root, first = settings.root, f"cr{settings.scale.retrofits[0].cr}"
     left_out = {
-        _results(settings, f"seed{settings.seeds[0]}_{name}_{first}")
+        _results(settings, task, f"seed{settings.seeds[0]}_{name}_{first}")
+        for task in settings.tasks
         for name in settings.also
         if VARIANTS[name].experiment == "lab_retrofit"
     }

@@ -16,4 +16,4 @@ class LabNiah(WordProblems):
     title = "NIAH (lab)"
     where = "dms-data lab-niah-problems --out FILE --problems 400 makes one"
     aggregate = Aggregate.MEAN
-    sampling = TaskSampling(temperature=0.0, top_p=1.0, max_tokens=128)
+    sampling = TaskSampling(temperature=0.0, top_p=1.0, max_tokens=32)

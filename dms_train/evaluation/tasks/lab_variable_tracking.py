@@ -17,4 +17,4 @@ class LabVariableTracking(WordProblems):
     title = "VT (lab)"
     where = "dms-data lab-variable-tracking-problems --out FILE --problems 400 makes one"
     aggregate = Aggregate.MEAN
-    sampling = TaskSampling(temperature=0.0, top_p=1.0, max_tokens=128)
+    sampling = TaskSampling(temperature=0.0, top_p=1.0, max_tokens=32)

@@ -18,6 +18,7 @@ from benchmarks.lab.scales import SCALES
 from benchmarks.lab.steps import Settings, Step, as_text, steps
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
+from dms_train.data_prep import prepare as data
 from dms_train.evaluation.scaling.results import load
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.hf.formats import read_spec, read_target_cr
@@ -26,6 +27,7 @@ from dms_train.observe.processes import has_ended, mark
 
 pytestmark = pytest.mark.timeout(1200)
 HF = Path("exports") / "final" / "hf"
+MIXED = ("--tasks", "countdown,lab_niah")
 
 
 def words(folder: Path, *more: str) -> list[str]:
@@ -36,7 +38,7 @@ def words(folder: Path, *more: str) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished lab."""
     root = tmp_path_factory.mktemp("lab")
-    assert lab.main(words(root)) == 0
+    assert lab.main(words(root, *MIXED)) == 0
     return root
 
 
@@ -49,13 +51,17 @@ def test_a_teacher_is_pretrained_retrofitted_exported_and_evaluated(folder: Path
     spec = read_spec(retrofitted)
     assert spec is not None
     assert (spec.window, read_target_cr(retrofitted)) == (16, 2.0)
-    assert "Countdown" in (folder / "report.md").read_text()
+    report = (folder / "report.md").read_text()
+    assert "Countdown" in report
+    assert "NIAH (lab)" in report
     scale = SCALES["toy"]
     for name in ("teacher", "seed1234_cr2"):
         run = load([folder / "eval" / name])
         assert run.complete
         assert len(run.documents) == scale.problems
         assert len(run.points()) == len(scale.lengths) * len(scale.widths)
+        (point,) = load([folder / "eval" / f"{name}_lab_niah"]).points()
+        assert (point.budget.length, point.budget.width) == (1 / 32, 1)
 
 
 @pytest.mark.slow
@@ -91,13 +97,17 @@ def test_a_policy_gets_the_tokens_of_the_retrofitted_model(folder: Path) -> None
     given = policy["config"]["policy"]
     assert given["budget"] == math.ceil(longest.peak_tokens)
     assert given["sinks"] == 7
+    (point,) = load([folder / "eval" / "seed1234_cr2_lab_niah"]).points()
+    policy = json.loads((folder / "eval/streaming_llm_as_cr2_lab_niah/run.json").read_text())
+    given = policy["config"]["policy"]
+    assert (given["budget"], given["sinks"]) == (math.ceil(point.peak_tokens), 4)
 
 
 @pytest.mark.slow
 def test_finished_steps_are_skipped_and_other_settings_refused(folder, capsys) -> None:
-    assert lab.main(words(folder, "--rows", "7", "--workers", "2")) == 0
+    assert lab.main(words(folder, *MIXED, "--rows", "7", "--workers", "2")) == 0
     assert "started" not in capsys.readouterr().out
-    assert lab.main(words(folder, "--problems", "3")) == 2
+    assert lab.main(words(folder, *MIXED, "--problems", "3")) == 2
     error = capsys.readouterr().err
     assert "problems was finished with other settings; take another --folder" in error
     assert error.count("\n") == 1
@@ -206,6 +216,7 @@ def test_no_command_outlives_the_lab(tmp_path: Path, number: signal.Signals, cod
         ("--policies nonsense", "'nonsense': choose from "),
         ("--policies tova,tova", "tova,tova: a value is repeated"),
         ("--policies ,", "nothing is named"),
+        ("--tasks countdown,niah", "'niah': choose from countdown, arithmetic, lab_niah, lab_var"),
         ("--also dmd", "'dmd': choose from immediate, dmc"),
     ],
 )
@@ -243,11 +254,17 @@ def test_marks_store_what_changes_the_results(tmp_path: Path) -> None:
     assert stored(settings) != stored(replace(settings, device="cuda"))
 
 
-@pytest.mark.parametrize("scale", ["s", "m", "l"])
-def test_the_commands_of_every_scale_compose(scale: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scale", "tasks"),
+    [("s", ("countdown", "lab_niah")), ("m", ("arithmetic",)), ("l", ("lab_variable_tracking",))],
+)
+def test_the_commands_of_every_scale_compose(
+    scale: str, tasks: tuple[str, ...], tmp_path: Path
+) -> None:
     settings = Settings(
         scale=SCALES[scale],
         root=tmp_path,
+        tasks=tasks,
         seeds=(1, 2),
         also=("immediate", "dmc"),
         device="cpu",
@@ -256,18 +273,44 @@ def test_the_commands_of_every_scale_compose(scale: str, tmp_path: Path) -> None
         workers=1,
     )
     found = before_evaluations(settings)
-    assert len({step.name for step in found}) == len(found) == 3 + 1 + 2 * 3 + 2 + 1 + 2 * 3 + 2
+    trained = 1 + 2 * 3 + 2
+    assert len({step.name for step in found}) == len(found) == (3 + trained) * len(tasks) + trained
     known: set[str] = set()
     for step in found:  # every step stands behind those that it needs
         assert known.issuperset(step.needs)
         known.add(step.name)
     teacher = None
-    for step in found[3:]:
+    prefixes = []
+    for step in found[: 3 * len(tasks)]:
+        given = data._parser().parse_args(step.words()[2:])
+        if step.name.startswith("data"):
+            prefixes.append(str(given.out / "train"))
+            assert given.document_tokens == SCALES[scale].context
+    for step in found[3 * len(tasks) :]:
         words = step.words()
         if words[:2] == ["-m", "dms_train"]:
             config = compose(words[2:])
             teacher = teacher or config.model.architecture
             check(config, world_size=step.ranks, architecture=teacher)
             assert SCALES[scale].context == config.data.seq_length
+            assert set(config.data.paths) <= set(prefixes)
+            assert len(config.data.paths) == len(tasks)
         else:
             compose_evaluation(words[2:])
+
+
+def test_a_mixture_has_as_many_samples_as_one_task(tmp_path: Path) -> None:
+    """Samples of a task are in the ratio of its weight, on the disk and in the training."""
+    given = words(tmp_path, "--tasks", "arithmetic,lab_niah,countdown")
+    settings = replace(lab._settings(lab._parser().parse_args(given)), scale=SCALES["s"])
+    made = {step.name: step for step in steps(settings)}
+    names = ["data_arithmetic", "data_lab_niah", "data"]
+    options = [data._parser().parse_args(made[name].words()[2:]) for name in names]
+    teacher = compose(made["teacher"].words()[2:])
+    assert teacher.data.paths == tuple(str(each.out / "train") for each in options)
+    assert teacher.data.weights == (3, 2, 4)
+    counts = [each.documents for each in options]
+    assert sum(counts) == pytest.approx(SCALES["s"].documents, abs=3)
+    for count, weight in zip(counts, teacher.data.weights, strict=True):
+        assert count == pytest.approx(SCALES["s"].documents * weight / 9, abs=1)
+    assert teacher.model.tokenizer == f"{tmp_path}/data_arithmetic/tokenizer"
