@@ -62,6 +62,7 @@ class Lab:
         self._root = root
         self._free = [gpu for _ in range(jobs) for gpu in gpus or (None,)]
         self._end = None if seconds is None else time.monotonic() + seconds
+        self._told: int | None = None
         for name in ("logs", "state"):
             (root / name).mkdir(parents=True, exist_ok=True)
 
@@ -70,11 +71,14 @@ class Lab:
 
         Raises:
             EvaluationError: A command failed, or was finished with other settings.
+            SystemExit: `leave` was called.
         """
         waiting, done = list(steps), set[str]()
         running: dict[str, _Running] = {}
         try:
             while waiting or running:
+                if self._told is not None:
+                    raise SystemExit(128 + self._told)
                 if self._is_over():
                     return False
                 self._start(waiting, done, running)
@@ -85,6 +89,13 @@ class Lab:
         finally:
             _stop(running.values())
         return True
+
+    def leave(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: `run` stops its commands and raises.
+
+        Nothing is raised here: Python ignores what a handler raises while a process is started.
+        """
+        self._told = number
 
     def _start(self, waiting: list[Step], done: set[str], running: dict[str, _Running]) -> None:
         """Start the first steps that have what they need, while there is room."""
@@ -193,18 +204,12 @@ def _stop(running: Iterable[_Running]) -> None:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """The first SIGTERM raises `SystemExit`, so that running commands are stopped."""
-    before = signal.signal(signal.SIGTERM, _leave)
+def _sigterm_ends(lab: Lab) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lab.leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(128 + number)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -240,7 +245,7 @@ def _run(args: argparse.Namespace) -> int:
     check_policies(settings.scale)
     gpus = _gpus()[: settings.gpus]
     lab = Lab(settings.root, args.jobs or (4 if gpus else 1), gpus, args.seconds)
-    with _sigterm_raises():
+    with _sigterm_ends(lab):
         finished = lab.run(steps(settings))
     if not finished:
         print("the time is over; the same command continues", flush=True)

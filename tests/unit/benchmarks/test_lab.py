@@ -202,6 +202,24 @@ def test_no_command_outlives_the_lab(tmp_path: Path, number: signal.Signals, cod
     wait_until(lambda: all(map(has_ended, marks)))
 
 
+TOLD_AT_FORK = """
+import os, signal, sys
+from benchmarks.lab.__main__ import main
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_while_a_command_starts_is_not_lost(tmp_path: Path) -> None:
+    """Python ignores what a handler raises there."""
+    given = ["s", *words(tmp_path, "--jobs", "2")[1:]]
+    process = subprocess.Popen([sys.executable, "-c", TOLD_AT_FORK, *given])
+    try:
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
