@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from dms_train.hf.directory import resolve
 from dms_train.inference.accounting import TotalKV
+from dms_train.inference.devices import launches_on, require_device
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import LoadedModel, load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -32,11 +32,6 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _current(device: str) -> AbstractContextManager[None]:
-    """Has kernels launched on a GPU such as `cuda:1`; `cuda` is the one that is current."""
-    return nullcontext() if torch.device(device).index is None else torch.cuda.device(device)
-
-
 def _launches(
     method: Callable[Concatenate[InferenceEngine, Arguments], Result],
 ) -> Callable[Concatenate[InferenceEngine, Arguments], Result]:
@@ -46,7 +41,7 @@ def _launches(
     def launched(
         self: InferenceEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        with _current(self.options.device):
+        with launches_on(self.options.device):
             return method(self, *args, **kwargs)
 
     return launched
@@ -76,6 +71,7 @@ class InferenceEngine:
     def __init__(self, model: str | Path | LoadedModel, options: EngineOptions) -> None:
         directory = None
         check_policy(options.policy, options.policy_options)
+        require_device(options.device)
         if isinstance(model, LoadedModel):
             loaded = model
         else:
@@ -85,7 +81,7 @@ class InferenceEngine:
         self.architecture, self.spec, self.dtype = loaded.architecture, loaded.spec, loaded.dtype
         self.tokenizer = None if directory is None else Tokenizer.load(directory)
         self._stop_ids = frozenset() if directory is None else read_stop_ids(directory)
-        with _current(options.device):
+        with launches_on(options.device):
             self._runner = ModelRunner(loaded, options)
         self._memory = RowMemory(self._runner.cache, options)
         self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)

@@ -243,6 +243,8 @@ def test_a_gpu_is_named_by_its_number(monkeypatch):
     assert resolve_device(device) == "cuda:1"
     with pytest.raises(EvaluationError, match="numbered from 0 to 1"):
         resolve_device("cuda:2")
+    with pytest.raises(EvaluationError, match="device=gpu: use cpu, cuda or cuda:1"):
+        resolve_device("gpu")
 
 
 def test_the_command_prints_every_budget_and_lists_the_tasks(whole, target, sheets, capsys):
