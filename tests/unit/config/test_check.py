@@ -137,7 +137,7 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             "stage.evaluate.policy: give window or cr",
         ),
         ({"stage__validate": {"samples": 0}}, "stage.validate.samples=0: use at least 1"),
-        ({"stage__validate": {"device": "tpu"}}, "choose one of auto, cpu, cuda"),
+        ({"stage__validate": {"device": "tpu"}}, "use auto, cpu, cuda or cuda:1"),
         ({"stage__validate": {"answer_pattern": "x"}}, "0 groups; use one"),
         ({"stage__validate": {"answer_pattern": "("}}, "not a regular expression"),
         ({"stage__run": ["hold"]}, "hold needs retrofit before it, or run.load"),
