@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +13,7 @@ from dms_train.config.memory import MemoryEstimate, PipelineStage, of_stage
 from dms_train.families import FAMILIES
 from dms_train.mcore.options import ParallelOptions
 from dms_train.method.spec import PRESETS
-from tests.support import configs
+from tests.support import configs, launch
 from tests.support.plan_worker import SIZES
 
 pytestmark = pytest.mark.timeout(360)
@@ -86,8 +84,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
     folder = tmp_path_factory.mktemp("plan")
     given, found = folder / "cases.json", folder / "found.json"
     given.write_text(json.dumps(CASES))
-    worker = [sys.executable, "-m", "tests.support.plan_worker", str(given), str(found)]
-    subprocess.run(worker, check=True, timeout=300)
+    launch.checked(launch.module("tests.support.plan_worker", str(given), str(found)))
     return json.loads(found.read_text())
 
 

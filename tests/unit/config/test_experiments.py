@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ RUNS = [(name, *layout) for name in NAMES for layout in configs.layouts(name)]
 FIXED_GIB = 56
 
 
+@functools.cache
 def composed(name: str, *overrides: str) -> RunConfig:
     return compose([f"experiment={name}", "model.path=x", "data.paths=[y]", *overrides])
 
@@ -60,11 +62,11 @@ def test_recipe_of_the_paper(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ratio", [2, 3, 4, 8])
-def test_another_ratio_is_one_override_and_another_folder(name, ratio):
-    config = composed(name, f"stage.retrofit.target_cr={ratio}")
-    assert config.stage.retrofit.target_cr == ratio
-    assert config.run.dir == f"outputs/{name}/cr{ratio}"
+def test_another_ratio_is_one_override_and_another_folder(name):
+    config = composed(name, "stage.retrofit.target_cr=3")
+    assert composed(name).stage.retrofit.target_cr != 3
+    assert config.stage.retrofit.target_cr == 3
+    assert config.run.dir == f"outputs/{name}/cr3"
 
 
 def row(name: str) -> str:
