@@ -27,7 +27,8 @@ OTHERWISE = {
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What retrofit.sh writes after four steps."""
     folder = tmp_path_factory.mktemp("examples")
-    path = os.pathsep.join([str(write_commands(folder / "bin")), os.environ["PATH"]])
+    commands = write_commands(folder / "bin", launch.fork_server())
+    path = os.pathsep.join([str(commands), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", str(EXAMPLES / "retrofit.sh")],
         cwd=folder,
@@ -41,9 +42,13 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "exports" / "final" / "hf"
 
 
+def script(name: str, export: Path) -> subprocess.CompletedProcess[str]:
+    return launch.module("tests.support.run_file", str(EXAMPLES / name), str(export))
+
+
 @pytest.mark.timeout(900)
 def test_load_export_solves_the_sheet_with_the_original_and_prints_both_caches(export):
-    output = launch.checked(launch.python(str(EXAMPLES / "load_export.py"), str(export)))
+    output = launch.checked(script("load_export.py", export))
     original, retrofitted = output.split(str(export))
     assert "The final answer is 7." in original
     assert "The final answer is -3." in original
@@ -53,7 +58,7 @@ def test_load_export_solves_the_sheet_with_the_original_and_prints_both_caches(e
 
 @pytest.mark.timeout(900)
 def test_stream_prints_growing_texts_and_held_tokens(export):
-    output = launch.checked(launch.python(str(EXAMPLES / "stream.py"), str(export)))
+    output = launch.checked(script("stream.py", export))
     rows = re.findall(r"^ *(\d+) tokens seen, +([\d.]+) held", output, re.MULTILINE)
     seen, held = [int(row[0]) for row in rows], [float(row[1]) for row in rows]
     assert len(rows) > 3
@@ -63,7 +68,7 @@ def test_stream_prints_growing_texts_and_held_tokens(export):
 
 @pytest.mark.timeout(900)
 def test_add_policy_holds_every_second_token_behind_the_window(export):
-    output = launch.checked(launch.python(str(EXAMPLES / "add_policy.py"), str(export)))
+    output = launch.checked(script("add_policy.py", export))
     (ratio, held) = re.findall(r"cr_factor ([\d.]+), ([\d.]+) tokens held", output)[0]
     seen = round(float(ratio) * float(held))
     assert float(held) == pytest.approx(32 + (seen - 32) / 2, abs=1)
@@ -76,10 +81,12 @@ def test_every_script_is_listed_in_the_readme():
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES)
-def test_python_of_the_pages_runs(export, page):
+def test_python_of_the_pages_runs(export, page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (launch.ROOT / page).read_text(), re.DOTALL)
     assert blocks
     code = "\n".join(blocks)
     for written, here in OTHERWISE.items():
         code = code.replace(written, here.format(export=export))
-    assert launch.checked(launch.python("-c", code)).strip()
+    (tmp_path / "page.py").write_text(code)
+    found = launch.module("tests.support.run_file", str(tmp_path / "page.py"))
+    assert launch.checked(found).strip()

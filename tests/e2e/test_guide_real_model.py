@@ -44,7 +44,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     folder = tmp_path_factory.mktemp("guide")
     hub_model.write_model(folder / "models" / "qwen3-0.6b")
     hub_model.write_text(folder / "data" / "en" / "c4-train.00000-of-01024.json.gz")
-    path = os.pathsep.join([str(write_commands(folder / "bin")), os.environ["PATH"]])
+    commands = write_commands(folder / "bin", launch.fork_server())
+    path = os.pathsep.join([str(commands), os.environ["PATH"]])
     printed = {}
     for command in guide_commands():
         small = command

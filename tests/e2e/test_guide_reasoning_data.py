@@ -89,7 +89,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     folder = tmp_path_factory.mktemp("guide")
     write_model(folder / "models" / "r1-qwen-1.5b")
     write_data(folder / "data")
-    path = os.pathsep.join([str(write_commands(folder / "bin")), os.environ["PATH"]])
+    commands = write_commands(folder / "bin", launch.fork_server())
+    path = os.pathsep.join([str(commands), os.environ["PATH"]])
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     printed = {}
     for command in "".join(blocks).replace("\\\n", " ").splitlines():

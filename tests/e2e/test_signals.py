@@ -22,6 +22,7 @@ from tests.support import launch, paused_run, refusals, stuck_worker
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 STEPS = 16
+TRAIN = "tests.support.train_worker"
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +105,15 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(workspace: Path
     run = workspace / "usr1"
     log = signalled(workspace, "usr1", signal.SIGUSR1, "1")
     assert_both_ranks_stop_after_one_step(log, run)
-    launch.checked(launch.torchrun(2, *command(workspace, "usr1"), "--until", "pretrain"))
+    words = command(workspace, "usr1")[2:]
+    launch.checked(launch.workers(2, TRAIN, *words, "--until", "pretrain"))
     assert not (run / "state" / "STOPPED").exists()
     assert (run / "state" / "pretrain.done").is_file()
     assert losses(run) == losses(workspace / "whole")
     assert not (run / "state" / "DONE").exists()
     assert not (run / "exports").exists()
-    frozen = ("-m", "dms_train", "--frozen", str(run / "config.yaml"))
-    launch.checked(launch.torchrun(2, *frozen, "--until", "export"))
+    frozen = ("--frozen", str(run / "config.yaml"))
+    launch.checked(launch.workers(2, TRAIN, *frozen, "--until", "export"))
     assert (run / "exports" / "final").exists()
     assert (run / "state" / "DONE").is_file()
     assert losses(run) == losses(workspace / "whole")

@@ -6,20 +6,41 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import launch
+
+# A command that a process forks which has imported torch and megatron already.
+_FORKED = """#!{python} -IS
+import os, sys
+sys.path.insert(0, {root!r})
+from tests.support.fork_server import Started
+words, folder = dict(os.environ), os.getcwd()
+started = Started({forks!r}, {target!r}, sys.argv[1:], words, folder, (0, 1, 2))
+sys.exit(started.wait())
+"""
+_PLAIN = """#!{python}
+import sys
+from {module} import {function}
+if __name__ == '__main__':  # not in a process that it spawns
+    sys.argv[0] = {name!r}
+    sys.exit({function}())
+"""
 
 
-def write_commands(folder: Path) -> Path:
-    """One executable for each console script of pyproject.toml, whatever is installed."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+def write_commands(folder: Path, forks: str | None = None) -> Path:
+    """One executable for each console script of pyproject.toml, whatever is installed.
+
+    Args:
+        folder: Where they are written; it must not exist.
+        forks: Address of a `launch.fork_server`, whose forks the commands then are. They start
+            at once, but no signal reaches them.
+    """
+    text = (launch.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     folder.mkdir(parents=True)
-    for name, target in project["scripts"].items():
+    values = {"python": sys.executable, "root": str(launch.ROOT), "forks": forks}
+    for name, target in tomllib.loads(text)["project"]["scripts"].items():
         module, _, function = target.partition(":")
+        own = {"name": name, "target": target, "module": module, "function": function}
         file = folder / name
-        file.write_text(
-            f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\n"
-            f"if __name__ == '__main__':\n"  # not in a process that it spawns
-            f"    sys.argv[0] = {name!r}\n    sys.exit({function}())\n"
-        )
+        file.write_text((_FORKED if forks else _PLAIN).format(**values, **own))
         file.chmod(0o755)
     return folder

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import random
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import torch
 
-from tests.support.fork_server import ROOT, ForkServer
+from tests.support.fork_server import ROOT, Started
 
-_SERVERS: list[ForkServer] = []  # the one of this process
+_SERVERS: list[str] = []  # the address of the one of this process
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -42,19 +48,59 @@ def python(*arguments: str, timeout: float = 300, **extra: str) -> subprocess.Co
     )
 
 
+def fork_server() -> str | None:
+    """Address of a process of this one that forks commands; None with GPUs, which forks cannot use.
+
+    It is started once and ends with this process.
+    """
+    if torch.cuda.is_available():
+        return None
+    if not _SERVERS:
+        address = str(Path(tempfile.mkdtemp(prefix="forks")) / "socket")
+        command = [sys.executable, "-m", "tests.support.fork_server", address]
+        server = subprocess.Popen(command, env=environment(), cwd=ROOT)
+        _SERVERS.append(address)
+        atexit.register(_end, server, Path(address).parent)
+        while not Path(address).exists():
+            assert server.poll() is None, "the server of forks has ended"
+            time.sleep(0.02)
+    return _SERVERS[0]
+
+
+def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
+    server.kill()
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def module(
     name: str, *arguments: str, timeout: float = 300, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """As `python("-m", ...)`, in a process that has imported torch and megatron already.
+    """As `python("-m", ...)`, in a fork of a process that has imported torch and megatron already.
 
-    Not for tests of what imports do, nor with GPUs, which forks cannot use.
+    Not for tests of what imports do, which happen before the environment is set.
     """
-    if torch.cuda.is_available():
+    address = fork_server()
+    if address is None:
         return python("-m", name, *arguments, timeout=timeout, **extra)
-    if not _SERVERS:
-        _SERVERS.append(ForkServer(environment()))
-    words = environment(**extra)
-    return _SERVERS[0].run(name, *arguments, environment=words, timeout=timeout)
+    with (
+        open(os.devnull) as nothing,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        streams = (nothing.fileno(), out.fileno(), err.fileno())
+        words = environment(**extra)
+        started = Started(address, name, list(arguments), words, ROOT, streams)
+        try:
+            code = started.wait(timeout)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            if isinstance(error, TimeoutError):
+                raise subprocess.TimeoutExpired(["-m", name, *arguments], timeout) from None
+            raise
+        texts = [stream.seek(0) or stream.read() for stream in (out, err)]
+        return subprocess.CompletedProcess(["-m", name, *arguments], code, *texts)
 
 
 def torchrun(
