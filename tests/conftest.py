@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """First the tests that start processes: with a long one last, other workers would be idle."""
     folder = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(folder).parts[0] not in STARTS_PROCESSES)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests use triton, it has been imported by now."""
+    if "triton" in sys.modules and not torch.cuda.is_available():
+        from tests.support.interpreter import find_functions_once
+
+        find_functions_once()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

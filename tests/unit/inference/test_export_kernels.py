@@ -20,7 +20,7 @@ from dms_train.kernels.decode import kernels as decode
 from tests.unit.inference.conftest import small_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-OPTIONS = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
 
 
@@ -100,7 +100,7 @@ def test_the_masked_models_tokens(model, length, family, preset, overrides):
 def test_left_padding(model):
     m = model("llama", "dms")
     tokens, mask = left_padded(3, 18, (0, 4, 9))
-    options = {"attention_mask": mask, "max_new_tokens": 5}
+    options = {"attention_mask": mask, "max_new_tokens": 3}
     assert torch.equal(m.generate(tokens, **{**OPTIONS, **options}), masked(m, tokens, **options))
 
 
@@ -118,13 +118,13 @@ def test_rows_that_start_later(model):
 
 def test_sampling_and_another_turn(model):
     m = model("qwen3", "dms_nvidia")
-    options = {"do_sample": True, "top_k": 5, "num_return_sequences": 2, "max_new_tokens": 5}
+    options = {"do_sample": True, "top_k": 5, "num_return_sequences": 2, "max_new_tokens": 3}
     torch.manual_seed(0)
     first = m.generate(ids(1, 10), return_dict_in_generate=True, **{**OPTIONS, **options})
     torch.manual_seed(0)
     assert torch.equal(first.sequences, masked(m, ids(1, 10), **options))
     prompt = torch.cat([first.sequences, ids(2, 9, seed=2)], 1)
-    greedy = {**OPTIONS, "max_new_tokens": 5, "attention_mask": torch.ones_like(prompt)}
+    greedy = {**OPTIONS, "max_new_tokens": 3, "attention_mask": torch.ones_like(prompt)}
     again = m.generate(prompt, past_key_values=first.past_key_values, **greedy)
     assert uses_kernels(first.past_key_values)
     assert torch.equal(again, masked(m, prompt, **greedy))
@@ -132,7 +132,7 @@ def test_sampling_and_another_turn(model):
 
 def test_beams(model):
     m = model("llama", "dms")
-    options = {"num_beams": 2, "max_new_tokens": 5}
+    options = {"num_beams": 2, "max_new_tokens": 4}
     done = m.generate(ids(1, 14), return_dict_in_generate=True, **{**OPTIONS, **options})
     assert uses_kernels(done.past_key_values)
     assert torch.equal(done.sequences, masked(m, ids(1, 14), **options))

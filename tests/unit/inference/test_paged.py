@@ -57,8 +57,8 @@ def feed(cache, data, chunks):
         torch.set_default_device(None)
 
 
-LENGTH = 24
-CHUNKS = [(1,) * 24, (24,), (7,) * 3 + (3,), (14,) + (1,) * 10, (1, 9, 1, 1, 1, 4, 7)]
+LENGTH = 18
+CHUNKS = [(1,) * 18, (18,), (7, 7, 4), (11,) + (1,) * 7, (1, 7, 1, 1, 1, 2, 5)]
 
 
 @pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
@@ -75,7 +75,7 @@ def test_equals_the_visibility_rule(chunks, shift, eviction):
     assert torch.equal(reads.sum(0), allowed.sum((2, 3)))
 
 
-@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda c: f"{len(c)}chunks")
+@pytest.mark.parametrize("chunks", [CHUNKS[1], CHUNKS[-1]], ids=lambda c: f"{len(c)}chunks")
 def test_keep_all_and_window(chunks):
     data, i = text(LENGTH), torch.arange(LENGTH)
     causal = (i[None] <= i[:, None]).expand(2, readable.HEADS, LENGTH, LENGTH)
@@ -89,7 +89,7 @@ def test_keep_all_and_window(chunks):
 def test_fp8_pages_survive_chunks_and_steps():
     """Stored at two bits less than bf16, rewritten by every chunk without losing more."""
     data = text(LENGTH)
-    chunks = (9, 6, 1, 1, 1, 6) if DEVICE.type == "cuda" else (9, 6, 9)
+    chunks = (9, 3, 1, 1, 1, 3) if DEVICE.type == "cuda" else (6, 6, 6)
     output, _, _ = feed(paged(KeepAllPolicy(), stored=FP8), data, chunks)
     i = torch.arange(LENGTH)
     causal = (i[None] <= i[:, None]).expand(2, readable.HEADS, LENGTH, LENGTH)
