@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests use triton, it has been imported by now."""
     if "triton" in sys.modules and not torch.cuda.is_available():
-        from tests.support.interpreter import find_functions_once
+        from tests.support.interpreter import leave_out_idle_work
 
-        find_functions_once()
+        leave_out_idle_work()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
