@@ -1,0 +1,1 @@
+"""lm-evaluation-harness on the engine beside transformers: `python -m benchmarks.harness`."""

@@ -57,7 +57,7 @@ def _choose_kernel(
         return
     kv_list = (row * heads + head).to(tl.int64)
     size = tl.load(length_ptr + kv_list)
-    lane, member = tl.arange(0, BLOCK), tl.arange(0, M_PAD)
+    within, member = tl.arange(0, BLOCK), tl.arange(0, M_PAD)
     first = (batch * heads + head).to(tl.int64) * R
     if KIND != _OLDEST:
         total = tl.load(total_ptr + first + member, mask=member < TOGETHER * R, other=0.0)
@@ -65,7 +65,7 @@ def _choose_kernel(
     chosen = tl.full([BLOCK], -1, tl.int32)
     places = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, size, BLOCK):
-        slot = start + lane
+        slot = start + within
         inside = slot < size
         position = tl.load(position_ptr + kv_list * slots + slot, mask=inside, other=-1)
         if KIND == _OLDEST:
