@@ -8,6 +8,7 @@ integer alone, with any data-parallel size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -126,11 +127,17 @@ class BatchSource:
         self._global_batch_size = global_batch_size
         self._rank = data_parallel_rank
         self._size = data_parallel_size
+        self._ahead: tuple[int, list[Batch]] | None = None  # a first sample and what it begins
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches of this rank in one global batch."""
         return self._global_batch_size // (self._micro_batch_size * self._size)
+
+    def read_ahead(self, first_sample: int) -> None:
+        """Keep the microbatches that the next call asks for; that call reports an error."""
+        with suppress(DataError):
+            self._ahead = first_sample, self._read(first_sample)
 
     def microbatches(self, first_sample: int) -> list[Batch]:
         """This rank's part of the global batch that starts at a sample.
@@ -144,6 +151,12 @@ class BatchSource:
         Raises:
             DataError: The global batch reaches past the last sample, or a read failed.
         """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == first_sample:
+            return ahead[1]
+        return self._read(first_sample)
+
+    def _read(self, first_sample: int) -> list[Batch]:
         end = first_sample + self._global_batch_size
         if first_sample < 0 or end > len(self._dataset):
             raise DataError(

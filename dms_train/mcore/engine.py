@@ -157,14 +157,17 @@ class McoreEngine:
         totals = self.forward_backward(plan, batches)
         return totals.loss, optim.gradient_norm(self._optimizer)
 
-    def train_step(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
+    def train_step(
+        self, plan: StepPlan, batches: list[Batch], meanwhile: Callable[[], None] = lambda: None
+    ) -> StepResult:
         """One optimizer step on this rank's microbatches of the global batch.
 
         Weights and optimizer stay as they are, on all ranks alike, when the loss or the gradient
-        norm is not finite.
+        norm is not finite. `meanwhile` is called once while a GPU computes the gradients.
         """
         optim.set_step(self._scheduler, plan.stage_step)
         sums = self._gradients(plan, batches)
+        meanwhile()
         # read between norm and update, so that the host waits for the GPU once, and for no update
         totals = functools.cache(lambda: PassTotals(*sums.tolist()))
         done = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,8 +17,13 @@ class TrainEngine(Protocol):
         """Set the learning-rate schedule of the coming steps."""
         ...
 
-    def train_step(self, plan: StepPlan, batches: list[Any]) -> StepResult:
-        """One optimizer step; a skipped one, on every rank, when it would not be finite."""
+    def train_step(
+        self, plan: StepPlan, batches: list[Any], meanwhile: Callable[[], None]
+    ) -> StepResult:
+        """One optimizer step; a skipped one, on every rank, when it would not be finite.
+
+        It calls `meanwhile`, work for the host, before it waits for the device.
+        """
         ...
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
@@ -51,6 +57,10 @@ class TrainEngine(Protocol):
 
 class TokenSource(Protocol):
     """Numbered samples, cut into this rank's microbatches."""
+
+    def read_ahead(self, first_sample: int) -> None:
+        """Prepare for a call of `microbatches`, which reports errors."""
+        ...
 
     def microbatches(self, first_sample: int) -> list[Any]:
         """The microbatches of the global batch that starts at this sample."""

@@ -128,8 +128,13 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     with parts.watch.phase("data"):
         batches = parts.source.microbatches(state.consumed_samples)
     samples = range(state.consumed_samples, state.consumed_samples + parts.global_batch_size)
+
+    def read_ahead() -> None:
+        with parts.watch.phase("data"):
+            parts.source.read_ahead(samples.stop)
+
     with parts.watch.phase("step"):
-        result = parts.engine.train_step(plan, batches)
+        result = parts.engine.train_step(plan, batches, read_ahead)
     state.advance(parts.global_batch_size)
     try:
         parts.skips.count(plan, result, state, samples)

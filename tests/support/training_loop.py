@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class FakeParts:
 
     def __init__(self, fails_at: int | str | None = None, stops_at: int | None = None) -> None:
         self.events: list[tuple[Any, ...]] = []
+        self.ahead: list[int] = []  # first samples of what was read ahead
         self.skips: set[int] = set()  # steps, counted from 0, that are not finite
         self.stops_at = stops_at  # the step after which a stop is requested
         self.fails_at = fails_at  # a step, the name of an export or "validate"
@@ -70,9 +72,12 @@ class FakeParts:
     def begin_stage(self, rate: LearningRate) -> None:
         self.events.append(("begin", rate))
 
-    def train_step(self, plan: StepPlan, batches: list[Any]) -> StepResult:
+    def train_step(
+        self, plan: StepPlan, batches: list[Any], meanwhile: Callable[[], None]
+    ) -> StepResult:
         self._maybe_fail(plan.step)
         self.events.append(("train", plan, batches))
+        meanwhile()
         return SKIPPED if plan.step in self.skips else RESULT
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
@@ -94,6 +99,9 @@ class FakeParts:
         file = path / "run_state.json"
         if path.is_dir():
             file.write_text(json.dumps({**json.loads(file.read_text()), **state}))
+
+    def read_ahead(self, first_sample: int) -> None:
+        self.ahead.append(first_sample)
 
     def microbatches(self, first_sample: int) -> list[Any]:
         return [first_sample]

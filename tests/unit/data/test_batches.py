@@ -50,6 +50,28 @@ def test_microbatches_do_not_depend_on_the_data_parallel_size(size: int, first: 
     assert source(0, size).num_microbatches == 8 // size
 
 
+def test_what_was_read_ahead_is_what_would_be_read() -> None:
+    class Counting(Numbered):
+        reads = 0
+
+        def __getitem__(self, number: int) -> Sample:
+            self.reads += 1
+            return super().__getitem__(number)
+
+    data = Counting()
+    ahead = source()
+    ahead._dataset = data
+    ahead.read_ahead(16)
+    for first, reads in ((16, 16), (16, 32), (0, 48)):  # kept once, and not for others
+        found = ahead.microbatches(first)
+        assert data.reads == reads
+        for one, other in zip(found, source().microbatches(first), strict=True):
+            assert all(torch.equal(*pair) for pair in zip(one[:4], other[:4], strict=True))
+    ahead.read_ahead(48)  # past the end, as after the last step
+    with pytest.raises(DataError, match="samples 48 to 63"):
+        ahead.microbatches(48)
+
+
 def test_batch_contents() -> None:
     batch = source(rank=1, size=2).microbatches(16)[1]
     assert isinstance(batch, Batch)

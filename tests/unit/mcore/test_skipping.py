@@ -114,3 +114,20 @@ def test_the_host_reads_the_totals_once_and_before_the_update(
     )
     assert not step(engine, 0).skipped
     assert order == ["totals", "update"]
+
+
+def test_the_host_works_after_the_gradients_and_before_the_update(
+    build: Callable[..., McoreEngine],
+) -> None:
+    engine = build("llama", "dms")
+    engine.begin_stage(RATE)
+    batch, plan, seen = tiny.batch(0), StepPlan(loss="lm"), []
+    engine.forward_backward(plan, [batch])
+    gradients, weights = engine.hf_gradients(), dict(engine.hf_tensors())
+    engine.train_step(
+        plan, [batch], lambda: seen.append((engine.hf_gradients(), dict(engine.hf_tensors())))
+    )
+    assert len(seen) == 1
+    assert same(seen[0][0], gradients)
+    assert same(seen[0][1], weights)
+    assert not same(dict(engine.hf_tensors()), weights)

@@ -48,8 +48,10 @@ def test_each_stage_sets_its_own_learning_rate(tmp_path: Path) -> None:
 
 
 def test_every_step_uses_the_next_samples(tmp_path: Path) -> None:
-    batches = [batches for _, batches in run(tmp_path).of("train")]
+    fakes = run(tmp_path)
+    batches = [batches for _, batches in fakes.of("train")]
     assert batches == [[step * BATCH] for step in range(STEPS)]
+    assert fakes.ahead == [step * BATCH for step in range(1, STEPS + 1)]  # of the step that follows
 
 
 def test_the_eviction_channel_is_reset_once_between_zeroing_and_retrofit(
