@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from dms_train.hf.architecture import Architecture
+from dms_train.inference.cache import paged_dmc
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import KVCache
 from dms_train.inference.cache.paged import PagedKVCache, decode_rule
 from dms_train.inference.cache.paged_budget import BudgetPagedCache, supported
+from dms_train.inference.cache.paged_dmc import DMCPagedCache
 from dms_train.inference.cache.paged_quest import QuestPagedCache
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.errors import InferenceError
@@ -19,6 +21,7 @@ from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy
+from dms_train.inference.policies.dmc import DMCPolicy
 from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.kernels.decode import kernels as decode
 from dms_train.kernels.decode.paged import FP8
@@ -83,7 +86,7 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
         obstacle = f"triton does not run on {options.device}"
     elif options.page_slots & (options.page_slots - 1):
         obstacle = f"page_slots={options.page_slots} is not a power of two"
-    elif model.spec is not None and model.spec.kind != "dms":
+    elif model.spec is not None and model.spec.kind != "dms" and not paged_dmc.supported(policy):
         obstacle = f"the kernels do not clear the channels that {model.spec.kind} borrows"
     else:
         obstacle = _obstacle(policy, options)
@@ -100,7 +103,7 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
 def _obstacle(policy: CachePolicy, options: EngineOptions) -> str | None:
     """Why the kernels do not serve a policy; None if they do."""
     name = type(policy).__name__
-    if decode_rule(policy) is not None:
+    if decode_rule(policy) is not None or paged_dmc.supported(policy):
         return None
     if isinstance(policy, QuestPolicy) and policy.page % options.page_slots:
         return f"{name} has pages of {policy.page} tokens, not a multiple of {options.page_slots}"
@@ -130,6 +133,8 @@ def _paged(
     if supported(policy):
         heads = (a.num_query_groups, a.num_attention_heads // a.num_query_groups)
         return BudgetPagedCache(pool, policy, heads=heads, **sizes)
+    if isinstance(policy, DMCPolicy):
+        return DMCPagedCache(pool, policy, heads=a.num_query_groups, **sizes)
     if isinstance(policy, QuestPolicy):
         return QuestPagedCache(pool, policy, heads=a.num_query_groups, **sizes)
     return PagedKVCache(pool, policy, heads=a.num_query_groups, **sizes)

@@ -194,7 +194,7 @@ class PagedKVCache:
         """
         if step.position.shape[1] == 1:
             return self._decode(layer, step)
-        query, arrival = step.rotated_by_kernel()
+        query, arrival = self._rotated(layer, step)
         b, n = step.position.shape
         together = b
         if self._wide is not None:
@@ -207,6 +207,10 @@ class PagedKVCache:
             return parts[0]
         outputs, reads = zip(*parts, strict=True)
         return Attended(torch.cat(outputs), torch.cat(reads))
+
+    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
+        """Queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
+        return step.rotated_by_kernel()
 
     def _decode(self, layer: int, step: AttentionStep) -> Attended:
         """One token per sequence; the kernels apply RoPE and decide."""

@@ -22,11 +22,14 @@ class DMCPolicy(DMSPolicy):
 
     Args:
         spec: What the model was trained with.
+
+    Attributes:
+        spec: As given.
     """
 
     def __init__(self, spec: DMCSpec) -> None:
         super().__init__(spec.window, spec.governing_shift)
-        self._spec, self._layer = spec, DMCLayer(spec)
+        self.spec, self._layer = spec, DMCLayer(spec)
 
     def accumulate(self, tokens: Projected, lists: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Merged keys and values; the ring moves on.
@@ -35,7 +38,7 @@ class DMCPolicy(DMSPolicy):
         [b, h, width - 1, 2]; the newest token last, and a weight of 0 where there is none.
         """
         b, n, h, d = tokens.key.shape
-        size = self._spec.merge_window - 1
+        size = self.spec.merge_window - 1
         new = self._weighed(tokens)  # [b, h, n, d], likewise, and [b, h, n, 2]
         if "key" not in lists:
             empty = tokens.key.new_zeros(b, h, size, d)
@@ -60,7 +63,7 @@ class DMCPolicy(DMSPolicy):
     def _weighed(self, tokens: Projected) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values of the arriving tokens, and what merges them, by KV list."""
         _, weighing = self._layer.activations(tokens.query, tokens.key)
-        weight = weights(weighing, self._spec)
+        weight = weights(weighing, self.spec)
         alpha = self._layer.hard(tokens.query, tokens.key) & (tokens.position > 0)[..., None]
         weight = weight * (tokens.position >= 0)[..., None]
         _, key = self._layer.cleared(tokens.query, tokens.key)

@@ -25,7 +25,7 @@ from dms_train.method.noise import LayerNoise
 from dms_train.method.schedule import evicted_fraction
 from dms_train.method.visibility import align_to_keys
 
-_SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
+SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
 Decide = Callable[
     [Tensor, MethodSpec, LayerNoise | None, PackedDocuments | None], tuple[Tensor, Tensor, Tensor]
 ]
@@ -68,7 +68,7 @@ def weights(activation: Tensor, spec: DMCSpec) -> Tensor:
     if spec.importance == "uniform":
         return torch.ones_like(activation, dtype=torch.promote_types(activation.dtype, torch.float))
     wide = activation if activation.dtype == torch.float64 else activation.float()
-    return torch.sigmoid(wide + spec.importance_offset) + _SMALLEST_WEIGHT
+    return torch.sigmoid(wide + spec.importance_offset) + SMALLEST_WEIGHT
 
 
 def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ from torch import Tensor
 
 from dms_train.export.writer import write_export
 from dms_train.hf.formats import read_format, read_spec
+from dms_train.inference.cache.paged_dmc import DMCPagedCache
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
+from dms_train.kernels.decode import kernels as decode
 from dms_train.method.dmc.spec import DMCSpec
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import plain_dmc
 from tests.unit.inference.conftest import random_ids, tiny_architecture, varied_weights
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HARD = StepPlan(eviction="hard", neuron_scale=0.0)
 CASES = {
     "llama": ("llama", {"preset": "dmc"}),
@@ -69,15 +73,35 @@ def test_an_export_says_how_it_was_trained(export: Export) -> None:
     assert isinstance(read_spec(export[0]), DMCSpec)
 
 
-@pytest.mark.parametrize("cache", ["compact", "dense"])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_logits_and_slots_are_those_of_the_formulas(export: Export, chunk: int, cache: str) -> None:
+def loaded(directory: Path, kernels: str, **how: Any) -> LLM:
+    """With torch operations on the CPU, or with the decode kernels."""
+    spec = read_spec(directory)
+    assert isinstance(spec, DMCSpec)
+    if kernels == "triton":
+        if not decode.runs_on(DEVICE):
+            pytest.skip("needs triton")
+        if spec.heads == "shared":
+            pytest.skip("the kernels decide for each KV head")
+        how |= {"device": DEVICE.type}
+    llm = LLM(directory, page_slots=4, slab_pages=8, kernels=kernels, **how)
+    assert isinstance(llm.engine._runner.cache, DMCPagedCache) == (kernels == "triton")
+    return llm
+
+
+TORCH = [(cache, "reference", chunk) for cache in ("compact", "dense") for chunk in (1, 7, 64)]
+KERNELS = [("compact", "triton", 13)]
+
+
+@pytest.mark.parametrize(("cache", "kernels", "chunk"), [*TORCH, *KERNELS])
+def test_logits_and_slots_are_those_of_the_formulas(
+    export: Export, cache: str, kernels: str, chunk: int
+) -> None:
     directory, forward = export
-    ids = random_ids(40, seed=3)
+    ids = random_ids(40, seed=3)  # of which the last one decodes with chunks of 13
     expected, decisions = forward(ids)
     assert 0.25 < decisions.double().mean() < 0.95
-    llm = LLM(directory, prefill_chunk=chunk, cache=cache)
-    torch.testing.assert_close(llm.logits(ids).double(), expected, rtol=2e-4, atol=2e-4)
+    llm = loaded(directory, kernels, prefill_chunk=chunk, cache=cache)
+    torch.testing.assert_close(llm.logits(ids).double().cpu(), expected, rtol=2e-4, atol=2e-4)
     held = (1 - decisions.double()).sum(1).mean()
     assert llm.kv.cr_factor == pytest.approx(len(ids) / held.item())
 
@@ -85,7 +109,7 @@ def test_logits_and_slots_are_those_of_the_formulas(export: Export, chunk: int, 
 def test_a_batch_decodes_what_each_request_decodes_alone(export: Export) -> None:
     directory, forward = export
     prompts = [random_ids(length, seed=length) for length in (1, 13, 30)]
-    llm = LLM(directory, max_num_seqs=2, prefill_chunk=7, page_slots=4, slab_pages=8)
+    llm = loaded(directory, "reference", max_num_seqs=2, prefill_chunk=7)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0.0))
     for prompt, output in zip(prompts, outputs, strict=True):
         made = output.outputs[0].token_ids
@@ -97,7 +121,22 @@ def test_a_batch_decodes_what_each_request_decodes_alone(export: Export) -> None
         slots = (1 - decisions.double()).sum(1).mean().item()
         assert output.kv.live_tokens == pytest.approx(slots)
         assert output.kv.peak_live_tokens <= slots + 1
-    assert llm.kv.live_bytes == llm.engine._runner.cache.pool.allocated_bytes == 0
+    assert llm.kv.live_bytes == llm.engine._runner.cache.used_pages == 0
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_chains_go_on_from_a_shared_prompt(export: Export, kernels: str) -> None:
+    """Their slots and newest tokens are their own; more of them than rows."""
+    directory, forward = export
+    llm = loaded(directory, kernels, max_num_seqs=2, prefill_chunk=7)
+    prompt = random_ids(17, seed=2)
+    params = SamplingParams(n=3, seed=4, max_tokens=5, temperature=1.0)
+    chains = llm.generate([prompt], params)[0].outputs
+    assert len({tuple(chain.token_ids) for chain in chains}) > 1
+    for chain in chains:
+        _, decisions = forward(prompt + chain.token_ids[:-1])
+        slots = (1 - decisions.double()).sum(1).mean().item()
+        assert chain.kv.live_tokens == pytest.approx(slots)
 
 
 def test_transformers_computes_the_same_with_and_without_a_cache(export: Export) -> None:
