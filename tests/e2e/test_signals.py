@@ -155,7 +155,8 @@ def test_a_rank_that_stalls_reading_data_is_reported(workspace: Path) -> None:
     assert result.returncode != 0
     (message,) = re.findall("^error: .*$", result.stderr, re.MULTILINE)
     assert re.match(
-        rf"error: rank 1 \(\S+, after step {stuck_worker.STEP}\) has stalled for "
+        # the samples of a step are read while the step before is computed
+        rf"error: rank 1 \(\S+, after step {stuck_worker.STEP - 1}\) has stalled for "
         r"\d+ s reading data, at \S*stuck_worker.py:\d+ in read_from_a_hanging_disk, called from "
         r"dms_train/data/batches.py:\d+ in \S+; stacks in \S+/ranks/\*\.stack; "
         r"the run ends here\. Start the same command",

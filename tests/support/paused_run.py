@@ -36,10 +36,10 @@ def main() -> None:
     step, folder = int(sys.argv[1]), Path(sys.argv[2])
     take_step = McoreEngine.train_step
 
-    def waits_before(engine: McoreEngine, plan: Any, batches: Any) -> Any:
+    def waits_before(engine: McoreEngine, plan: Any, *further: Any) -> Any:
         if plan.step == step:
             _pause(folder)
-        return take_step(engine, plan, batches)
+        return take_step(engine, plan, *further)
 
     McoreEngine.train_step = waits_before  # type: ignore[method-assign]
     sys.argv = ["dms-train", *sys.argv[3:]]
