@@ -24,7 +24,7 @@ from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
 from dms_train.evaluation.scaling.costs import Peak, joint_peaks, peak_within, reads_within
-from dms_train.evaluation.scorers.base import Judge, Marks
+from dms_train.evaluation.scorers.base import AnswerChecker, Marks
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256
@@ -344,14 +344,14 @@ def evaluate(prepared: PreparedRun, note: Callable[[str], None]) -> results.RunR
     store.open_run(folder, prepared.header)
     with (
         store.ChainWriter(folder, options.shard, options.shards) as writer,
-        Judge(options.workers, allow_code=options.allow_code) as judge,
+        AnswerChecker(options.workers, allow_code=options.allow_code) as checker,
     ):
         done = {row["document"] for row in store.read_chains(folder)}
         mine = prepared.documents[options.shard :: options.shards]
         missing = [each for each in mine if each.document.id not in done]
         note(f"{len(missing)} of {len(mine)} documents to do")
         if missing:
-            for number, rows in enumerate(_chains(prepared, missing, judge), 1):
+            for number, rows in enumerate(_chains(prepared, missing, checker), 1):
                 writer.add(rows)
                 note(f"{number}/{len(missing)}: {rows[0]['document']}: {_marked(rows)}")
     found = results.load([folder])
@@ -365,7 +365,7 @@ def _marked(rows: list[store.Row]) -> str:
 
 
 def _chains(
-    prepared: PreparedRun, missing: list[PromptedDocument], judge: Judge
+    prepared: PreparedRun, missing: list[PromptedDocument], checker: AnswerChecker
 ) -> Iterator[list[store.Row]]:
     """Rows of each document, in the order in which they finish."""
     session, engine = secrets.token_hex(8), InferenceEngine(prepared.directory, prepared.engine)
@@ -375,7 +375,7 @@ def _chains(
     limits, since = [length_in_tokens(length) for length in lengths], time.monotonic()
     for generated in generate(engine, missing, prepared.engine.max_num_seqs):
         texts = [chain.output.text for chain in generated.chains]
-        marks = scorer.marks(generated.prompted.document, texts, judge)
+        marks = scorer.marks(generated.prompted.document, texts, checker)
         total = engine.kv
         assert total is not None
         shared = {

@@ -34,7 +34,7 @@ class Marks:
         return sum(self.correct) / len(self.correct)
 
 
-class Judge:
+class AnswerChecker:
     """What scorers need from outside; use it as a context manager.
 
     Args:
@@ -47,8 +47,8 @@ class Judge:
         self._verifier: Verifier | None = None
         self.allow_code = allow_code
 
-    def __enter__(self) -> Judge:
-        """Return the judge itself."""
+    def __enter__(self) -> AnswerChecker:
+        """Return the checker itself."""
         return self
 
     def __exit__(
@@ -86,11 +86,13 @@ class Scorer(ABC):
     runs_code: ClassVar[bool] = False
 
     @abstractmethod
-    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+    def marks(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Marks]:
         """The marks of each text, in order.
 
         Args:
             document: What was asked.
             texts: What a model wrote, reasoning included.
-            judge: Compares expressions and runs programs.
+            checker: Compares expressions and runs programs.
         """

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict
-from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -18,7 +18,9 @@ class ContainsScorer(Scorer):
 
     name = "contains"
 
-    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+    def marks(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Marks]:
         """As `Scorer.marks`."""
         return [_marks(document.gold, text) for text in texts]
 

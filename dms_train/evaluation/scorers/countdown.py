@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict
-from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 LARGEST = 100  # of results
@@ -17,7 +17,9 @@ class CountdownScorer(Scorer):
 
     name = "countdown"
 
-    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+    def marks(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Marks]:
         """As `Scorer.marks`; `document.details` has `numbers` and `target`."""
         numbers, target = document.details["numbers"], document.details["target"]
         return [_marks(numbers, target, text) for text in texts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, boxed_answer
-from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -14,15 +14,17 @@ class ExpressionScorer(Scorer):
 
     name = "expression"
 
-    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+    def marks(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Marks]:
         """As `Scorer.marks`; equal wrong answers are recognised as equal."""
         (gold,) = document.gold
-        verdicts = judge.verdicts([Attempt(gold, text) for text in texts])
+        verdicts = checker.verdicts([Attempt(gold, text) for text in texts])
         wrong = [
             boxed_answer(text) if verdict is Verdict.WRONG else None
             for text, verdict in zip(texts, verdicts, strict=True)
         ]
-        same = _representatives([answer for answer in wrong if answer is not None], judge)
+        same = _representatives([answer for answer in wrong if answer is not None], checker)
         found = []
         for answer, verdict in zip(wrong, verdicts, strict=True):
             correct = verdict is Verdict.CORRECT
@@ -31,13 +33,13 @@ class ExpressionScorer(Scorer):
         return found
 
 
-def _representatives(answers: list[str], judge: Judge) -> dict[str, str]:
+def _representatives(answers: list[str], checker: AnswerChecker) -> dict[str, str]:
     """For every answer the first one that equals it."""
     found: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
         known = list(dict.fromkeys(found.values()))
         text = f"\\boxed{{{answer}}}"
-        verdicts = judge.verdicts([Attempt(other, text, AnswerForm.BOXED) for other in known])
+        verdicts = checker.verdicts([Attempt(other, text, AnswerForm.BOXED) for other in known])
         equal = [o for o, v in zip(known, verdicts, strict=True) if v is Verdict.CORRECT]
         found[answer] = equal[0] if equal else answer
     return found

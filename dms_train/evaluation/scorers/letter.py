@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict, final_text
-from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 # A single letter that ends its line, in Markdown or TeX or not.
@@ -18,7 +18,9 @@ class LetterScorer(Scorer):
 
     name = "letter"
 
-    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+    def marks(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Marks]:
         """As `Scorer.marks`."""
         return [_marks(document.gold[0], text) for text in texts]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dms_train.evaluation.answers import Verdict, final_text
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.programs import ProgramTest, passes
-from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.tasks.livecodebench import program_tests
 
@@ -21,13 +21,15 @@ class ProgramScorer(Scorer):
     name = "program"
     runs_code = True
 
-    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+    def marks(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Marks]:
         """As `Scorer.marks`.
 
         Raises:
             EvaluationError: Running code was not allowed, or cannot be limited here.
         """
-        if not judge.allow_code:
+        if not checker.allow_code:
             raise EvaluationError("programs of a model run only with --allow-code")
         tests = program_tests(document)
         return [_marks(text, tests) for text in texts]

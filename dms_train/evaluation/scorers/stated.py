@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, stated_answer, verify_answer
-from dms_train.evaluation.scorers.base import Judge, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -14,7 +14,9 @@ class StatedScorer(Scorer):
 
     name = "stated"
 
-    def marks(self, document: Document, texts: Sequence[str], judge: Judge) -> list[Marks]:
+    def marks(
+        self, document: Document, texts: Sequence[str], checker: AnswerChecker
+    ) -> list[Marks]:
         """As `Scorer.marks`."""
         (gold,) = document.gold
         found = []

@@ -25,7 +25,7 @@ from dms_train.data_prep.arithmetic import (
 from dms_train.data_prep.lab_words import WORDS, decoded
 from dms_train.data_prep.prepare import main
 from dms_train.evaluation.options import TaskOptions
-from dms_train.evaluation.scorers.base import Judge
+from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.registry import task
 
@@ -192,11 +192,11 @@ def test_problems_are_held_out_and_their_answer_is_the_common_root() -> None:
 def test_the_scorer_takes_the_common_root_and_no_other_number(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     assert main(["arithmetic-problems", "--out", str(path), "--problems", "20"]) == 0
-    with Judge() as judge:
+    with AnswerChecker() as checker:
         for document in task("arithmetic").documents(TaskOptions(path=str(path)), lambda _: 0):
             found = roots(coefficients(document.question.split()))
             for x in range(61):
-                (marks,) = all_scorers()["words"].marks(document, [f"! ANS {x} "], judge)
+                (marks,) = all_scorers()["words"].marks(document, [f"! ANS {x} "], checker)
                 assert marks.correct == (all(x in each for each in found.values()),)
                 assert marks.answers == (str(x),)
 

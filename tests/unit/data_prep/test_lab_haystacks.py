@@ -18,7 +18,7 @@ from dms_train.data_prep.lab_variable_tracking import LabVariableTracking
 from dms_train.data_prep.lab_words import WORDS, decoded
 from dms_train.data_prep.prepare import main
 from dms_train.evaluation.options import TaskOptions
-from dms_train.evaluation.scorers.base import Judge
+from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.registry import task
 
@@ -175,7 +175,7 @@ def test_the_scorer_takes_the_answer_and_nothing_near_it(name, answers, tmp_path
     given = ["--out", str(path), "--problems", "10", "--context", "400"]
     assert main([f"{command}-problems", *given, *more]) == 0
     scorer = all_scorers()["words"]
-    with Judge() as judge:
+    with AnswerChecker() as checker:
         for document in task(name).documents(TaskOptions(path=str(path)), lambda _: 0):
             (right,) = answers(document.question)
             words = right.split()
@@ -188,7 +188,7 @@ def test_the_scorer_takes_the_answer_and_nothing_near_it(name, answers, tmp_path
                 [*words, words[-1]],
             ]
             texts = [f"ANS {right}", *(f"ANS {' '.join(each)}" for each in near), right]
-            marks = scorer.marks(document, texts, judge)
+            marks = scorer.marks(document, texts, checker)
             assert [each.correct for each in marks] == [(True,), *[(False,)] * (len(texts) - 1)]
 
 

@@ -14,7 +14,7 @@ import pytest
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import TaskOptions
 from dms_train.evaluation.programs import ProgramTest, passes, same_output
-from dms_train.evaluation.scorers.base import Judge
+from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.program import ProgramScorer
 from dms_train.evaluation.tasks.livecodebench import LiveCodeBench, program_tests
 from dms_train.evaluation.tasks.prompts import render
@@ -41,8 +41,8 @@ def written(source: str) -> str:
 
 
 def verdicts(document, *texts: str) -> list[str]:
-    with Judge(allow_code=True) as judge:
-        return [m.verdict for m in ProgramScorer().marks(document, texts, judge)]
+    with AnswerChecker(allow_code=True) as checker:
+        return [m.verdict for m in ProgramScorer().marks(document, texts, checker)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.id)
@@ -69,8 +69,8 @@ def test_hidden_tests_count():
 
 
 def test_nothing_runs_unless_it_is_allowed():
-    with Judge() as judge, pytest.raises(EvaluationError, match="only with --allow-code"):
-        ProgramScorer().marks(DOCUMENTS[0], [written("print(1)")], judge)
+    with AnswerChecker() as checker, pytest.raises(EvaluationError, match="only with --allow-code"):
+        ProgramScorer().marks(DOCUMENTS[0], [written("print(1)")], checker)
 
 
 FORBIDDEN = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dms_train.evaluation.options import TaskOptions
-from dms_train.evaluation.scorers.base import Judge
+from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.tasks.registry import all_tasks
@@ -29,8 +29,8 @@ FORMS = {
 
 
 @pytest.fixture(scope="module")
-def judge():
-    with Judge(1) as found:
+def checker():
+    with AnswerChecker(1) as found:
         yield found
 
 
@@ -50,11 +50,11 @@ def test_the_forms_are_all():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_gold_answers_of_the_package_are_accepted(name, judge):
+def test_gold_answers_of_the_package_are_accepted(name, checker):
     task = TASKS[name]
     for found in task.documents(TaskOptions(fixture=True), lambda messages: 1):
         text = in_form(task.scorer, found.gold)
-        (marks,) = SCORERS[task.scorer].marks(found, [text], judge)
+        (marks,) = SCORERS[task.scorer].marks(found, [text], checker)
         assert marks.score == 1.0
         assert all(marks.correct)
         assert None not in marks.answers
@@ -64,7 +64,7 @@ def test_gold_answers_of_the_package_are_accepted(name, judge):
     ("name", "file", "rows"),
     [("math500", "math500", 250), ("gsm8k", "gsm8k", 400), ("linear_1d", "linear_1d", 2000)],
 )
-def test_gold_answers_of_published_files_are_accepted(name, file, rows, judge):
+def test_gold_answers_of_published_files_are_accepted(name, file, rows, checker):
     default = Path(__file__).parents[5] / "shared" / "data"
     folder = Path(os.environ.get("DMS_TEST_DATA", default)) / "problems"
     if not folder.is_dir():
@@ -74,7 +74,7 @@ def test_gold_answers_of_published_files_are_accepted(name, file, rows, judge):
     documents = task.documents(options, lambda messages: 1)
     assert len(documents) == rows == len(json.loads(json.dumps([d.id for d in documents])))
     accepted = sum(
-        SCORERS[task.scorer].marks(d, [in_form(task.scorer, d.gold)], judge)[0].score == 1.0
+        SCORERS[task.scorer].marks(d, [in_form(task.scorer, d.gold)], checker)[0].score == 1.0
         for d in documents
     )
     assert accepted == rows
@@ -149,19 +149,19 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("scorer", FORMS)
-def test_wrong_cut_and_malformed_answers_are_refused(scorer, judge):
+def test_wrong_cut_and_malformed_answers_are_refused(scorer, checker):
     cases = [case for case in REFUSED if case[0] == scorer]
     assert len(REFUSED) >= 40
     assert cases
     for _, gold, text in cases:
-        (marks,) = SCORERS[scorer].marks(document(gold), [text], judge)
+        (marks,) = SCORERS[scorer].marks(document(gold), [text], checker)
         assert (marks.score, marks.correct) == (0.0, (False,)), text
 
 
-def test_equal_wrong_expressions_are_one_answer(judge):
+def test_equal_wrong_expressions_are_one_answer(checker):
     boxes = ["\\frac{1}{2}", "0.5", "7", "\\frac{2}{4}", "3", "7.0", "\\sqrt{9}"]
     texts = [f"</think>$\\boxed{{{box}}}$" for box in boxes] + ["<think>", "</think>nothing"]
-    marks = SCORERS["expression"].marks(document("7"), texts, judge)
+    marks = SCORERS["expression"].marks(document("7"), texts, checker)
     assert [mark.answers[0] for mark in marks] == [
         *("\\frac{1}{2}", "\\frac{1}{2}", "7", "\\frac{1}{2}", "3", "7", "3", None, None)
     ]
@@ -172,28 +172,28 @@ def test_equal_wrong_expressions_are_one_answer(judge):
     assert [mark.verdict for mark in marks[-2:]] == ["unfinished", "no_answer"]
 
 
-def test_stated_numbers_are_one_answer_however_they_are_written(judge):
+def test_stated_numbers_are_one_answer_however_they_are_written(checker):
     texts = ["The final answer is 1,200", "The final answer is $1200.00", "The final answer is 12"]
-    marks = SCORERS["stated"].marks(document("1200"), texts, judge)
+    marks = SCORERS["stated"].marks(document("1200"), texts, checker)
     assert [mark.answers[0] for mark in marks] == ["1200", "1200", "12"]
 
 
-def test_letters_are_found_in_markdown_and_tex(judge):
+def test_letters_are_found_in_markdown_and_tex(checker):
     for text in ("Answer: B", "**Answer: B**", "Answer: (B).", "So.\nAnswer: $B$ \n"):
-        (marks,) = SCORERS["letter"].marks(document("B"), [text], judge)
+        (marks,) = SCORERS["letter"].marks(document("B"), [text], checker)
         assert marks.correct == (True,), text
 
 
-def test_a_sheet_counts_each_problem(judge):
+def test_a_sheet_counts_each_problem(checker):
     text = "The final answer is 1.\nThe final answer is 9.\n"
-    (marks,) = SCORERS["sheet"].marks(document("1", "2", "3"), [text], judge)
+    (marks,) = SCORERS["sheet"].marks(document("1", "2", "3"), [text], checker)
     assert marks.correct == (True, False, False)
     assert marks.answers == ("1", "9", None)
     assert marks.score == pytest.approx(1 / 3)
 
 
-def test_references_count_each(judge):
-    (marks,) = SCORERS["contains"].marks(document("ABCDE", "FGHIJ"), ["abcde, X"], judge)
+def test_references_count_each(checker):
+    (marks,) = SCORERS["contains"].marks(document("ABCDE", "FGHIJ"), ["abcde, X"], checker)
     assert marks.score == 0.5
 
 
@@ -210,11 +210,11 @@ def test_references_count_each(judge):
         ([3, 5, 2], 4, "3 - 5 , 2 + 2"),  # below 1
     ],
 )
-def test_countdown_is_played_again(judge, numbers, target, answer):
+def test_countdown_is_played_again(checker, numbers, target, answer):
     found = Document(
         id="0", question="q", gold=("-",), details={"numbers": numbers, "target": target}
     )
-    (marks,) = SCORERS["countdown"].marks(found, [f"! ANS {answer}"], judge)
+    (marks,) = SCORERS["countdown"].marks(found, [f"! ANS {answer}"], checker)
     assert marks.correct == (answer in ("4 * 3 , 12 - 1 , 4 * 11", "20 / 5 , 4 * 3 , 12 - 2"),)
 
 
@@ -234,8 +234,8 @@ def test_countdown_is_played_again(judge, numbers, target, answer):
         ("", (False, False)),
     ],
 )
-def test_words_are_compared_part_by_part(judge, text, correct):
-    (marks,) = SCORERS["words"].marks(document("7 3", "4"), [text], judge)
+def test_words_are_compared_part_by_part(checker, text, correct):
+    (marks,) = SCORERS["words"].marks(document("7 3", "4"), [text], checker)
     assert marks.correct == correct
     assert (marks.verdict == "correct") == all(correct)
     assert (marks.verdict == "no_answer") == (marks.answers == (None, None))
