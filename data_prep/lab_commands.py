@@ -72,7 +72,7 @@ def _add_haystacks(commands: Commands, shared: Parser) -> None:
         run=lambda args: _write_documents(args, lab_niah.LabNiah(context=args.context))
     )
     problems = _problems(commands, "lab-niah", "needle")
-    _add_context(problems)
+    _add_context(problems, "tokens of a prompt and its answer")
     problems.add_argument("--needles", type=count, default=1, help="in each text (%(default)s)")
     problems.set_defaults(run=_run_niah_problems)
     name = "lab-variable-tracking"
@@ -84,18 +84,18 @@ def _add_haystacks(commands: Commands, shared: Parser) -> None:
         )
     )
     problems = _problems(commands, name, "variable tracking")
-    _add_context(problems)
+    _add_context(problems, "tokens of a prompt and its answer")
     add = problems.add_argument
-    add(
-        "--chains", type=count, default=lab_variable_tracking.MOST_ASSIGNMENTS, help="(%(default)s)"
-    )
-    add("--hops", type=int, choices=range(lab_variable_tracking.MOST_HOPS + 1), default=0)
+    most = lab_variable_tracking.MOST_ASSIGNMENTS
+    add("--chains", type=count, default=most, help="of assignments in a text (%(default)s)")
+    hops = range(lab_variable_tracking.MOST_HOPS + 1)
+    told = "assignments behind the first of a chain (%(default)s)"
+    add("--hops", type=int, choices=hops, default=0, help=told)
     problems.set_defaults(run=_run_variable_problems)
 
 
-def _add_context(parser: Parser) -> None:
-    told = "most tokens of a document (%(default)s)"
-    parser.add_argument("--context", type=count, default=2048, help=told)
+def _add_context(parser: Parser, what: str = "most tokens of a document") -> None:
+    parser.add_argument("--context", type=count, default=2048, help=f"{what} (%(default)s)")
 
 
 def _documents(

@@ -135,8 +135,11 @@ class BatchSource:
         return self._global_batch_size // (self._micro_batch_size * self._size)
 
     def read_ahead(self, first_sample: int) -> None:
-        """Keep the microbatches that the next call asks for; that call reports an error."""
-        with suppress(DataError):
+        """Keep the microbatches that the next call asks for.
+
+        An error is left to that call, which reads again, so that the step under way is finished.
+        """
+        with suppress(Exception):
             self._ahead = first_sample, self._read(first_sample)
 
     def microbatches(self, first_sample: int) -> list[Batch]:

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -97,13 +98,15 @@ def main() -> None:
         listening.settimeout(10)
         parent = os.getppid()
         while os.getppid() == parent:
-            with contextlib.suppress(TimeoutError):
+            try:
                 connection = listening.accept()[0]
                 request, streams = _receive(connection)
-                pid = os.fork()
-                if pid == 0:
-                    break
-                _answer(connection, pid, streams)
+            except (OSError, ValueError):  # nobody has asked, or has left before
+                continue
+            pid = os.fork()
+            if pid == 0:
+                break
+            _answer(connection, pid, streams)
         else:
             return
     connection.close()
@@ -117,13 +120,34 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _answer(connection: socket.socket, pid: int, streams: list[int]) -> None:
-    """The id of the process, and its exit code when it has ended."""
+    """The id of the process, and its exit code; who has asked may end it by leaving."""
     for stream in streams:
         os.close(stream)
-    with connection, contextlib.suppress(BrokenPipeError):  # nobody may wait any more
+    with contextlib.suppress(OSError):
         connection.sendall(pid.to_bytes(8))
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        connection.sendall(code.to_bytes(8, signed=True))
+    status = None
+    while status is None:
+        ended, found = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            status = found
+        elif _has_left(connection):
+            for end in (os.killpg, os.kill):  # its group, which it may not have made yet
+                with contextlib.suppress(ProcessLookupError):
+                    end(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+    with connection, contextlib.suppress(OSError):
+        connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, signed=True))
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Whether the other end is closed, after a moment."""
+    connection.settimeout(0.02)
+    try:
+        return not connection.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:

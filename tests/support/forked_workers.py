@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-import torch._dynamo  # noqa: F401 - every optimizer imports it
 import torch.distributed as dist
 
 from tests.support import launch

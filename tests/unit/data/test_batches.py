@@ -67,6 +67,10 @@ def test_what_was_read_ahead_is_what_would_be_read() -> None:
         assert data.reads == reads
         for one, other in zip(found, source().microbatches(first), strict=True):
             assert all(torch.equal(*pair) for pair in zip(one[:4], other[:4], strict=True))
+    ahead.read_ahead(16)
+    for first in (0, 16):  # another global batch is read, and what was kept is forgotten
+        assert ahead.microbatches(first)[0].samples[0] == first
+    assert data.reads == 48 + 3 * 16
     ahead.read_ahead(48)  # past the end, as after the last step
     with pytest.raises(DataError, match="samples 48 to 63"):
         ahead.microbatches(48)

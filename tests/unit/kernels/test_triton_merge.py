@@ -19,7 +19,7 @@ from dms_train.method.dmc.merge import merge
 from dms_train.method.layer import Heads
 from dms_train.method.noise import LayerNoise
 from dms_train.method.spec import PRESETS
-from tests.support.eviction_channel_cases import layer_pass
+from tests.support.eviction_channel_cases import documents, layer_pass
 from tests.support.live_memory import saved_bytes
 
 
@@ -43,6 +43,31 @@ def test_states_and_gradients(s: int, d: int, width: int, hard: bool) -> None:
         results.append([*states, *(torch.zeros_like(x) if y is None else y for x, y in pairs)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_a_layer_of_kernels_computes_what_the_layer_of_torch_computes(packed: bool) -> None:
+    spec, s, b, g, r, d = PRESETS["dmc"].override(alpha_offset=0.5), 37, 2, 3, 2, 8
+    draws = torch.Generator().manual_seed(3)
+    shapes = ((s, b, g, r, d), (s, b, g, d), (s, b, g, d))
+    given = [torch.randn(shape, generator=draws) for shape in shapes]
+    noise = LayerNoise(torch.tensor([5, -9]), 4, 2)
+    where = documents(s, torch.device("cpu"))[0] if packed else None
+    results = []
+    for kernels, dtype in (
+        (Kernels(triton_decide.decide_merges, triton_merge.merge), torch.float32),
+        (None, torch.float64),
+    ):
+        inputs = [x.to(dtype).requires_grad_() for x in given]
+        layer = DMCLayer(spec, kernels)
+        heads, decided = layer.prepare(Heads(*inputs), layer_pass(noise, where, g))
+        assert decided is not None
+        found = [*heads, decided.log_keep, decided.stats[:, :3]]
+        draws = torch.Generator().manual_seed(4)
+        loss = sum((x * torch.randn(x.shape, generator=draws)).sum() for x in found)
+        results.append([*found, *torch.autograd.grad(loss, inputs)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])

@@ -112,8 +112,10 @@ def test_the_host_reads_the_totals_once_and_before_the_update(
     monkeypatch.setattr(
         engine._optimizer, "step_with_ready_grads", lambda: order.append("update") or update()
     )
-    assert not step(engine, 0).skipped
-    assert order == ["totals", "update"]
+    plan = StepPlan(loss="lm")
+    done = engine.train_step(plan, [tiny.batch(0)], lambda: order.append("meanwhile"))
+    assert not done.skipped
+    assert order == ["meanwhile", "totals", "update"]
 
 
 def test_the_host_works_after_the_gradients_and_before_the_update(
