@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -40,7 +41,7 @@ from dms_train.inference.policies.registry import AUTO, policy_names
 from dms_train.observe.processes import end_with_parent
 
 UNFINISHED = 3
-_GRACE = 25.0  # seconds that commands have to save and leave
+_GRACE = 40.0  # seconds that commands have to save and leave; torchrun gives its ranks 30
 _POLL = 0.1
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 Value = TypeVar("Value")
@@ -122,7 +123,7 @@ class Lab:
     def _missing(self, step: Step) -> list[str] | None:
         """The command of a step; None when it has finished."""
         words, mark = step.words(), self._mark(step.name)
-        if not mark.is_file():
+        if step.repeats or not mark.is_file():
             return words
         if mark.read_text("utf-8").strip() != as_text(words):
             raise EvaluationError(
@@ -156,14 +157,16 @@ class _Running:
     ) -> None:
         self.words, self.place, self._log, self._since = words, place, log, time.monotonic()
         several = [] if ranks == 1 else [*_TORCHRUN, str(ranks)]
-        visible = {} if place is None or several else {"CUDA_VISIBLE_DEVICES": place}
+        visible = {} if several else {"CUDA_VISIBLE_DEVICES": place or ""}
+        # torchrun must be asked, so that it ends its ranks, which are in sessions of their own
+        end = partial(end_with_parent, signal.SIGTERM) if several else end_with_parent
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, *several, *words],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **visible},
-                preexec_fn=end_with_parent,
+                preexec_fn=end,
             )
 
     @property
@@ -235,16 +238,16 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _gpus() -> tuple[str, ...]:
     """What `CUDA_VISIBLE_DEVICES` calls the GPUs that this process sees."""
-    numbers = ",".join(map(str, range(torch.cuda.device_count())))
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", numbers)
-    return tuple(name for name in named.split(",") if name)
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return tuple(name.strip() for name in named.split(","))[:count]
 
 
 def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     check_policies(settings.scale)
     gpus = _gpus()[: settings.gpus]
-    lab = Lab(settings.root, args.jobs or (4 if gpus else 1), gpus, args.seconds)
+    lab = Lab(settings.root, args.jobs or (settings.scale.jobs if gpus else 1), gpus, args.seconds)
     with _sigterm_ends(lab):
         finished = lab.run(steps(settings))
     if not finished:
@@ -320,9 +323,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_list_of(_choice(policies)),
         help="that the teacher is evaluated with, such as tova,quest",
     )
-    add("--device", default="auto", help="auto (all visible GPUs), cpu or cuda")
+    kinds = ("auto", "cpu", "cuda")
+    add("--device", choices=kinds, default="auto", help="auto takes all visible GPUs")
     add("--rows", type=_count, default=256, help="chains in the cache together (%(default)s)")
-    add("--jobs", type=_count, help="commands at the same time (4 on each GPU, 1 on a CPU)")
+    add(
+        "--jobs",
+        type=_count,
+        help="commands on each GPU (4, for l 1), or on the CPU (1)",
+    )
     add("--workers", type=_count, default=os.cpu_count() or 1, help="that make data (%(default)s)")
     return parser
 

@@ -69,6 +69,7 @@ class Scale:
         problems: Documents of an evaluation.
         compared_problems: The first of them, for one chain with each policy and variant.
         lengths: Generated tokens of a chain, in units of 1,024.
+        jobs: Commands that have room on a GPU of 140 GB.
         widths: Chains of a problem.
         teacher: Further overrides of the teacher's experiment.
         retrofit: Likewise of the retrofits.
@@ -90,6 +91,7 @@ class Scale:
     problems: int = 400
     compared_problems: int = 400
     lengths: tuple[float, ...]
+    jobs: int = 4
     widths: tuple[int, ...] = (1, 2, 4)
     teacher: tuple[str, ...] = ()
     retrofit: tuple[str, ...] = ()
@@ -121,6 +123,7 @@ SCALES = {
         documents=23_500,
         long_documents=23_500,
         problems=200,
+        jobs=1,
         lengths=(1, 2, 4, 6, 8),
     ),
     "toy": Scale(

@@ -68,12 +68,14 @@ class Step:
         words: Arguments of python; called when the steps that it needs have finished.
         needs: Names of those steps.
         ranks: Processes, one for each GPU that it takes; 1 shares a GPU with other commands.
+        repeats: Whether every call runs it.
     """
 
     name: str
     words: Callable[[], list[str]]
     needs: tuple[str, ...] = ()
     ranks: int = 1
+    repeats: bool = False
 
 
 def steps(settings: Settings) -> list[Step]:
@@ -90,6 +92,7 @@ def steps(settings: Settings) -> list[Step]:
         name="report",
         words=lambda: _report(settings),
         needs=tuple(step.name for step in evaluated),
+        repeats=True,
     )
     made = [step for task in settings.tasks for step in _data(settings, task)]
     return [*made, _teacher(settings), *trained, *variants, *evaluated, report]
@@ -151,12 +154,18 @@ def _teacher(settings: Settings) -> Step:
         f"run.dir={root}/teacher",
         *scale.teacher,
     ]
-    ranks = max(1, settings.gpus)
-    if ranks > 1:
-        batch = compose(words[len(_TRAIN) :]).data.micro_batch_size
-        words.append(f"data.micro_batch_size={max(1, batch // ranks)}")
+    ranks = 1
+    if settings.gpus > 1:
+        data = compose(words[len(_TRAIN) :]).data
+        ranks = _largest_divisor(data.global_batch_size, settings.gpus)
+        own = data.global_batch_size // ranks
+        words.append(f"data.micro_batch_size={_largest_divisor(own, data.micro_batch_size)}")
     needs = _needed(settings, "data")
     return Step(name="teacher", words=lambda: words, needs=needs, ranks=ranks)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
 def _retrofits(settings: Settings, seed: int) -> list[Step]:
@@ -311,14 +320,10 @@ def budget_of(settings: Settings, task: str, cr: int) -> int:
 
 def _report(settings: Settings) -> list[str]:
     """Of everything but variants of the same method, whose points would lie on one line."""
-    root, first = settings.root, f"cr{settings.scale.retrofits[0].cr}"
-    left_out = {
-        _results(settings, task, f"seed{settings.seeds[0]}_{name}_{first}")
-        for task in settings.tasks
-        for name in settings.also
-        if VARIANTS[name].experiment == "lab_retrofit"
-    }
-    runs = sorted({path.parent for path in (root / "eval").glob("*/summary.json")} - left_out)
+    root = settings.root
+    names = [n for n, variant in VARIANTS.items() if variant.experiment == "lab_retrofit"]
+    found = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
+    runs = [path for path in found if not any(f"_{name}_cr" in path.name for name in names)]
     output = ["--output", str(root / "report.html"), "--figures", str(root / "figures")]
     return [*_EVALUATE, "report", *map(str, runs), *output]
 

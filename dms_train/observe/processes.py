@@ -41,10 +41,10 @@ def has_ended(marked: str) -> bool:
     return fields[0] in _ENDED or fields[_START_TIME] != start
 
 
-def end_with_parent() -> None:
-    """Let Linux kill this process when its parent ends in any way, also while it is stuck."""
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let Linux signal this process when its parent ends in any way, also while it is stuck."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _machine() -> str:

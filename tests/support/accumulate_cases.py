@@ -29,7 +29,7 @@ def worst_state(spec: DMCSpec, device: torch.device, *, normed: bool, length: in
         norms = HeadNorms(*(1 + torch.rand(2, D, generator=draw).to(device)), 1e-6)
     rows = torch.tensor([3, -1, 1], device=device)
     # what an earlier sequence has left there must not matter
-    left = torch.full((ROWS, H, spec.merge_window - 1, D), 7.0, device=device)
+    left = torch.full((ROWS, H, spec.merge_window - 1, D), torch.nan, device=device)
     newest = Newest(left, left.clone(), torch.ones(ROWS, H, spec.merge_window - 1, 2).to(device))
     merging = Merging(
         spec.channel % D, spec.alpha_scale, spec.alpha_offset, spec.importance_offset, 1e-6,

@@ -22,8 +22,9 @@ def reads_within(trace: KVTrace, tokens: int) -> float:
 
 
 def peak_within(trace: KVTrace, tokens: int) -> float:
-    """Most tokens that a chain of at least one token held, cut off likewise."""
-    return trace.live_tokens[:tokens].max().item()
+    """Most tokens that a chain held, cut off likewise; 0 for a chain without tokens."""
+    kept = trace.live_tokens[:tokens]
+    return kept.max().item() if len(kept) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def joint_peaks(
     Returns:
         [chains][limits]: entry i is about the first i + 1 chains.
     """
-    steps = max(len(trace.live_tokens) for trace in traces)
+    steps = max(1, *(len(trace.live_tokens) for trace in traces))
     held = torch.zeros(len(traces), steps, dtype=torch.float64)
     prompt = torch.zeros(len(traces), steps, dtype=torch.float64)
     settled = torch.arange(steps).clamp(max=(window or 0) + 1)

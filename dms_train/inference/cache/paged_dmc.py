@@ -114,8 +114,8 @@ class DMCPagedCache(PagedKVCache):
             name: x[layer, rows[:, None], :, number % size].transpose(1, 2)
             for name, x in zip(names, stored, strict=True)
         }
-        absent = (number < 0)[:, None, :, None]
-        lists["weights"] = lists["weights"].masked_fill(absent, 0.0)
+        absent = (number < 0)[:, None, :, None]  # what an earlier request has left there
+        lists = {name: x.masked_fill(absent, 0.0) for name, x in lists.items()}
         merged = step.replaced(*self.policy.accumulate(step.projected(), lists))
         at = (step.position.amax(1, keepdim=True) + 1 + place) % size
         for name, x in zip(names, stored, strict=True):

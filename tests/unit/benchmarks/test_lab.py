@@ -220,6 +220,49 @@ def test_a_signal_while_a_command_starts_is_not_lost(tmp_path: Path) -> None:
         process.kill()
 
 
+RANK = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_rank_outlives_the_lab(tmp_path: Path) -> None:
+    """torchrun starts the ranks of a step in sessions of their own."""
+    (tmp_path / "rank.py").write_text(RANK)
+    program = (
+        "import pathlib, sys; from benchmarks.lab import __main__ as lab;"
+        "lab._Running(sys.argv[1:3], pathlib.Path(sys.argv[2], 'log'), '0', ranks=2)"
+        "._process.wait()"
+    )
+    words = [str(tmp_path / "rank.py"), str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-c", program, *words])
+    files = [tmp_path / number for number in "01"]
+    wait_until(lambda: all(f.exists() and f.read_text() for f in files), process)
+    marks = [mark(int(file.read_text())) for file in files]
+    process.kill()
+    process.wait()
+    wait_until(lambda: all(map(has_ended, marks)))
+
+
+def test_a_step_that_repeats_runs_with_other_words(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        words = ["-c", f"import pathlib; pathlib.Path({str(tmp_path / text)!r}).touch()"]
+        step = Step(name="report", words=lambda words=words: words, repeats=True)
+        assert lab.Lab(tmp_path / "root", 1).run([step])
+        assert (tmp_path / text).exists()
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 7, 8, 12])
+def test_the_teacher_takes_as_many_gpus_as_divide_its_batch(tmp_path: Path, gpus: int) -> None:
+    settings = lab._settings(lab._parser().parse_args(["s", "--folder", str(tmp_path)]))
+    teacher = next(s for s in steps(replace(settings, gpus=gpus)) if s.name == "teacher")
+    assert teacher.ranks == {2: 2, 3: 2, 7: 4, 8: 8, 12: 8}[gpus]
+    config = compose(teacher.words()[2:])
+    check(config, world_size=teacher.ranks, architecture=config.model.architecture)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

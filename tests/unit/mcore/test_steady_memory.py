@@ -24,7 +24,7 @@ def objects() -> tuple[Counter[str], int]:
     storages = {
         storage.data_ptr(): storage.nbytes()
         for each in found
-        if isinstance(each, torch.Tensor)
+        if type(each) in (torch.Tensor, torch.nn.Parameter)  # none of a tracer, without memory
         for storage in [each.untyped_storage()]
     }
     return Counter(type(each).__name__ for each in found), sum(storages.values())
@@ -48,6 +48,6 @@ def test_steps_and_evaluations_keep_no_object(build: Callable[..., McoreEngine])
     before, held = objects()
     run(WARM, WARM + STEPS)
     after, holds = objects()
-    assert holds == held
+    assert holds <= held  # earlier tests may have left some that go
     more = after - before
     assert more.total() < STEPS, more  # less than one a step

@@ -47,6 +47,13 @@ def chains(directory, prompt, n, tokens, *, temperature=1.0, rows=8, **options):
     return found
 
 
+def test_a_chain_without_tokens_costs_nothing() -> None:
+    empty = torch.zeros(0, dtype=torch.float64)
+    nothing = KVTrace(kv_reads=empty, live_tokens=empty)
+    assert reads_within(nothing, 5) == peak_within(nothing, 5) == 0
+    assert joint_peaks([nothing, nothing], [3, 5], window=2)[1][1].separate == 0
+
+
 def test_the_worked_example_of_a_model_without_compression(folder):
     """Four tokens of prompt, three generated: passes at positions 4 and 5 attend to 5 and 6."""
     found = chains(folder("llama", None), [5, 6, 7, 8], 1, 3, temperature=0.0)
