@@ -41,6 +41,6 @@ def test_the_whole_campaign(tmp_path: Path) -> None:
         disk = results["disk full for 15 steps"]
         assert disk["faults"] >= 1
         assert disk["finished"]
-    assert results["a rank whose disk does not answer"]["named"] == "rank 2, after step 33"
+    assert results["a rank whose disk does not answer"]["named"] == "rank 2, after step 32"
     assert results["NaN gradients on one rank, and a kill"]["skipped"] == [24, 31]
     assert {name for name, result in results.items() if result["difference"] > BAR} == set()
