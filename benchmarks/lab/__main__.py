@@ -99,7 +99,7 @@ class Lab:
         self._told = number
 
     def _start(self, waiting: list[Step], done: set[str], running: dict[str, _Running]) -> None:
-        """Start the first steps that have what they need, while there is room."""
+        """Start the first steps that have what they need, as many as run at the same time."""
         for step in [step for step in waiting if done.issuperset(step.needs)]:
             if not self._free:
                 return

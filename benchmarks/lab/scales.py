@@ -69,7 +69,7 @@ class Scale:
         problems: Documents of an evaluation.
         compared_problems: The first of them, for one chain with each policy and variant.
         lengths: Generated tokens of a chain, in units of 1,024.
-        jobs: Commands that have room on a GPU of 140 GB.
+        jobs: Commands that fit into the memory of a GPU of 140 GB together.
         widths: Chains of a problem.
         teacher: Further overrides of the teacher's experiment.
         retrofit: Likewise of the retrofits.

@@ -88,7 +88,9 @@ def start(
     }
     (folder / "config.json").write_text(json.dumps(config))
     sizes: dict[str, Any] = {
-        "cudagraph_capture_sizes": [1 << power for power in range(sequences.bit_length())]
+        "cudagraph_capture_sizes": sorted(
+            {1 << power for power in range(sequences.bit_length())} | {sequences}
+        )
     }
     if not compiled:
         sizes |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

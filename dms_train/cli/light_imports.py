@@ -1,4 +1,4 @@
-"""Torch and megatron-core without what they import and no command uses: half of a start.
+"""Imports of torch and megatron-core without modules that they import and no command uses.
 
 Torch imports Dynamo to keep it out of optimizers and of some other functions. `megatron.core`
 decorates functions with `torch.compile`, which imports Dynamo and Inductor, and looks for wandb and
@@ -21,16 +21,16 @@ _DYNAMO = "torch._dynamo"
 _TRACKERS = ("wandb", "torch.utils.tensorboard")
 
 
-def import_lightly() -> None:
-    """Let the first imports of torch and megatron-core in this process be light ones.
+def skip_unused_imports() -> None:
+    """Have the first imports of torch and megatron-core in this process skip what is not used.
 
     Dynamo stays out until something is compiled: functions of megatron-core are compiled by their
     first call. Megatron-core does not find wandb and TensorBoard; others do.
     """
     known = {finder.name for finder in sys.meta_path if isinstance(finder, _Finder)}
-    for name, lightly in _LIGHTLY.items():
+    for name, context in _CONTEXTS.items():
         if name not in known and name not in sys.modules:
-            sys.meta_path.insert(0, _Finder(name, lightly))
+            sys.meta_path.insert(0, _Finder(name, context))
 
 
 class _Finder(MetaPathFinder):
@@ -51,11 +51,11 @@ class _Finder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_lightly(module: ModuleType) -> None:
+            def execute_in_context(module: ModuleType) -> None:
                 with self._context(module):
                     execute(module)
 
-            spec.loader.exec_module = execute_lightly  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_in_context  # type: ignore[method-assign]
         return spec
 
 
@@ -133,7 +133,7 @@ def _compiled_by_first_call(at_once: Callable[..., Any]) -> Callable[..., Any]:
     return compile_later
 
 
-_LIGHTLY: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
+_CONTEXTS: dict[str, Callable[[ModuleType], AbstractContextManager[None]]] = {
     "torch._compile": _light_disabling,
     "torch.optim.optimizer": _light_optimizers,
     "megatron.core": _light_megatron,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dms_train.cli.light_imports import import_lightly
+from dms_train.cli.light_imports import skip_unused_imports
 
-import_lightly()
+skip_unused_imports()

@@ -101,7 +101,7 @@ def main() -> None:
             try:
                 connection = listening.accept()[0]
                 request, streams = _receive(connection)
-            except (OSError, ValueError):  # nobody has asked, or has left before
+            except (OSError, ValueError):  # no request, or a client that closed its end
                 continue
             pid = os.fork()
             if pid == 0:
@@ -120,7 +120,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _answer(connection: socket.socket, pid: int, streams: list[int]) -> None:
-    """The id of the process, and its exit code; who has asked may end it by leaving."""
+    """Send the id of the process and its exit code; kill it when the client closes its end."""
     for stream in streams:
         os.close(stream)
     with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def _answer(connection: socket.socket, pid: int, streams: list[int]) -> None:
         ended, found = os.waitpid(pid, os.WNOHANG)
         if ended:
             status = found
-        elif _has_left(connection):
+        elif _is_closed(connection):
             for end in (os.killpg, os.kill):  # its group, which it may not have made yet
                 with contextlib.suppress(ProcessLookupError):
                     end(pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def _answer(connection: socket.socket, pid: int, streams: list[int]) -> None:
         connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, signed=True))
 
 
-def _has_left(connection: socket.socket) -> bool:
+def _is_closed(connection: socket.socket) -> bool:
     """Whether the other end is closed, after a moment."""
     connection.settimeout(0.02)
     try:

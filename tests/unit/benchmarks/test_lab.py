@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab import __main__ as lab
-from benchmarks.lab.scales import SCALES
+from benchmarks.lab.scales import SCALES, VARIANTS
 from benchmarks.lab.steps import Settings, Step, as_text, steps
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
@@ -327,14 +327,14 @@ def test_the_commands_of_every_scale_compose(
         root=tmp_path,
         tasks=tasks,
         seeds=(1, 2),
-        also=("immediate", "dmc"),
+        also=tuple(VARIANTS),
         device="cpu",
         gpus=2,
         rows=64,
         workers=1,
     )
     found = before_evaluations(settings)
-    trained = 1 + 2 * 3 + 2
+    trained = 1 + 2 * 3 + len(VARIANTS)
     assert len({step.name for step in found}) == len(found) == (3 + trained) * len(tasks) + trained
     known: set[str] = set()
     for step in found:  # every step stands behind those that it needs

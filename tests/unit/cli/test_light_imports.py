@@ -26,8 +26,8 @@ assert torch.compile.__module__ == "torch"
 """
 STEPS = """
 import sys
-from dms_train.cli.light_imports import import_lightly
-import_lightly()
+from dms_train.cli.light_imports import skip_unused_imports
+skip_unused_imports()
 import torch
 
 def run(**options):
