@@ -3,7 +3,7 @@
     python -m benchmarks.lab s --seconds 570
 
 makes data of Countdown (`--tasks` makes a mixture), pretrains the teacher
-`experiment=lab_teacher_s`, retrofits it to CR 4, 8 and 16 one after the other, evaluates all of
+`experiment=lab_teacher_s`, retrofits it to CR 4, 8, 16 and 32 one after the other, evaluates all of
 them with `dms-eval` (every length with every number of chains), evaluates the teacher with cache
 policies that get as many tokens as the retrofitted models hold, and writes `dms-eval report`. Every
 step is a command of this project, in a process of its own; its output goes to FOLDER/logs.
@@ -61,6 +61,8 @@ class Lab:
         self, root: Path, jobs: int, gpus: tuple[str, ...] = (), seconds: float | None = None
     ) -> None:
         self._root = root
+        cores = os.cpu_count() or 1
+        self._threads = 1 if gpus else max(1, cores // jobs)
         self._free = [gpu for _ in range(jobs) for gpu in gpus or (None,)]
         self._end = None if seconds is None else time.monotonic() + seconds
         self._told: int | None = None
@@ -111,7 +113,7 @@ class Lab:
             place = max(self._free, key=self._free.count)  # the GPU with the fewest commands
             self._free.remove(place)
             log = self._root / "logs" / f"{step.name}.log"
-            running[step.name] = _Running(words, log, place, step.ranks)
+            running[step.name] = _Running(words, log, place, step.ranks, self._threads)
             print(f"{step.name}: started", flush=True)
 
     def _is_over(self) -> bool:
@@ -150,10 +152,16 @@ class _Running:
         log: Where its output goes.
         place: The GPU that it was given; None on a CPU.
         ranks: Processes of it; several see all GPUs.
+        threads: Of the host that torch takes in each, unless `OMP_NUM_THREADS` is set.
     """
 
     def __init__(
-        self, words: list[str], log: Path, place: str | None = None, ranks: int = 1
+        self,
+        words: list[str],
+        log: Path,
+        place: str | None = None,
+        ranks: int = 1,
+        threads: int = 1,
     ) -> None:
         self.words, self.place, self._log, self._since = words, place, log, time.monotonic()
         several = [] if ranks == 1 else [*_TORCHRUN, str(ranks)]
@@ -165,7 +173,7 @@ class _Running:
                 [sys.executable, *several, *words],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **visible},
+                env={"OMP_NUM_THREADS": str(threads), **os.environ, **visible},
                 preexec_fn=end,
             )
 

@@ -85,6 +85,7 @@ class Scale:
         Retrofit(cr=4, steps_per_cr=100),
         Retrofit(cr=8, steps_per_cr=75),
         Retrofit(cr=16, steps_per_cr=40),
+        Retrofit(cr=32, steps_per_cr=20),
     )
     policies: tuple[str, ...] = ("window", "streaming_llm", "h2o", "tova", "r_kv", "quest")
     budget_ratios: tuple[int, ...] = (4, 8)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -31,6 +32,21 @@ def require_device(device: str) -> None:
         raise InferenceError(f"device={device}: GPUs here are numbered from 0 to {count - 1}")
 
 
-def launches_on(device: str) -> AbstractContextManager[None]:
-    """Has kernels launched on a GPU such as `cuda:1`; `cuda` is the one that is current."""
-    return nullcontext() if torch.device(device).index is None else torch.cuda.device(device)
+@contextmanager
+def launches_on(device: str) -> Iterator[None]:
+    """Has kernels launched on a GPU such as `cuda:1`, while torch takes one thread of the host.
+
+    `cuda` is the GPU that is current. What is left for the host is small, and every operation on
+    more than 32,768 numbers would wait for a thread on each core, where threads of other processes
+    may be running. On `cpu` nothing changes.
+    """
+    found, threads = torch.device(device), torch.get_num_threads()
+    if found.type == "cpu":
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        with nullcontext() if found.index is None else torch.cuda.device(found):
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -118,12 +118,13 @@ import os, pathlib, sys, time
 mine, *needed = map(pathlib.Path, sys.argv[1:])
 assert all(path.exists() for path in needed)
 time.sleep(0.3)
-mine.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+mine.write_text(" ".join(map(os.environ.get, ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"))))
 """
 
 
 def test_a_step_waits_for_those_that_it_needs_and_gets_a_gpu(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     first, second, last = (tmp_path / name for name in ("first", "second", "last"))
 
     def step(path: Path, *needed: Path) -> Step:
@@ -132,7 +133,7 @@ def test_a_step_waits_for_those_that_it_needs_and_gets_a_gpu(tmp_path: Path, mon
 
     found = [step(last, first, second), step(first), step(second)]
     assert lab.Lab(tmp_path / "root", 2, ("4", "7")).run(found)
-    assert {first.read_text(), second.read_text()} == {"4", "7"}
+    assert {first.read_text(), second.read_text()} == {"4 1", "7 1"}
     assert last.exists()
 
 
@@ -334,7 +335,7 @@ def test_the_commands_of_every_scale_compose(
         workers=1,
     )
     found = before_evaluations(settings)
-    trained = 1 + 2 * 3 + len(VARIANTS)
+    trained = 1 + 2 * len(SCALES[scale].retrofits) + len(VARIANTS)
     assert len({step.name for step in found}) == len(found) == (3 + trained) * len(tasks) + trained
     known: set[str] = set()
     for step in found:  # every step stands behind those that it needs
