@@ -46,9 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests use triton, it has been imported by now."""
     if "triton" in sys.modules and not torch.cuda.is_available():
-        from tests.support.interpreter import leave_out_idle_work
+        from tests.support.interpreter import leave_out_idle_work, round_fp8_to_nearest
 
         leave_out_idle_work()
+        round_fp8_to_nearest()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

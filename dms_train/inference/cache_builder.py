@@ -86,6 +86,9 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
         obstacle = f"triton does not run on {options.device}"
     elif options.page_slots & (options.page_slots - 1):
         obstacle = f"page_slots={options.page_slots} is not a power of two"
+    elif isinstance(policy, DMCPolicy) and not paged_dmc.supported(policy):
+        spec = policy.spec
+        obstacle = f"the kernels do not merge heads={spec.heads} merge_window={spec.merge_window}"
     elif model.spec is not None and model.spec.kind != "dms" and not paged_dmc.supported(policy):
         obstacle = f"the kernels do not clear the channels that {model.spec.kind} borrows"
     else:
@@ -189,7 +192,8 @@ def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
     rows = torch.arange(b, device=device)
     model.decoder(TokenBatch.rectangular(torch.zeros_like(position), position, rows), cache)
     peak = torch.cuda.max_memory_allocated(device) - before
-    tables = cache.table_bytes
+    # what describes the rows, and as many snapshots of them
+    tables = cache.table_bytes + options.max_num_seqs * cache.snapshot_bytes
     del cache
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -119,7 +119,7 @@ def _attention(
     if plan.eviction != "none":
         omega = torch.sigmoid(weighing + spec.importance_offset) + 1e-6
         omega = torch.ones_like(omega) if spec.importance == "uniform" else omega
-        k, v = _states(k, v, alpha, omega, spec.merge_window)
+        k, v = states(k, v, alpha, omega, spec.merge_window)
     q, k = _rope(a, q), _rope(a, k)
     out = torch.zeros_like(q)
     for i in range(t):
@@ -150,9 +150,7 @@ def _decide(
     return soft * later, counted * later, hard, -F.softplus(z)
 
 
-def _states(
-    k: Tensor, v: Tensor, alpha: Tensor, omega: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
+def states(k: Tensor, v: Tensor, alpha: Tensor, omega: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """The recurrence of section 3.2 from an empty slot `width` tokens back, for every token."""
     keys, values = [], []
     for i in range(k.shape[1]):

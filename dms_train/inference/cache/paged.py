@@ -124,6 +124,12 @@ class PagedKVCache:
         return wide + sum(x.numel() * x.itemsize for x in tables if x is not None)
 
     @property
+    def snapshot_bytes(self) -> int:
+        """Most bytes that a snapshot takes besides its pages."""
+        copied = [*self._row_tensors(), *self._place_tensors()]
+        return sum(x.nbytes // x.shape[1] for x in copied)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of one KV head."""
         return self.pool.slot_bytes

@@ -110,6 +110,14 @@ def test_logits_and_slots_are_those_of_the_formulas(
     assert llm.kv.cr_factor == pytest.approx(len(ids) / held.item())
 
 
+@pytest.mark.parametrize("how", [{"cache_dtype": "fp8"}, {"kernels": "triton"}], ids=str)
+def test_one_head_for_all_has_no_kernel(folder: Callable[..., Path], how: dict[str, str]) -> None:
+    if not decode.runs_on(DEVICE):
+        pytest.skip("needs triton")
+    with pytest.raises(InferenceError, match="heads=shared"):
+        LLM(folder("llama", PRESETS["dmc_hardc"]), device=DEVICE.type, **how)
+
+
 def test_a_batch_decodes_what_each_request_decodes_alone(export: Export) -> None:
     directory, forward = export
     prompts = [random_ids(length, seed=length) for length in (1, 13, 30)]
