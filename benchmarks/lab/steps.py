@@ -17,7 +17,7 @@ from dms_train.inference.policies.registry import check_policy, parse_options
 _DATA = ("-m", "dms_train.data_prep.prepare")
 _TRAIN = ("-m", "dms_train")
 _EVALUATE = ("-m", "dms_train.cli.evaluate")
-_HF = Path("exports") / "final" / "hf"
+HF = Path("exports") / "final" / "hf"
 _LONG_SHARE = 0.7
 # whatever their values
 _SAME_RESULTS = ("--workers=", "model.max_num_seqs=", "data.micro_batch_size=")
@@ -52,7 +52,7 @@ class Settings:
     @property
     def teacher(self) -> Path:
         """Its model directory."""
-        return self.root / "teacher" / _HF
+        return self.root / "teacher" / HF
 
     def run(self, name: str, seed: int) -> Path:
         """The folder of a retrofit."""
@@ -233,7 +233,7 @@ def _retrofit(
 def _evaluation(settings: Settings, task: str, trained: Step, *more: str) -> Step:
     """Of a retrofitted model."""
     seed, name = trained.name.split("_", 1)
-    model = settings.root / "retrofit" / seed / name / _HF
+    model = settings.root / "retrofit" / seed / name / HF
     return _evaluate(settings, task, trained.name, model, *more, needs=trained.name)
 
 

@@ -16,6 +16,10 @@ _OTHERS = (
     *("#d29a00", "#2b7bba", "#c0392b", "#5f6b6d", "#e377c2", "#17a2a2", "#8c564b", "#1f3a93"),
 )
 _KEYS_IN_ROW, _KEY_HEIGHT = 4, 16
+_STEPS = (0.5, 1, 2, 5, 10, 20)  # accuracy points between two ticks
+_MOST_STEPS = 5
+_LETTER, _LINE = 4.6, 9  # pixels of a label
+Box = tuple[float, float, float, float]
 
 
 def color(method: str, methods: Sequence[str]) -> str:
@@ -31,9 +35,12 @@ class _Axes:
         costs = [max(mark.cost, 1e-9) for mark in marks]
         self.low, self.high = min(costs) / 1.15, max(costs) * 1.15
         accuracies = [100 * mark.accuracy for mark in marks]
-        self.bottom, self.top = max(0.0, min(accuracies) - 5), min(100.0, max(accuracies) + 5)
-        if self.top - self.bottom < 1:
-            self.bottom, self.top = self.bottom - 1, self.top + 1
+        least, most = min(accuracies), max(accuracies)
+        step = next((s for s in _STEPS if most - least <= (_MOST_STEPS - 1) * s), _STEPS[-1])
+        self.bottom, self.top = step * math.floor(least / step), step * math.ceil(most / step)
+        if self.top == self.bottom:
+            self.bottom, self.top = (0, step) if least == 0 else (self.bottom - step, self.top)
+        self.step = step
 
     def x(self, cost: float) -> float:
         share = math.log(max(cost, 1e-9) / self.low) / math.log(self.high / self.low)
@@ -53,10 +60,11 @@ def scaling_chart(title: str, marks: Sequence[Mark], cost: Cost, methods: Sequen
         best |= {(method, *point) for point in corners}
         path = " ".join(f"{axes.x(p.budget):.1f},{axes.y(p.accuracy):.1f}" for p in corners)
         parts.append(f"<polyline points='{path}' fill='none' stroke='{paint}'/>")
+    taken: list[Box] = []
     for mark in marks:
         named = (mark.method, mark.cost, mark.accuracy) in best
-        label = _label(mark, axes) if named else ""
-        parts.append(_dot(mark, axes, color(mark.method, methods), cost, label))
+        label = _label(mark, axes, taken) if named else ""
+        parts.append(_dot(mark, axes, color(mark.method, methods), cost, label, named))
     return _svg(title, "".join(parts))
 
 
@@ -83,24 +91,43 @@ def standalone(svg: str, methods: Sequence[str]) -> str:
     )
 
 
-def _dot(mark: Mark, axes: _Axes, paint: str, cost: Cost, label: str) -> str:
+def _dot(mark: Mark, axes: _Axes, paint: str, cost: Cost, label: str, best: bool) -> str:
+    """A point with what it says on hover; smaller and paler where it is not on the frontier."""
+    size = "r='4.5'" if best else "r='3' fill-opacity='.45'"
     x, y = axes.x(mark.cost), axes.y(mark.accuracy)
     words = (
         f"{mark.method} {mark.budget}: {100 * mark.accuracy:.1f} %, {mark.cost:,.1f} {cost.title}"
     )
     dot = (
-        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4.5' fill='{paint}'>"
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' {size} fill='{paint}'>"
         f"<title>{html.escape(words)}</title></circle>{label}"
     )
     return f"<a href='#run-{mark.run[:12]}'>{dot}</a>" if mark.run else dot
 
 
-def _label(mark: Mark, axes: _Axes) -> str:
-    """The budget beside a point of a frontier, on the side where there is room."""
-    x, y = axes.x(mark.cost), axes.y(mark.accuracy)
-    left = x > _WIDTH * 0.8
-    where = f"x='{x - 6:.1f}' text-anchor='end'" if left else f"x='{x + 6:.1f}'"
-    return f"<text {where} y='{y + 12:.1f}' class='budget'>{mark.budget}</text>"
+def _label(mark: Mark, axes: _Axes, taken: list[Box]) -> str:
+    """The budget beside a point of a frontier, on the side where there is room; else nothing.
+
+    Args:
+        mark: The point.
+        axes: Of the figure.
+        taken: Where labels are already; this one is added.
+    """
+    words, y = str(mark.budget), axes.y(mark.accuracy)
+    left = axes.x(mark.cost) > _WIDTH * 0.8
+    x = axes.x(mark.cost) - 6 if left else axes.x(mark.cost) + 6
+    start = x - _LETTER * len(words) if left else x
+    base = y + 12 if y + 12 < _HEIGHT - _BOTTOM else y - 6
+    box = (start, base - _LINE, start + _LETTER * len(words), base)
+    if any(_overlap(box, other) for other in taken):
+        return ""
+    taken.append(box)
+    where = f"x='{x:.1f}' text-anchor='end'" if left else f"x='{x:.1f}'"
+    return f"<text {where} y='{base:.1f}' class='budget'>{words}</text>"
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    return all(first[i] < second[i + 2] and second[i] < first[i + 2] for i in (0, 1))
 
 
 def _frame(title: str, axes: _Axes, cost: Cost) -> str:
@@ -117,12 +144,10 @@ def _frame(title: str, axes: _Axes, cost: Cost) -> str:
             f"<path d='M{x:.1f} {base}v4' stroke='#888'/>"
             f"<text x='{x:.1f}' y='{base + 17}' text-anchor='middle'>{_short(tick)}</text>"
         )
-    for step in range(5):
-        value = axes.bottom + (axes.top - axes.bottom) * step / 4
+    for number in range(round((axes.top - axes.bottom) / axes.step) + 1):
+        value = axes.bottom + number * axes.step
         y = axes.y(value / 100)
-        parts.append(
-            f"<text x='{_LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{value:.0f} %</text>"
-        )
+        parts.append(f"<text x='{_LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{value:g} %</text>")
     return "".join(parts)
 
 

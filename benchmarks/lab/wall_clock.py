@@ -1,0 +1,202 @@
+"""Accuracy against the seconds of the engine, with the same bytes of cache for every model.
+
+    python -m benchmarks.lab.wall_clock outputs/lab/s --models teacher,cr4,cr8 --cache-mb 128
+
+takes the models of a finished lab: the teacher and exports of the first seed. Each gets a cache of
+so many bytes, in which as many chains run as fit, and answers the same problems at each budget:
+tokens of a chain in units of 1,024, and chains of a problem. The median time of the repetitions is
+printed beside the accuracy over all of them, and written into the folder of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lab.steps import HF
+from benchmarks.timing import device_name, versions
+from dms_train.cli.config_source import compose_evaluation
+from dms_train.cli.errors import run_main
+from dms_train.evaluation.devices import resolve_device
+from dms_train.evaluation.scaling.budgets import length_in_tokens
+from dms_train.evaluation.scaling.run import CheckedRun, check
+from dms_train.evaluation.scorers.base import AnswerChecker
+from dms_train.evaluation.scorers.registry import all_scorers
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import SamplingParams
+
+_WARM_UP_TOKENS = 64
+_MEBIBYTE = 2**20
+
+
+def model_path(folder: Path, name: str, seed: int) -> Path:
+    """The model directory of `teacher`, or of a retrofit such as `cr8`."""
+    return folder / ("teacher" if name == "teacher" else f"retrofit/seed{seed}/{name}") / HF
+
+
+def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All budgets of one model, with one engine."""
+    lengths = [length for length, _ in args.budgets]
+    checked = checked_problems(model, args.folder, args.problems, lengths)
+    llm = LLM(
+        model,
+        device=resolve_device(args.device),
+        cache_bytes=args.cache_mb * _MEBIBYTE,
+        max_num_seqs=args.rows,
+    )
+    warm_up = SamplingParams(
+        temperature=_temperature(checked), max_tokens=_WARM_UP_TOKENS, ignore_eos=True
+    )
+    llm.generate(checked.prompts, warm_up)
+    found = [_budget(llm, checked, *budget, repeats=args.repeats) for budget in args.budgets]
+    return {"cr": checked.cr, "budgets": found}
+
+
+def checked_problems(
+    model: Path, folder: Path, problems: int, lengths: Iterable[float]
+) -> CheckedRun:
+    """The first problems of the lab, with their prompts for a model."""
+    within = ",".join(f"{length:g}" for length in sorted(set(lengths)))
+    return check(
+        compose_evaluation(
+            [
+                f"model.path={model}",
+                "task.name=countdown",
+                f"task.path={folder / 'problems.jsonl'}",
+                f"task.limit={problems}",
+                f"sweep.lengths=[{within}]",
+            ]
+        )
+    )
+
+
+def _temperature(checked: CheckedRun) -> float:
+    """Of the task, which `check` has put into the options."""
+    found = checked.options.sampling.temperature
+    assert found is not None
+    return found
+
+
+def _budget(
+    llm: LLM, checked: CheckedRun, length: float, width: int, *, repeats: int
+) -> dict[str, Any]:
+    """Time and accuracy of the problems, with other seeds in each repetition."""
+    seconds, scores, tokens = list[float](), list[float](), list[int]()
+    for repeat in range(repeats):
+        params = [
+            SamplingParams(
+                n=width,
+                seed=repeat * len(checked.prompts) + number,
+                temperature=_temperature(checked),
+                max_tokens=length_in_tokens(length),
+            )
+            for number in range(len(checked.prompts))
+        ]
+        begin = time.perf_counter()
+        outputs = llm.generate(checked.prompts, params)
+        seconds.append(time.perf_counter() - begin)
+        texts = [[chain.text for chain in output.outputs] for output in outputs]
+        tokens.append(sum(len(c.token_ids) for output in outputs for c in output.outputs))
+        scores.append(solved(checked, texts))
+    return {
+        "length": length,
+        "width": width,
+        "accuracy": statistics.mean(scores),
+        "seconds": statistics.median(seconds),
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "tokens_s": round(statistics.median(t / s for t, s in zip(tokens, seconds, strict=True))),
+    }
+
+
+def solved(checked: CheckedRun, texts: list[list[str]]) -> float:
+    """Share of the problems of which a chain is right."""
+    scorer = all_scorers()[checked.task.scorer]
+    with AnswerChecker() as checker:
+        marks = [
+            scorer.marks(document, chains, checker)
+            for document, chains in zip(checked.documents, texts, strict=True)
+        ]
+    return statistics.mean(any(mark.score == 1 for mark in chains) for chains in marks)
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown, a line for each model and budget."""
+    lines = [
+        "| model | length-width | solved | seconds (least to most) | tokens/s |",
+        "|" + 5 * "---|",
+    ]
+    for name, model in record["models"].items():
+        for found in model["budgets"]:
+            spread = f"{found['seconds_least']:.2f} to {found['seconds_most']:.2f}"
+            lines.append(
+                f"| {name} | {found['length']:g}-{found['width']} | {found['accuracy']:.3f} "
+                f"| {found['seconds']:.2f} ({spread}) | {found['tokens_s']:,} |"
+            )
+    return "\n".join(lines)
+
+
+def _run(args: argparse.Namespace) -> int:
+    device = torch.device(resolve_device(args.device))
+    settings = {
+        name: getattr(args, name) for name in ("cache_mb", "rows", "problems", "repeats", "seed")
+    }
+    record: dict[str, Any] = {
+        "device": device_name(device),
+        "versions": versions(device),
+        "settings": settings,
+        "models": {},
+    }
+    folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in args.models:
+        record["models"][name] = measure(model_path(args.folder, name, args.seed), args)
+        (folder / "wall_clock.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record))
+    print(f"written: {folder / 'wall_clock.json'}")
+    return 0
+
+
+def _budgets(text: str) -> list[tuple[float, int]]:
+    found = []
+    for part in text.split(","):
+        length, _, width = part.partition("-")
+        try:
+            found.append((float(length), int(width)))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{part!r}: give LENGTH-WIDTH, such as 2-4") from None
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.lab.wall_clock",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", type=Path, help="of a finished lab on Countdown")
+    add("--models", type=lambda text: text.split(","), default=["teacher", "cr4", "cr8"])
+    add("--seed", type=int, default=1234, help="of the retrofits (%(default)s)")
+    budgets = _budgets("0.5-1,1-1,2-1,0.5-4")
+    add("--budgets", type=_budgets, default=budgets, help="LENGTH-WIDTH, ... (0.5-1,1-1,2-1,0.5-4)")
+    add("--problems", type=int, default=400, help="the first ones (%(default)s)")
+    add("--repeats", type=int, default=3, help="of each budget (%(default)s)")
+    add("--cache-mb", type=int, default=128, help="MiB of keys and values (%(default)s)")
+    add("--rows", type=int, default=1024, help="most chains in it (%(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    return run_main(lambda: _run(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

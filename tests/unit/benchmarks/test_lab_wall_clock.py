@@ -1,0 +1,86 @@
+"""Time and accuracy of a lab's models: counted again from the engine's own outputs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.lab import wall_clock
+from dms_train.data_prep import prepare as data
+from dms_train.data_prep.lab_words import WORDS
+from dms_train.data_prep.token_documents import write_word_tokenizer
+from dms_train.export.writer import write_export
+from tests.unit.inference import conftest as inference
+
+PROBLEMS = 3
+BUDGETS = [[1 / 64, 1], [1 / 32, 2]]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with random models as the teacher and as a retrofit: neither solves anything."""
+    root = tmp_path_factory.mktemp("lab")
+    architecture = replace(inference.tiny_architecture("llama"), vocab_size=len(WORDS))
+    for name, spec in (("teacher", None), ("cr4", inference.small_spec("dms"))):
+        directory = wall_clock.model_path(root, name, seed=1234)
+        write_export(
+            directory,
+            architecture=architecture,
+            spec=spec,
+            cr_factor=None,
+            target_cr=4.0,
+            dtype=torch.float32,
+            export_format="dms",
+            weights=inference.varied_weights(architecture, 0).items(),
+            source_dir=None,
+            selftest=None,
+            provenance={},
+        )
+        write_word_tokenizer(directory, WORDS, overwrite=True)
+    made = ["countdown-problems", "--out", str(root / "problems.jsonl"), "--problems"]
+    assert data.main([*made, str(PROBLEMS)]) == 0
+    return root
+
+
+def arguments(lab: Path, *more: str) -> list[str]:
+    budgets = ",".join(f"{length}-{width}" for length, width in BUDGETS)
+    small = ["--budgets", budgets, "--repeats", "2", "--cache-mb", "8", "--rows", "2"]
+    return [str(lab), "--device", "cpu", "--problems", str(PROBLEMS), *small, *more]
+
+
+def test_every_model_is_measured_at_every_budget(lab: Path, tmp_path: Path, capsys) -> None:
+    output = ["--models", "teacher,cr4", "--output", str(tmp_path)]
+    assert wall_clock.main(arguments(lab, *output)) == 0
+    (file,) = tmp_path.glob("cpu*/wall_clock.json")
+    record = json.loads(file.read_text())
+    assert record["settings"]["cache_mb"] == 8
+    for model in record["models"].values():
+        assert [[b["length"], b["width"]] for b in model["budgets"]] == BUDGETS
+        for found in model["budgets"]:
+            assert 0 < found["seconds_least"] <= found["seconds"] <= found["seconds_most"]
+            most = PROBLEMS * found["width"] * 1024 * found["length"]
+            assert found["tokens_s"] * found["seconds_least"] <= most * 1.01
+    assert capsys.readouterr().out.count("| cr4 |") == len(BUDGETS)
+
+
+def test_a_problem_counts_when_one_of_its_chains_is_right(lab: Path) -> None:
+    model = wall_clock.model_path(lab, "teacher", seed=1234)
+    checked = wall_clock.checked_problems(model, lab, PROBLEMS, [1.0])
+    right = [f"R x ANS {document.gold[0]}" for document in checked.documents]
+    texts = [["ANS 1 + 1", right[0]], [right[1], right[1]], ["", right[0]]]
+    assert wall_clock.solved(checked, texts) == pytest.approx(2 / 3)
+
+
+def test_a_model_that_is_not_there_is_refused(lab: Path, tmp_path: Path, capsys) -> None:
+    assert wall_clock.main(arguments(lab, "--output", str(tmp_path), "--models", "cr9")) == 2
+    assert "cr9" in capsys.readouterr().err
+
+
+def test_a_budget_is_a_length_and_a_width(lab: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        wall_clock.main([str(lab), "--budgets", "2x4"])
+    assert "LENGTH-WIDTH" in capsys.readouterr().err
