@@ -29,12 +29,14 @@ class Variant:
         steps: Factor on the steps of the anneal and of the hold.
         overrides: Of the experiment.
         experiment: In `conf/experiment`.
+        model: What is retrofitted: the teacher, or what `gqa` makes of it.
     """
 
     title: str
     steps: float = 1.0
     overrides: tuple[str, ...] = ()
     experiment: str = "lab_retrofit"
+    model: str = "teacher"
 
 
 VARIANTS = {
@@ -49,6 +51,7 @@ VARIANTS = {
     "zeroing_2000": Variant(
         title="2,000 steps of zeroing", overrides=("stage.zero_neuron.steps=2000",)
     ),
+    "gqa": Variant(title="half of the KV heads", model="gqa"),
 }
 
 
@@ -71,6 +74,7 @@ class Scale:
         lengths: Generated tokens of a chain, in units of 1,024.
         jobs: Commands that fit into the memory of a GPU of 140 GB together.
         widths: Chains of a problem.
+        gqa_steps: Training of the teacher with half of its KV heads.
         teacher: Further overrides of the teacher's experiment.
         retrofit: Likewise of the retrofits.
     """
@@ -94,6 +98,7 @@ class Scale:
     lengths: tuple[float, ...]
     jobs: int = 4
     widths: tuple[int, ...] = (1, 2, 4)
+    gqa_steps: int = 440
     teacher: tuple[str, ...] = ()
     retrofit: tuple[str, ...] = ()
 
@@ -141,6 +146,7 @@ SCALES = {
         compared_problems=1,
         lengths=(1 / 64, 1 / 32),
         widths=(1, 2),
+        gqa_steps=2,
         teacher=(
             "model.architecture.num_layers=2",
             "model.architecture.hidden_size=32",

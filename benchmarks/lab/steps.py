@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lab.scales import VARIANTS, Retrofit, Scale
+from benchmarks.lab.scales import VARIANTS, Retrofit, Scale, Variant
 from benchmarks.lab.tasks import TASKS, named
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.scaling.results import load
@@ -16,6 +16,7 @@ from dms_train.inference.policies.registry import check_policy, parse_options
 
 _DATA = ("-m", "dms_train.data_prep.prepare")
 _TRAIN = ("-m", "dms_train")
+_POOL = ("-m", "dms_train.checkpoints_tools.pool_kv_heads")
 _EVALUATE = ("-m", "dms_train.cli.evaluate")
 HF = Path("exports") / "final" / "hf"
 _LONG_SHARE = 0.7
@@ -52,7 +53,11 @@ class Settings:
     @property
     def teacher(self) -> Path:
         """Its model directory."""
-        return self.root / "teacher" / HF
+        return self.pretrained("teacher")
+
+    def pretrained(self, name: str) -> Path:
+        """The model directory of the teacher, or of what `gqa` makes of it."""
+        return self.root / name / HF
 
     def run(self, name: str, seed: int) -> Path:
         """The folder of a retrofit."""
@@ -81,10 +86,13 @@ class Step:
 def steps(settings: Settings) -> list[Step]:
     """All steps; each stands behind those that it needs, and the first come first."""
     trained = [step for seed in settings.seeds for step in _retrofits(settings, seed)]
-    variants, fewer = _variants(settings), _compared(settings.scale)
+    pooled, variants, fewer = _gqa(settings), _variants(settings), _compared(settings.scale)
     evaluated: list[Step] = []
     for task in settings.tasks:
         evaluated.append(_evaluate(settings, task, "teacher", settings.teacher, needs="teacher"))
+        if pooled:
+            model = settings.pretrained("gqa")
+            evaluated.append(_evaluate(settings, task, "gqa", model, *fewer, needs="gqa"))
         evaluated += [_evaluation(settings, task, step, *fewer) for step in variants]
         evaluated += [_evaluation(settings, task, step) for step in trained]
         evaluated += _policies(settings, task)
@@ -95,7 +103,7 @@ def steps(settings: Settings) -> list[Step]:
         repeats=True,
     )
     made = [step for task in settings.tasks for step in _data(settings, task)]
-    return [*made, _teacher(settings), *trained, *variants, *evaluated, report]
+    return [*made, _teacher(settings), *trained, *pooled, *variants, *evaluated, report]
 
 
 def _data(settings: Settings, name: str) -> list[Step]:
@@ -143,17 +151,22 @@ def _needed(settings: Settings, base: str) -> tuple[str, ...]:
     return tuple(named(base, task) for task in settings.tasks)
 
 
-def _teacher(settings: Settings) -> Step:
+def _pretraining(settings: Settings, name: str) -> list[str]:
+    """The teacher's command, with a folder for its run."""
     root, scale = settings.root, settings.scale
-    words = [
+    return [
         *_TRAIN,
         f"experiment={scale.experiment}",
         f"model.tokenizer={root}/{named('data', settings.tasks[0])}/tokenizer",
         *_blend(settings, "data"),
         f"data.seq_length={scale.context}",
-        f"run.dir={root}/teacher",
+        f"run.dir={root}/{name}",
         *scale.teacher,
     ]
+
+
+def _teacher(settings: Settings) -> Step:
+    words = _pretraining(settings, "teacher")
     ranks = 1
     if settings.gpus > 1:
         data = compose(words[len(_TRAIN) :]).data
@@ -168,6 +181,29 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
+def _gqa(settings: Settings) -> list[Step]:
+    """The teacher with half of its KV heads, which is trained on from their means."""
+    if "gqa" not in settings.also:
+        return []
+    like_teacher, out = _pretraining(settings, "gqa"), settings.root / "gqa_means"
+    teacher = compose(like_teacher[len(_TRAIN) :]).model.architecture
+    assert teacher is not None
+    heads = str(teacher.num_query_groups // 2)
+    words = [
+        *like_teacher,
+        "model.architecture=null",
+        f"model.path={out}",
+        f"stage.pretrain.steps={settings.scale.gqa_steps}",
+        "stage.pretrain.min_lr_ratio=0",
+        f"optim.lr_warmup_steps={settings.scale.gqa_steps // 10}",
+    ]
+    pool = [*_POOL, str(settings.teacher), str(out), "--kv-heads", heads]
+    return [
+        Step(name="gqa_means", words=lambda: pool, needs=("teacher",)),
+        Step(name="gqa", words=lambda: words, needs=("gqa_means", *_needed(settings, "data"))),
+    ]
+
+
 def _retrofits(settings: Settings, seed: int) -> list[Step]:
     """The anneals of a seed, each from the one before."""
     found: list[Step] = []
@@ -179,7 +215,7 @@ def _retrofits(settings: Settings, seed: int) -> list[Step]:
             words = (f"run.load={before}", "stage.run=[retrofit,hold,export]")
             words += ("stage.export.every_integer_cr=false",)
         needs = (found[-1].name,) if found else ("teacher", *_needed(settings, "data_long"))
-        found.append(_retrofit(settings, "lab_retrofit", retrofit, folder, needs, *words))
+        found.append(_retrofit(settings, Variant(title="DMS"), retrofit, folder, needs, *words))
         before = folder
     return found
 
@@ -195,16 +231,14 @@ def _variants(settings: Settings) -> list[Step]:
             hold=max(1, round(first.hold * variant.steps)),
         )
         folder = settings.run(f"{name}_cr{first.cr}", settings.seeds[0])
-        needs = ("teacher", *_needed(settings, "data_long"))
-        found.append(
-            _retrofit(settings, variant.experiment, retrofit, folder, needs, *variant.overrides)
-        )
+        needs = (variant.model, *_needed(settings, "data_long"))
+        found.append(_retrofit(settings, variant, retrofit, folder, needs, *variant.overrides))
     return found
 
 
 def _retrofit(
     settings: Settings,
-    experiment: str,
+    variant: Variant,
     retrofit: Retrofit,
     folder: Path,
     needs: tuple[str, ...],
@@ -213,8 +247,8 @@ def _retrofit(
     scale, root = settings.scale, settings.root
     words = [
         *_TRAIN,
-        f"experiment={experiment}",
-        f"model.path={settings.teacher}",
+        f"experiment={variant.experiment}",
+        f"model.path={settings.pretrained(variant.model)}",
         *_blend(settings, "data_long"),
         f"data.seq_length={scale.context}",
         f"data.micro_batch_size={scale.micro_batch}",
@@ -319,11 +353,12 @@ def budget_of(settings: Settings, task: str, cr: int) -> int:
 
 
 def _report(settings: Settings) -> list[str]:
-    """Of everything but variants of the same method, whose points would lie on one line."""
+    """Of everything but variants of DMS and of the teacher: a method has one line."""
     root = settings.root
     names = [n for n, variant in VARIANTS.items() if variant.experiment == "lab_retrofit"]
     found = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     runs = [path for path in found if not any(f"_{name}_cr" in path.name for name in names)]
+    runs = [path for path in runs if not path.name.startswith("gqa")]
     output = ["--output", str(root / "report.html"), "--figures", str(root / "figures")]
     return [*_EVALUATE, "report", *map(str, runs), *output]
 

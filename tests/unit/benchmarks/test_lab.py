@@ -16,11 +16,13 @@ import pytest
 from benchmarks.lab import __main__ as lab
 from benchmarks.lab.scales import SCALES, VARIANTS
 from benchmarks.lab.steps import Settings, Step, as_text, steps
+from dms_train.checkpoints_tools import pool_kv_heads
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
 from dms_train.data_prep import prepare as data
 from dms_train.evaluation.scaling.results import load
 from dms_train.evaluation.scaling.run import evaluate, prepare
+from dms_train.export.kv_pooling import with_kv_heads
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.tokenizer import read_stop_ids
 from dms_train.observe.processes import has_ended, mark
@@ -335,8 +337,9 @@ def test_the_commands_of_every_scale_compose(
         workers=1,
     )
     found = before_evaluations(settings)
-    trained = 1 + 2 * len(SCALES[scale].retrofits) + len(VARIANTS)
-    assert len({step.name for step in found}) == len(found) == (3 + trained) * len(tasks) + trained
+    trained = 2 + 2 * len(SCALES[scale].retrofits) + len(VARIANTS)  # 2: the teacher and gqa
+    count = (3 + trained) * len(tasks) + trained + 1  # 1: the means of KV heads
+    assert len({step.name for step in found}) == len(found) == count
     known: set[str] = set()
     for step in found:  # every step stands behind those that it needs
         assert known.issuperset(step.needs)
@@ -357,8 +360,43 @@ def test_the_commands_of_every_scale_compose(
             assert SCALES[scale].context == config.data.seq_length
             assert set(config.data.paths) <= set(prefixes)
             assert len(config.data.paths) == len(tasks)
-        else:
+        elif step.name != "gqa_means":
             compose_evaluation(words[2:])
+
+
+@pytest.mark.parametrize(("scale", "heads"), [("s", 1), ("m", 1), ("l", 2), ("toy", 1)])
+def test_gqa_trains_and_retrofits_the_means_of_kv_heads(scale: str, heads: int, tmp_path) -> None:
+    given = [scale, *words(tmp_path, "--also", "gqa,dmc")[1:]]
+    made = {step.name: step for step in steps(lab._settings(lab._parser().parse_args(given)))}
+    architecture = compose(made["teacher"].words()[2:]).model.architecture
+    pooled = pool_kv_heads._parse(made["gqa_means"].words()[2:])
+    assert pooled.model == str(tmp_path / "teacher" / HF)
+    assert with_kv_heads(architecture, pooled.kv_heads).num_query_groups == heads
+    trained = compose(made["gqa"].words()[2:])
+    assert (trained.model.path, trained.model.architecture) == (str(pooled.out), None)
+    assert trained.stage.run == ("pretrain", "export")
+    assert trained.stage.pretrain.steps > trained.optim.lr_warmup_steps
+    assert trained.stage.pretrain.min_lr_ratio == 0
+    first = f"seed1234_{{}}_cr{SCALES[scale].retrofits[0].cr}"
+    for name, base in (("gqa", trained.run.dir), ("dmc", tmp_path / "teacher")):
+        step = made[first.format(name)]
+        assert compose(step.words()[2:]).model.path == str(Path(base) / HF)
+        assert Path(base).name in step.needs
+    evaluated = compose_evaluation(made["evaluate_gqa"].words()[2:])
+    assert evaluated.model.path == str(Path(trained.run.dir) / HF)
+    assert evaluated.sweep.widths == (1,)
+
+
+def test_the_report_has_one_line_for_a_method(tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args(words(tmp_path)))
+    shown = ["teacher", "seed1234_cr4", "seed1234_dmc_cr4", "teacher_lab_niah", "tova_as_cr4"]
+    others = ["gqa", "gqa_lab_niah", "seed1234_gqa_cr4", "seed7_window_4_cr4_lab_niah"]
+    for name in (*shown, *others):
+        (tmp_path / "eval" / name).mkdir(parents=True)
+        (tmp_path / "eval" / name / "summary.json").touch()
+    report = next(step for step in steps(settings) if step.name == "report").words()
+    folders = {Path(word).name for word in report if word.startswith(str(tmp_path / "eval"))}
+    assert folders == set(shown)
 
 
 def test_a_mixture_has_as_many_samples_as_one_task(tmp_path: Path) -> None:
