@@ -11,11 +11,15 @@ from dms_train.hf.options import ModelOptions
 
 
 def read_architecture(model: ModelOptions) -> Architecture:
-    """`model.architecture`, or the config.json of `model.path`.
+    """`model.architecture` or the config.json of `model.path`, with the context of the options.
 
     Raises:
         ConfigError: Neither is set, or the model is missing or of a kind that is not supported.
     """
+    return model.with_context(_stated(model))
+
+
+def _stated(model: ModelOptions) -> Architecture:
     if model.architecture is not None:
         return model.architecture
     if model.path is None:

@@ -72,14 +72,15 @@ def find_start(config: RunConfig) -> StartPoint:
             raise ConfigError("model: give model.path, or model.architecture to train from scratch")
         tokenizer = None if model.tokenizer is None else Path(model.tokenizer)
         return StartPoint(
-            architecture=model.architecture,
+            architecture=model.with_context(model.architecture),
             model_dir=None,
             tokenizer_dir=tokenizer,
             state=TrainState(),
         )
-    return _original(
+    start = _original(
         resolve(model.path, revision=model.revision, local_files_only=model.local_files_only)
     )
+    return replace(start, architecture=model.with_context(start.architecture))
 
 
 def _original(directory: Path) -> StartPoint:
@@ -129,6 +130,8 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
             f"run.load={student}: neither a checkpoint folder ({STATE_FILE}) nor a "
             "Hugging Face directory (config.json); correct the path"
         )
+    context = start.architecture.max_position_embeddings  # of this run, whatever the student's was
+    architecture = replace(architecture, max_position_embeddings=context)
     if asdict(architecture) != asdict(start.architecture):
         raise ConfigError(f"run.load={student}: its architecture is not that of model.path")
     state = TrainState(eviction_enabled=spec is not None, loaded_cr=ratio, target_cr=ratio)

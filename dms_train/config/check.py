@@ -56,7 +56,10 @@ def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
     length = config.data.seq_length
     longest, window = architecture.max_position_embeddings, config.method.window
     if length > longest:
-        yield f"data.seq_length={length}: the model reads at most {longest} positions; use fewer"
+        yield (
+            f"data.seq_length={length}: the model reads at most {longest} positions; use fewer, or "
+            "set model.max_position_embeddings"
+        )
     if {"retrofit", "hold"} & set(config.stage.run) and window >= length:
         yield (
             f"method.window={window}: not below data.seq_length={length}, so nothing could be "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from dms_train.hf.architecture import Architecture
-from dms_train.limits import Positive
+from dms_train.limits import AtLeast, Positive
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -20,6 +20,8 @@ class ModelOptions:
         revision: Hub revision; ignored for directories.
         local_files_only: Never access the hub; a hub id must then be in the local cache.
         architecture: Architecture for `pretrain`; exactly one of `path` and this is set.
+        max_position_embeddings: Longest context; None takes that of the model. Nothing else of RoPE
+            changes.
         tokenizer: Directory whose tokenizer files an export of a pretrained model carries.
         init_std: Standard deviation of random initial weights.
     """
@@ -28,5 +30,12 @@ class ModelOptions:
     revision: str | None = None
     local_files_only: bool = True
     architecture: Architecture | None = None
+    max_position_embeddings: Annotated[int | None, AtLeast(1)] = None
     tokenizer: str | None = None
     init_std: Annotated[float, Positive()] = 0.02
+
+    def with_context(self, architecture: Architecture) -> Architecture:
+        """The architecture with `max_position_embeddings`, where that is set."""
+        if self.max_position_embeddings is None:
+            return architecture
+        return replace(architecture, max_position_embeddings=self.max_position_embeddings)
