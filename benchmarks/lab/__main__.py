@@ -32,7 +32,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.lab.scales import SCALES, VARIANTS
-from benchmarks.lab.steps import Settings, Step, as_text, check_policies, lines, steps
+from benchmarks.lab.steps import Settings, Step, as_text, check_policies, lines, long_steps, steps
 from benchmarks.lab.tasks import TASKS
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
@@ -255,13 +255,18 @@ def _run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     check_policies(settings.scale)
     gpus = _gpus()[: settings.gpus]
-    lab = Lab(settings.root, args.jobs or (settings.scale.jobs if gpus else 1), gpus, args.seconds)
-    with _sigterm_ends(lab):
-        finished = lab.run(steps(settings))
-    if not finished:
-        print("the time is over; the same command continues", flush=True)
-        return UNFINISHED
-    for line in lines(settings):
+    jobs = args.jobs or (settings.scale.jobs if gpus else 1)
+    wanted = {settings.root: steps(settings)}
+    if args.long:
+        wanted[settings.root / "long"] = long_steps(settings)
+    labs = {root: Lab(root, jobs, gpus, args.seconds) for root in wanted}
+    for root, lab in labs.items():
+        with _sigterm_ends(lab):
+            finished = lab.run(wanted[root])
+        if not finished:
+            print("the time is over; the same command continues", flush=True)
+            return UNFINISHED
+    for line in (line for root in labs for line in lines(root)):
         print(line)
     print(settings.root / "report.html")
     return 0
@@ -324,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=_list_of(_seed), default=(1234,), help="of the retrofits (1234)")
     variants = _list_of(_choice(VARIANTS))
     add("--also", type=variants, default=(), help=f"of the first seed: {','.join(VARIANTS)}")
+    add("--long", action="store_true", help="then 4 times the context, in FOLDER/long")
     add("--problems", type=_count, help="of every evaluation")
     add("--widths", type=_list_of(_count), help="chains of a problem, such as 1,2,4")
     add(

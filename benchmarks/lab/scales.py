@@ -74,7 +74,8 @@ class Scale:
         lengths: Generated tokens of a chain, in units of 1,024.
         jobs: Commands that fit into the memory of a GPU of 140 GB together.
         widths: Chains of a problem.
-        gqa_steps: Training of the teacher with half of its KV heads.
+        gqa_steps: Of the teacher with half of its KV heads.
+        long_steps: Of the teacher with four times its context.
         teacher: Further overrides of the teacher's experiment.
         retrofit: Likewise of the retrofits.
     """
@@ -99,6 +100,7 @@ class Scale:
     jobs: int = 4
     widths: tuple[int, ...] = (1, 2, 4)
     gqa_steps: int = 440
+    long_steps: int = 1000
     teacher: tuple[str, ...] = ()
     retrofit: tuple[str, ...] = ()
 
@@ -119,6 +121,8 @@ SCALES = {
         numbers=5,
         documents=79_000,
         long_documents=46_000,
+        gqa_steps=240,
+        long_steps=500,
         lengths=(0.5, 1, 2, 3, 4),
     ),
     "l": Scale(
@@ -130,6 +134,8 @@ SCALES = {
         long_documents=23_500,
         problems=200,
         jobs=1,
+        gqa_steps=100,
+        long_steps=200,
         lengths=(1, 2, 4, 6, 8),
     ),
     "toy": Scale(
@@ -147,6 +153,7 @@ SCALES = {
         lengths=(1 / 64, 1 / 32),
         widths=(1, 2),
         gqa_steps=2,
+        long_steps=2,
         teacher=(
             "model.architecture.num_layers=2",
             "model.architecture.hidden_size=32",

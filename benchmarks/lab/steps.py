@@ -1,11 +1,11 @@
-"""The commands of the lab, in order."""
+"""The commands of the lab, in order: of every task, and of a longer context."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.lab.scales import VARIANTS, Retrofit, Scale, Variant
@@ -19,7 +19,10 @@ _TRAIN = ("-m", "dms_train")
 _POOL = ("-m", "dms_train.checkpoints_tools.pool_kv_heads")
 _EVALUATE = ("-m", "dms_train.cli.evaluate")
 HF = Path("exports") / "final" / "hf"
-_LONG_SHARE = 0.7
+_LONG = ("--long-share", "0.7", "--seed", "1")
+_HAYSTACKS = ("lab_niah", "lab_variable_tracking")
+_CONTEXTS = (1, 2, 4)  # times that of the teacher
+_VALIDATION = 200  # documents more than a training takes, so that its validation split has some
 # whatever their values
 _SAME_RESULTS = ("--workers=", "model.max_num_seqs=", "data.micro_batch_size=")
 
@@ -86,14 +89,12 @@ class Step:
 def steps(settings: Settings) -> list[Step]:
     """All steps; each stands behind those that it needs, and the first come first."""
     trained = [step for seed in settings.seeds for step in _retrofits(settings, seed)]
-    pooled, variants, fewer = _gqa(settings), _variants(settings), _compared(settings.scale)
+    teacher, pooled, variants = _teacher(settings), _gqa(settings), _variants(settings)
+    fewer = _compared(settings.scale)
     evaluated: list[Step] = []
     for task in settings.tasks:
-        evaluated.append(_evaluate(settings, task, "teacher", settings.teacher, needs="teacher"))
-        if pooled:
-            model = settings.pretrained("gqa")
-            evaluated.append(_evaluate(settings, task, "gqa", model, *fewer, needs="gqa"))
-        evaluated += [_evaluation(settings, task, step, *fewer) for step in variants]
+        evaluated.append(_evaluation(settings, task, teacher))
+        evaluated += [_evaluation(settings, task, step, *fewer) for step in pooled[1:] + variants]
         evaluated += [_evaluation(settings, task, step) for step in trained]
         evaluated += _policies(settings, task)
     report = Step(
@@ -103,30 +104,36 @@ def steps(settings: Settings) -> list[Step]:
         repeats=True,
     )
     made = [step for task in settings.tasks for step in _data(settings, task)]
-    return [*made, _teacher(settings), *trained, *pooled, *variants, *evaluated, report]
+    return [*made, teacher, *trained, *pooled, *variants, *evaluated, report]
 
 
 def _data(settings: Settings, name: str) -> list[Step]:
     """Documents and problems of a task."""
-    scale, task, root = settings.scale, TASKS[name], settings.root
-    options = task.options(scale)
-    filled = ["--document-tokens", str(scale.context), *options]
-    workers = [f"--workers={settings.workers}", "--overwrite"]
-
-    def made(folder: str, documents: int, *more: str) -> Step:
-        count = math.ceil(documents * _share(settings, name))
-        out = ["--out", str(root / folder), "--documents", str(count)]
-        words = [*_DATA, task.command, *out, *filled, *more, *workers]
-        return Step(name=folder, words=lambda: words)
-
-    long = ["--long-share", str(_LONG_SHARE), "--seed", "1"]
-    out = ["--out", str(_problems(settings, name)), "--problems", str(scale.problems)]
-    problems = [*_DATA, f"{task.command}-problems", *out, *options, *task.problems(scale)]
+    scale = settings.scale
     return [
-        made(named("data", name), scale.documents),
-        made(named("data_long", name), scale.long_documents, *long),
-        Step(name=named("problems", name), words=lambda: [*problems, "--overwrite"]),
+        _documents(settings, name, "data", scale.documents),
+        _documents(settings, name, "data_long", scale.long_documents, *_LONG),
+        _made_problems(settings, name),
     ]
+
+
+def _documents(settings: Settings, name: str, base: str, documents: int, *more: str) -> Step:
+    """Documents of a task, its share of those of all tasks."""
+    scale, task, folder = settings.scale, TASKS[name], named(base, name)
+    count = math.ceil(documents * _share(settings, name))
+    out = ["--out", str(settings.root / folder), "--documents", str(count)]
+    filled = ["--document-tokens", str(scale.context), *task.options(scale)]
+    workers = [f"--workers={settings.workers}", "--overwrite"]
+    words = [*_DATA, task.command, *out, *filled, *more, *workers]
+    return Step(name=folder, words=lambda: words)
+
+
+def _made_problems(settings: Settings, name: str, base: str = "problems") -> Step:
+    scale, task = settings.scale, TASKS[name]
+    out = ["--out", str(_problems(settings, name, base)), "--problems", str(scale.problems)]
+    options = [*task.options(scale), *task.problems(scale), "--overwrite"]
+    words = [*_DATA, f"{task.command}-problems", *out, *options]
+    return Step(name=named(base, name), words=lambda: words)
 
 
 def _share(settings: Settings, name: str) -> float:
@@ -134,8 +141,8 @@ def _share(settings: Settings, name: str) -> float:
     return TASKS[name].weight / sum(TASKS[each].weight for each in settings.tasks)
 
 
-def _problems(settings: Settings, task: str) -> Path:
-    return settings.root / f"{named('problems', task)}.jsonl"
+def _problems(settings: Settings, task: str, base: str = "problems") -> Path:
+    return settings.root / f"{named(base, task)}.jsonl"
 
 
 def _blend(settings: Settings, base: str) -> list[str]:
@@ -185,23 +192,75 @@ def _gqa(settings: Settings) -> list[Step]:
     """The teacher with half of its KV heads, which is trained on from their means."""
     if "gqa" not in settings.also:
         return []
-    like_teacher, out = _pretraining(settings, "gqa"), settings.root / "gqa_means"
-    teacher = compose(like_teacher[len(_TRAIN) :]).model.architecture
+    teacher = compose(_pretraining(settings, "teacher")[len(_TRAIN) :]).model.architecture
     assert teacher is not None
-    heads = str(teacher.num_query_groups // 2)
-    words = [
-        *like_teacher,
-        "model.architecture=null",
-        f"model.path={out}",
-        f"stage.pretrain.steps={settings.scale.gqa_steps}",
-        "stage.pretrain.min_lr_ratio=0",
-        f"optim.lr_warmup_steps={settings.scale.gqa_steps // 10}",
-    ]
+    out, heads = settings.root / "gqa_means", str(teacher.num_query_groups // 2)
     pool = [*_POOL, str(settings.teacher), str(out), "--kv-heads", heads]
+    words = _trained_on(settings, "gqa", out, settings.scale.gqa_steps)
     return [
         Step(name="gqa_means", words=lambda: pool, needs=("teacher",)),
         Step(name="gqa", words=lambda: words, needs=("gqa_means", *_needed(settings, "data"))),
     ]
+
+
+def _trained_on(settings: Settings, name: str, model: Path, count: int) -> list[str]:
+    """The teacher's command from the weights of a model, with a schedule of its own."""
+    return [
+        *_pretraining(settings, name),
+        "model.architecture=null",
+        f"model.path={model}",
+        f"stage.pretrain.steps={count}",
+        "stage.pretrain.min_lr_ratio=0",
+        f"optim.lr_warmup_steps={count // 10}",
+    ]
+
+
+def long_steps(settings: Settings) -> list[Step]:
+    """Of the folder `long`: the teacher, trained on with four times its context, and its retrofits.
+
+    They are retrofitted with the context that the teacher had, and evaluated up to the longer one.
+    The teacher of `settings` must have been trained.
+    """
+    scale = replace(settings.scale, retrofits=settings.scale.retrofits[:2])
+    own = replace(settings, root=settings.root / "long", tasks=_HAYSTACKS, scale=scale)
+    longest = replace(own, scale=replace(scale, context=_CONTEXTS[-1] * scale.context))
+    batch, words = _with_longer_samples(longest, settings.teacher)
+    documents = batch * scale.long_steps + _VALIDATION * len(_HAYSTACKS)
+    teacher = Step(name="teacher", words=lambda: words, needs=_needed(own, "data"))
+    trained = [teacher, *_retrofits(own, settings.seeds[0])]
+    return [
+        *(_documents(longest, task, "data", documents, *_LONG) for task in _HAYSTACKS),
+        *(_documents(own, task, "data_long", scale.long_documents, *_LONG) for task in _HAYSTACKS),
+        *trained,
+        *(step for task in _HAYSTACKS for step in _at_each_context(own, task, trained)),
+    ]
+
+
+def _with_longer_samples(settings: Settings, teacher: Path) -> tuple[int, list[str]]:
+    """Samples of a step, which has as many tokens as one of the teacher's, and the command."""
+    data = compose(_pretraining(settings, "teacher")[len(_TRAIN) :]).data
+    batch = max(1, data.global_batch_size // _CONTEXTS[-1])
+    together = _largest_divisor(batch, max(1, data.micro_batch_size // _CONTEXTS[-1]))
+    words = [
+        *_trained_on(settings, "teacher", teacher, settings.scale.long_steps),
+        f"model.max_position_embeddings={2 * settings.scale.context}",  # of prompts and answers
+        f"data.global_batch_size={batch}",
+        f"data.micro_batch_size={together}",
+    ]
+    return batch, words
+
+
+def _at_each_context(settings: Settings, task: str, trained: list[Step]) -> list[Step]:
+    """Problems of each context, for all models."""
+    found: list[Step] = []
+    for context in (times * settings.scale.context for times in _CONTEXTS):
+        problems = f"problems_{context}"
+        sized = replace(settings, scale=replace(settings.scale, context=context))
+        found.append(_made_problems(sized, task, problems))
+        for step in trained:
+            name, model = f"{step.name}_{context}", _exported(settings, step.name)
+            found.append(_evaluate(settings, task, name, model, needs=step.name, problems=problems))
+    return found
 
 
 def _retrofits(settings: Settings, seed: int) -> list[Step]:
@@ -265,10 +324,14 @@ def _retrofit(
 
 
 def _evaluation(settings: Settings, task: str, trained: Step, *more: str) -> Step:
-    """Of a retrofitted model."""
-    seed, name = trained.name.split("_", 1)
-    model = settings.root / "retrofit" / seed / name / HF
+    model = _exported(settings, trained.name)
     return _evaluate(settings, task, trained.name, model, *more, needs=trained.name)
+
+
+def _exported(settings: Settings, step: str) -> Path:
+    """The model directory of a training."""
+    seed, _, name = step.partition("_")
+    return settings.root / "retrofit" / seed / name / HF if name else settings.pretrained(step)
 
 
 def _compared(scale: Scale) -> tuple[str, str]:
@@ -277,20 +340,26 @@ def _compared(scale: Scale) -> tuple[str, str]:
 
 
 def _evaluate(
-    settings: Settings, task: str, name: str, model: Path, *more: str, needs: str
+    settings: Settings,
+    task: str,
+    name: str,
+    model: Path,
+    *more: str,
+    needs: str,
+    problems: str = "problems",
 ) -> Step:
     words = [
         *_EVALUATE,
         f"model.path={model}",
         f"task.name={task}",
-        f"task.path={_problems(settings, task)}",
+        f"task.path={_problems(settings, task, problems)}",
         *_budgets(settings.scale, task),
         f"model.device={settings.device}",
         f"model.max_num_seqs={settings.rows}",
         f"run.dir={_results(settings, task, name)}",
         *more,
     ]
-    made = (named("problems", task), needs)
+    made = (named(problems, task), needs)
     return Step(name=named(f"evaluate_{name}", task), words=lambda: words, needs=made)
 
 
@@ -363,10 +432,10 @@ def _report(settings: Settings) -> list[str]:
     return [*_EVALUATE, "report", *map(str, runs), *output]
 
 
-def lines(settings: Settings) -> list[str]:
-    """Every measured budget, one line each."""
-    folders = sorted(path.parent for path in (settings.root / "eval").glob("*/summary.json"))
-    return [f"{path.name:28} {point}" for path in folders for point in load([path]).points()]
+def lines(root: Path) -> list[str]:
+    """Every budget that was measured in a folder of a lab, one line each."""
+    folders = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
+    return [f"{path.name:40} {point}" for path in folders for point in load([path]).points()]
 
 
 def as_text(words: list[str]) -> str:

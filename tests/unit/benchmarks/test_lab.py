@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from benchmarks.lab import __main__ as lab
 from benchmarks.lab.scales import SCALES, VARIANTS
-from benchmarks.lab.steps import Settings, Step, as_text, steps
+from benchmarks.lab.steps import Settings, Step, as_text, long_steps, steps
 from dms_train.checkpoints_tools import pool_kv_heads
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
@@ -385,6 +386,51 @@ def test_gqa_trains_and_retrofits_the_means_of_kv_heads(scale: str, heads: int, 
     evaluated = compose_evaluation(made["evaluate_gqa"].words()[2:])
     assert evaluated.model.path == str(Path(trained.run.dir) / HF)
     assert evaluated.sweep.widths == (1,)
+
+
+@pytest.mark.parametrize("scale", ["s", "m", "l", "toy"])
+def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scale, tmp_path):
+    settings = lab._settings(lab._parser().parse_args([scale, *words(tmp_path)[1:]]))
+    found, sizes, own = long_steps(settings), SCALES[scale], tmp_path / "long"
+    made = {step.name: step for step in found}
+    assert len(made) == len(found)
+    known: set[str] = set()
+    for step in found:
+        assert known.issuperset(step.needs)
+        known.add(step.name)
+    first = compose(next(s for s in steps(settings) if s.name == "teacher").words()[2:])
+    trained = compose(made["teacher"].words()[2:])
+    assert trained.model.path == str(settings.teacher)
+    assert trained.data.seq_length == 4 * first.data.seq_length == 4 * sizes.context
+    tokens = [c.data.seq_length * c.data.global_batch_size for c in (first, trained)]
+    assert tokens[0] == tokens[1]
+    longer = trained.model.with_context(first.model.architecture)
+    assert longer.max_position_embeddings > trained.data.seq_length
+    check(trained, world_size=1, architecture=longer)
+    for path in trained.data.paths:
+        given = data._parser().parse_args(made[Path(path).parent.name].words()[2:])
+        assert (str(given.out / "train"), given.context) == (path, 4 * sizes.context)
+        assert given.document_tokens == 4 * sizes.context
+        used = trained.stage.pretrain.steps * trained.data.global_batch_size
+        assert 2 * given.documents >= used / 0.98
+    for retrofit in sizes.retrofits[:2]:
+        config = compose(made[f"seed1234_cr{retrofit.cr}"].words()[2:])
+        assert config.model.path == str(Path(trained.run.dir) / HF)
+        assert config.data.seq_length == sizes.context
+        check(config, world_size=1, architecture=longer)
+    contexts = {sizes.context * times for times in (1, 2, 4)}
+    models = {str(own / "teacher" / HF)} | {
+        str(own / "retrofit" / "seed1234" / f"cr{r.cr}" / HF) for r in sizes.retrofits[:2]
+    }
+    seen = set()
+    for name in (name for name in made if name.startswith("evaluate")):
+        config = compose_evaluation(made[name].words()[2:])
+        problems = next(made[need] for need in made[name].needs if need.startswith("problems"))
+        assert problems.words()[2] == f"{config.task.name.replace('_', '-')}-problems"
+        given = data._parser().parse_args(problems.words()[2:])
+        assert str(given.out) == config.task.path
+        seen.add((config.task.name, given.context, config.model.path))
+    assert seen == set(itertools.product(("lab_niah", "lab_variable_tracking"), contexts, models))
 
 
 def test_the_report_has_one_line_for_a_method(tmp_path: Path) -> None:
