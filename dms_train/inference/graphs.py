@@ -2,7 +2,8 @@
 
 A graph holds whole steps: the layers, the logits and the next token of every sequence, which the
 next step reads without the host. It is captured at the start for every batch size that is a power
-of two, with one step and with a group of them; unused places hold row -1, which the kernels skip.
+of two, with one step and with a group of them, with and without top-k, top-p and min-p; unused
+places hold row -1, which the kernels skip.
 The cache never moves, so that the graphs stay valid. In Triton's interpreter, on a CPU, the same
 steps run without graphs.
 
@@ -23,6 +24,7 @@ from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
 from dms_train.inference.models.fused import DecodeInputs, FusedDecoder, suits
+from dms_train.kernels.layers.sampling_limits import Limits
 
 _AHEAD = 2  # groups whose numbers may be on their way between host and device
 
@@ -82,7 +84,7 @@ class _Captured(NamedTuple):
 
     Attributes:
         replay: Runs the steps.
-        sent: int64 [k, 5, b] on the host, the fields of `DecodeInputs`.
+        sent: int64 [k, 5 or with limits 8, b] on the host, the fields of `DecodeInputs`.
         received: int32 [k, ...] on the host, what `GroupStatus` is made of.
         steps: What was captured; it holds the rest of the memory.
     """
@@ -119,9 +121,12 @@ class DecodeGraphs:
         self._recorder = None if cache.pool.device.type == "cpu" else _Recorder(cache.pool.device)
         with torch.no_grad(), cache.recording():
             self._graphs = {
-                (size, count): [self._capture(size, count) for _ in range(_AHEAD)]
+                (size, count, limited): [
+                    self._capture(size, count, limited=limited) for _ in range(_AHEAD)
+                ]
                 for size in reversed(sizes)
                 for count in {1, steps}
+                for limited in (False, True)
             }
 
     def launch(self, inputs: DecodeInputs) -> LaunchedGroup:
@@ -135,10 +140,10 @@ class DecodeGraphs:
         k, b = inputs.tokens.shape
         self._cache.prepare(b * self._cache.pages_of_steps(k))
         self._turn = (self._turn + 1) % _AHEAD
-        captured = self._graphs[1 << _power(b), k][self._turn]
+        captured = self._graphs[1 << _power(b), k, inputs.limits is not None][self._turn]
         sent, received = captured.sent, captured.received
         sent[:, 2].fill_(-1)
-        sent[:, :, :b] = torch.stack([*inputs[:4], inputs.temperature.view(torch.int64)], 1)
+        sent[:, :, :b] = _packed(inputs)
         captured.replay()
         event = None
         if received.is_pinned():
@@ -148,10 +153,10 @@ class DecodeGraphs:
         shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
         return LaunchedGroup(event, received, b, shape, reserved)
 
-    def _capture(self, size: int, count: int) -> _Captured:
+    def _capture(self, size: int, count: int, *, limited: bool) -> _Captured:
         """Record `count` steps of `size` sequences."""
         device = self._cache.pool.device
-        inputs = torch.zeros(count, 5, size, dtype=torch.int64, device=device)
+        inputs = torch.zeros(count, 8 if limited else 5, size, dtype=torch.int64, device=device)
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
         layers = self._fused if suits(self._decoder, size) else self._layers
         parts = [*self._cache.status(), tokens.view(torch.int32)]
@@ -167,8 +172,7 @@ class DecodeGraphs:
         def steps() -> None:
             inputs.copy_(sent, non_blocking=True)
             for number in range(count):
-                tokens_in, position, rows, keys, bits = inputs[number].unbind()
-                fields = DecodeInputs(tokens_in, position, rows, keys, bits.view(torch.float64))
+                fields = _unpacked(inputs[number])
                 sampler.sample(
                     layers.logits(fields, last),
                     fields.temperature,
@@ -177,6 +181,7 @@ class DecodeGraphs:
                     tokens=tokens,
                     last=last,
                     memory=memory,
+                    limits=fields.limits,
                 )
                 torch.cat(parts, out=status[number])
             received.copy_(status, non_blocking=True)
@@ -222,6 +227,26 @@ class _Recorder:
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             steps()
         return graph.replay
+
+
+def _packed(inputs: DecodeInputs) -> Tensor:
+    """The fields of [k, b] each as int64 [k, any, b]."""
+    fields = [*inputs[:4], inputs.temperature.view(torch.int64)]
+    if inputs.limits is not None:
+        top_k, *shares = inputs.limits
+        fields += [top_k, *(share.view(torch.int64) for share in shares)]
+    return torch.stack(fields, 1)
+
+
+def _unpacked(packed: Tensor) -> DecodeInputs:
+    """The fields of one step, from int64 [any, b]."""
+    tokens, position, rows, keys, temperature, *rest = packed.unbind()
+    limits = None
+    if rest:
+        top_k, *shares = rest
+        limits = Limits(top_k, *(share.view(torch.float64) for share in shares))
+    temperature = temperature.view(torch.float64)
+    return DecodeInputs(tokens, position, rows, keys, temperature, limits)
 
 
 def _power(size: int) -> int:

@@ -179,10 +179,18 @@ class SamplingParams:
     @property
     def plain(self) -> bool:
         """Whether a token is drawn from the logits as they are, and nothing else is returned."""
-        restricted = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        restricted = restricted and self.temperature > 0  # nothing excludes the most likely token
         changed = self.penalizes or bool(self.logit_bias)
-        return not restricted and not changed and self.logprobs is None and self.max_tokens > 0
+        return not changed and self.logprobs is None and self.max_tokens > 0
+
+    @property
+    def restricts(self) -> bool:
+        """Whether tokens may be excluded; the most likely one, taken at temperature 0, is not."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def log_min_p(self) -> float:
+        """Logarithm of `min_p`."""
+        return math.log(self.min_p) if self.min_p > 0 else -math.inf
 
     @property
     def penalizes(self) -> bool:

@@ -19,13 +19,14 @@ from dms_train.inference.graphs import DecodeGraphs, LaunchedGroup
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.fused import DecodeInputs
 from dms_train.inference.models.loader import LoadedModel
-from dms_train.inference.options import EngineOptions
+from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy
 from dms_train.inference.prompt_graphs import PromptGraphs
 from dms_train.inference.sampler import signed_seed, stream_keys
 from dms_train.inference.scheduler import SchedulerLimits
 from dms_train.inference.scoring import score, wanted_logits
 from dms_train.inference.sequence import Sequence
+from dms_train.kernels.layers.sampling_limits import Limits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,12 +224,14 @@ class ModelRunner:
         ]
         position, rows, seed, index, place = torch.tensor(columns).T
         temperature = [s.params.temperature for s in sequences]
+        restricted = any(s.params.restricts for s in sequences)
         return DecodeInputs(
             tokens=tokens,
             position=position + number.minimum(counts - 1),
             rows=torch.where(number < counts, rows, -1),
             keys=stream_keys(seed, index, place + number),
             temperature=torch.tensor(temperature, dtype=torch.float64).expand(steps, -1),
+            limits=_limits([s.params for s in sequences], steps) if restricted else None,
         )
 
     def wait(self, group: DecodeGroup | None) -> None:
@@ -275,3 +278,10 @@ class ModelRunner:
         )
         slots = decoded.counts.held[1][taken - 1][decoded.index]
         decoded.sequence.pages = slots // self.limits.page_slots
+
+
+def _limits(params: list[SamplingParams], steps: int) -> Limits:
+    """What may be drawn in each step, [k, b]."""
+    top_k = torch.tensor([p.top_k for p in params])
+    shares = torch.tensor([[p.top_p, p.log_min_p] for p in params], dtype=torch.float64)
+    return Limits(*(x.expand(steps, -1) for x in (top_k, *shares.T)))

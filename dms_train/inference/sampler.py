@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
+from dms_train.kernels.layers.sampling_limits import WEIGHT_BITS
 from dms_train.method.splitmix import GOLDEN, mix, uniform
 
 
@@ -99,7 +100,7 @@ def _draw(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
     vocab = scores.shape[1]
     temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64)
     scores = scores.double() / temperature[:, None].to(scores.device)
-    if any(row.params.top_p < 1 or row.params.min_p > 0 or row.params.top_k > 0 for row in rows):
+    if any(row.params.restricts for row in rows):
         scores = _restricted(scores, [row.params for row in rows])
     seed, index, place = torch.tensor([row.stream for row in rows]).T
     noise = uniform(stream_keys(seed, index, place).to(scores.device), vocab)
@@ -107,17 +108,22 @@ def _draw(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
 
 
 def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Scores [b, vocab] with -inf for what top-k, then top-p and min-p exclude."""
+    """Scores [b, vocab] with -inf for what top-k, then top-p and min-p exclude.
+
+    Of equal scores the first ones are kept. Weights are integers, whose sums are exact, so that
+    `kernels.layers.triton_restrict` excludes the same tokens.
+    """
     vocab = scores.shape[1]
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params])
-    shares = torch.tensor([[p.top_p, p.min_p] for p in params], dtype=torch.float64)
-    top_k, shares = top_k.to(scores.device), shares.to(scores.device)
+    top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params])
+    shares = torch.tensor([[p.top_p, p.log_min_p] for p in params], dtype=torch.float64)
+    top_k, (top_p, log_min_p) = top_k.to(scores.device), shares.to(scores.device).split(1, 1)
     ordered, index = scores.sort(stable=True, dim=-1, descending=True)
-    rank = torch.arange(vocab, device=scores.device)
-    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
-    share = ordered.softmax(-1)
-    excluded = share.cumsum(-1) - share >= shares[:, :1]
-    excluded |= share < shares[:, 1:] * share[:, :1]
+    behind = ordered - ordered[:, :1]
+    excluded = torch.arange(vocab, device=scores.device) >= top_k
+    weight = (behind.exp() * 2.0**WEIGHT_BITS + 0.5).long().masked_fill(excluded, 0)
+    least = (weight.sum(-1, keepdim=True) * top_p).ceil().long()
+    excluded |= (weight.cumsum(-1) - weight >= least) & (top_p < 1)
+    excluded |= behind < log_min_p
     return scores.scatter(1, index, ordered.masked_fill(excluded, -torch.inf))
 
 

@@ -111,16 +111,23 @@ def test_full_chunks_of_a_prompt_give_the_same_tokens(preset: str | None) -> Non
     assert (engine._runner._prompts is None) == (kernels == "reference")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_sampled_in_the_graph_are_those_of_the_sampler(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0},
+        {},
+        {"top_p": 0.8},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 0.7},
+    ],
+    ids=str,
+)
+def test_tokens_sampled_in_the_graph_are_those_of_the_sampler(how: dict) -> None:
     """Requests that end at different times; log-probabilities are computed by the host."""
     found = []
     for logprobs in (None, 0):
         engine = InferenceEngine(model("dms"), EngineOptions(device=DEVICE, max_num_seqs=3))
         for seed, length in enumerate((5, 30, 2, 17, 9)):
-            params = SamplingParams(
-                temperature=temperature, seed=seed, max_tokens=9 + 3 * seed, logprobs=logprobs
-            )
+            params = SamplingParams(seed=seed, max_tokens=9 + 3 * seed, logprobs=logprobs, **how)
             engine.add_request(list(range(length)), params)
         done = {}
         while engine.has_unfinished_requests():
@@ -132,11 +139,16 @@ def test_tokens_sampled_in_the_graph_are_those_of_the_sampler(temperature: float
 
 
 def traces(device: str, **how: int | str) -> tuple[dict, int]:
-    """Tokens and costs at each of them of sampled continuations, and most tokens of a step."""
+    """Tokens and costs at each of them of sampled continuations, and most tokens of a step.
+
+    Two of the requests are sampled with top-p.
+    """
     options = EngineOptions(device=device, max_num_seqs=8, page_slots=4, **how)
     engine, found, most = InferenceEngine(model("dms", device), options), {}, 0
     for seed, length in enumerate((5, 30, 17)):
-        params = SamplingParams(n=3, max_tokens=20 + 7 * seed, seed=seed, kv_trace=True)
+        params = SamplingParams(
+            n=3, max_tokens=20 + 7 * seed, seed=seed, kv_trace=True, top_p=1 - seed / 10
+        )
         engine.add_request(list(range(length)), params, final_only=True)
     while engine.has_unfinished_requests():
         before = engine.decoded_steps

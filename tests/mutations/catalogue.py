@@ -384,6 +384,20 @@ MUTATIONS = [
         "tests/unit/inference/test_sampler.py::test_draws_follow_the_softmax_over_the_temperature",
     ),
     Mutation(
+        "top-p leaves one token less",
+        "dms_train/inference/sampler.py",
+        "weight.cumsum(-1) - weight >= least",
+        "weight.cumsum(-1) >= least",
+        "tests/unit/inference/test_sampler.py::test_tokens_are_drawn_from_what_loops_leave",
+    ),
+    Mutation(
+        "of equal logits the kernel leaves the last ones",
+        "dms_train/kernels/layers/triton_restrict.py",
+        "((1 << TOKEN_BITS) - 1 - token)",
+        "token",
+        "tests/unit/kernels/test_restrict.py::test_of_equal_logits_the_first_are_left",
+    ),
+    Mutation(
         "exported code has a window one token shorter",
         "dms_train/export/code/modeling_dms.py",
         "queries[:, None] - keys[None, :] > self.dms.numbers.window",

@@ -20,6 +20,7 @@ from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.models.blocks import RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
 from dms_train.kernels.decode.paged import HeadNorms, Step
+from dms_train.kernels.layers.sampling_limits import Limits
 
 _SEQUENCES = 64  # that a program of a product takes
 _SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
@@ -35,6 +36,7 @@ class DecodeInputs(NamedTuple):
         rows: int64, cache rows; -1 for a place that is not used.
         keys: int64, streams of random numbers.
         temperature: float64.
+        limits: Top-k, top-p and min-p; None where no sequence has any.
     """
 
     tokens: Tensor
@@ -42,6 +44,7 @@ class DecodeInputs(NamedTuple):
     rows: Tensor
     keys: Tensor
     temperature: Tensor
+    limits: Limits | None = None
 
 
 def suits(decoder: Decoder, sequences: int) -> bool:

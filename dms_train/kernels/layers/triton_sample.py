@@ -1,5 +1,7 @@
 """The next token of each sequence, drawn from its logits in one kernel.
 
+Where a sequence has top-k, top-p or min-p, the kernels of `triton_restrict` run before.
+
 The Gumbel-max trick with the numbers of `method.splitmix`, computed in float64 where a token is
 drawn; no noise where the most likely token is taken. Of equal scores the first one wins.
 
@@ -16,11 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.layers import triton_restrict
+from dms_train.kernels.layers.sampling_limits import Limits
+from dms_train.kernels.layers.triton_restrict import BLOCK, Order, best_of, parts_of, place_of
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-_BLOCK = 1024
-_PARTS = 128  # most programs of a sequence
 
 
 class Workspace(NamedTuple):
@@ -30,18 +33,21 @@ class Workspace(NamedTuple):
         scores: float64 [b, p], best of each part.
         tokens: int32 [b, p], which token that is.
         arrived: int32 [b], parts that are finished; 0 between launches.
+        restricted: Of `triton_restrict`.
     """
 
     scores: Tensor
     tokens: Tensor
     arrived: Tensor
+    restricted: triton_restrict.Workspace
 
     @classmethod
     def of(cls, sequences: int, device: torch.device) -> Workspace:
         """For this many sequences."""
-        scores = torch.empty(sequences, _PARTS, dtype=torch.float64, device=device)
         arrived = torch.zeros(sequences, dtype=torch.int32, device=device)
-        return cls(scores, torch.empty_like(scores, dtype=torch.int32), arrived)
+        restricted = triton_restrict.Workspace.of(sequences, device)
+        scores = torch.empty_like(restricted.best, dtype=torch.float64)
+        return cls(scores, torch.empty_like(scores, dtype=torch.int32), arrived, restricted)
 
 
 @triton.jit
@@ -70,6 +76,12 @@ def _best(scores, tokens):
 
 
 @triton.jit
+def _drawn(scores, key, token, left):
+    """The highest score with noise among the tokens that are left, and its token."""
+    return _best(tl.where(left, scores + _gumbel(key, token), float("-inf")), token)
+
+
+@triton.jit
 def _sample_kernel(
     logits_ptr,
     temperature_ptr,
@@ -80,7 +92,12 @@ def _sample_kernel(
     score_ptr,
     token_ptr,
     arrived_ptr,
+    top_ptr,
+    lowest_ptr,
+    log_min_p_ptr,
     vocab,
+    ZERO_BITS: tl.constexpr,
+    TOKEN_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -91,6 +108,10 @@ def _sample_kernel(
     batch, part = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + batch)
     key = tl.load(key_ptr + batch)
+    if lowest_ptr is not None:
+        lowest = tl.load(lowest_ptr + batch)
+        top = best_of(top_ptr, batch, PARTS).to(tl.float64)
+        floor = tl.load(log_min_p_ptr + batch)
     blocks = tl.cdiv(vocab, BLOCK * PARTS)
     best, winner = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32) + vocab
     for number in range(blocks):
@@ -98,9 +119,15 @@ def _sample_kernel(
         at = logits_ptr + batch.to(tl.int64) * vocab + token
         scores = tl.load(at, mask=token < vocab, other=float("-inf")).to(tl.float32)
         if temperature > 0:
-            drawn = scores.to(tl.float64) / temperature + _gumbel(key, token)
-            drawn = tl.where(token < vocab, drawn, float("-inf"))
-            score, first = _best(drawn, token)
+            scaled, left = scores.to(tl.float64) / temperature, token < vocab
+            if lowest_ptr is not None:
+                left &= place_of(scores, token, ZERO_BITS, TOKEN_BITS) >= lowest
+                left &= scaled - top / temperature >= floor
+                score, first = tl.full([], float("-inf"), tl.float64), winner
+                if tl.max(left.to(tl.int32), 0) > 0:
+                    score, first = _drawn(scaled, key, token, left)
+            else:
+                score, first = _drawn(scaled, key, token, left)
         else:
             score, first = _best(scores, token)
             score = score.to(tl.float64)
@@ -130,6 +157,7 @@ def sample(
     tokens: Tensor,
     last: Tensor,
     memory: Workspace,
+    limits: Limits | None = None,
 ) -> None:
     """Draw a token for each sequence; the host does not wait.
 
@@ -141,10 +169,14 @@ def sample(
         tokens: int64 [b]; written.
         last: int64 [cache rows]; the token is written to the sequence's row.
         memory: Made for as many sequences or more.
+        limits: Of the sequences; None where none of them has any.
     """
     b, vocab = logits.shape
-    overlap = overlaps(logits.device)
-    parts = min(_PARTS, triton.next_power_of_2(triton.cdiv(vocab, _BLOCK)))
+    overlap, restricted = overlaps(logits.device), memory.restricted
+    parts = parts_of(vocab)
+    if limits is not None:
+        triton_restrict.restrict(logits, temperature, rows, limits, restricted)
+    order = Order.of(logits)
     _sample_kernel[(b, parts)](
         logits,
         temperature,
@@ -155,8 +187,13 @@ def sample(
         memory.scores,
         memory.tokens,
         memory.arrived,
+        None if limits is None else restricted.best,
+        None if limits is None else restricted.lowest[1],
+        None if limits is None else limits.log_min_p,
         vocab,
-        BLOCK=_BLOCK,
+        ZERO_BITS=order.zero_bits,
+        TOKEN_BITS=order.token_bits,
+        BLOCK=BLOCK,
         PARTS=parts,
         OVERLAP=overlap,
         launch_pdl=overlap,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from dataclasses import replace
 
@@ -336,12 +337,60 @@ def test_a_trace_is_what_a_stream_shows_at_each_token(start, kernels, steps, pol
     assert (engine.decoded_steps > passes) == (steps > 1)
 
 
+RESTRICTED = [
+    SamplingParams(top_p=0.8),
+    SamplingParams(top_k=7, temperature=0.7),
+    GREEDY,
+    SamplingParams(top_k=30, top_p=0.9, min_p=0.02, temperature=1.5),
+]
+
+
+@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.parametrize("final_only", [False, True])
+def test_top_k_top_p_and_min_p_are_decoded_by_the_kernels(start, final_only):
+    """In groups where no request is streamed; more requests than rows, of different parameters."""
+    asked = [replace(p, seed=i, max_tokens=5 + i) for i, p in enumerate(RESTRICTED)]
+    found = []
+    for how in ({"kernels": "reference"}, {"kernels": "triton", "decode_steps": 4}):
+        engine = start(**how)
+        for seed, params in enumerate(asked):
+            engine.add_request(random_ids(5 + seed, seed=seed), params, final_only=final_only)
+        passes, tokens = 0, {}
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            tokens |= {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
+            passes += 1
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert [len(tokens) for _, tokens in sorted(found[0].items())] == [5, 6, 7, 8]
+    assert (engine.decoded_steps > passes) == final_only
+    assert engine.decoded_steps >= 7
+    alone = start(kernels="triton", decode_steps=1)
+    alone.add_request(random_ids(5 + 3, seed=3), asked[3])
+    assert run(alone) == {"0": found[1]["3"]}
+    assert alone.decoded_steps == 7  # all but the first token
+
+
+@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+def test_requests_without_top_k_top_p_and_min_p_run_no_kernels_for_them(start, monkeypatch):
+    restrict = importlib.import_module("dms_train.kernels.layers.triton_restrict")
+    engine, calls = start(kernels="triton"), []
+    monkeypatch.setattr(restrict, "restrict", lambda *_: calls.append(1))
+    for params in (GREEDY, SamplingParams(), replace(GREEDY, top_k=5, top_p=0.5)):
+        engine.add_request(random_ids(4), params)
+    run(engine)
+    assert not calls
+    engine.add_request(random_ids(4), SamplingParams(top_p=0.5, max_tokens=3))
+    run(engine)
+    assert len(calls) == 2
+
+
 @pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
 @pytest.mark.parametrize("how", [{}, {"final_only": True}], ids=["streamed", "sampled by the host"])
 def test_no_group_runs_beside_a_request_that_it_would_delay(start, how):
     engine = start(kernels="triton", decode_steps=4)
     engine.add_request(random_ids(5), replace(GREEDY, max_tokens=20), final_only=True)
-    params = GREEDY if not how else replace(GREEDY, temperature=1.0, top_k=5, seed=1)
+    params = GREEDY if not how else replace(GREEDY, logprobs=0)
     other = engine.add_request(random_ids(4), params, **how)
     steps = 0
     while engine.has_request(other):

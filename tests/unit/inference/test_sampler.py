@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.options import SamplingParams
-from dms_train.inference.sampler import SamplingRow, sample
+from dms_train.inference.sampler import SamplingRow, _restricted, sample, stream_keys
+from tests.support import sampling_truth
 
 LOGITS = torch.tensor([2.0, -1.0, 1.0, 0.0, 1.5])
 DRAWS = 20_000
@@ -67,6 +68,31 @@ def test_the_temperature_acts_before_top_p() -> None:
     # at temperature 4 the shares are 0.28, 0.25, 0.22, 0.17 and 0.13: three reach 0.7
     exact = softmax([x / 4 for x in LOGITS.tolist()], {0, 4, 2})
     assert_drawn(shares(SamplingParams(temperature=4.0, top_p=0.7)), exact)
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0, 1e-3], ids=["equal", "few values", "any values"])
+def test_tokens_are_drawn_from_what_loops_leave(step: float) -> None:
+    """Of equal scores the first ones are left, also where a share is reached exactly."""
+    torch.manual_seed(1)
+    logits = (torch.randn(600) / max(step, 1e-9)).round() * step
+    shares = (1e-9, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99999)
+    params = [SamplingParams(top_p=share, temperature=t) for share in shares for t in (0.7, 1.0)]
+    params += [SamplingParams(top_k=k, top_p=0.5) for k in (1, 2, 64, 200, 10_000)]
+    params += [SamplingParams(top_k=5), SamplingParams(min_p=0.1), SamplingParams(min_p=1.0)]
+    rows = [SamplingRow(p, seed, 0, [], []) for seed in range(5) for p in params]
+    found = [s.token for s in sample(logits.expand(len(rows), -1), rows)]
+    keys = stream_keys(*torch.tensor([row.stream for row in rows]).T)
+    expected = [
+        sampling_truth.drawn(logits, row.params, key) for row, key in zip(rows, keys, strict=True)
+    ]
+    assert found == expected
+
+
+def test_without_top_p_the_least_likely_tokens_are_left() -> None:
+    """Though their weights, as integers, are 0."""
+    scores = torch.tensor([[0.0, -90.0, -100.0]], dtype=torch.float64)
+    left = _restricted(scores, [SamplingParams(top_k=2)]).isfinite()
+    assert left.tolist() == [[True, True, False]]
 
 
 def test_bias_and_penalties_change_the_logits_as_defined() -> None:

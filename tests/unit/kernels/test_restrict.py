@@ -1,0 +1,154 @@
+"""Top-k, top-p and min-p of the kernel, in Triton's interpreter, against loops in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dms_train.inference.options import SamplingParams
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.layers.sampling_limits import Limits
+from tests.support import sampling_truth
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+if not decode.runs_on(DEVICE):
+    pytest.skip("needs triton", allow_module_level=True)
+
+triton_restrict = pytest.importorskip("dms_train.kernels.layers.triton_restrict")
+triton_sample = pytest.importorskip("dms_train.kernels.layers.triton_sample")
+
+KINDS = [
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_k=40),
+    SamplingParams(min_p=0.05),
+    SamplingParams(),
+    SamplingParams(temperature=0.0, top_k=3, top_p=0.5),
+    SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    SamplingParams(temperature=2.0, top_k=300, top_p=0.7, min_p=0.01),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(top_k=1_000_000, top_p=0.99999),
+    SamplingParams(min_p=1.0),
+]
+
+
+def sampled(logits: Tensor, params: list[SamplingParams], keys: Tensor) -> list[int]:
+    """What the kernel draws for rows, each of them in use."""
+    temperature, top_p, log_min_p = torch.tensor(
+        [[p.temperature, p.top_p, p.log_min_p] for p in params], dtype=torch.float64, device=DEVICE
+    ).T.contiguous()
+    top_k = torch.tensor([p.top_k for p in params], device=DEVICE)
+    rows = torch.arange(len(params), device=DEVICE)
+    tokens, last = torch.full_like(rows, -7), torch.full_like(rows, -7)
+    memory = triton_sample.Workspace.of(len(params), DEVICE)
+    limits = Limits(top_k, top_p, log_min_p)
+    triton_sample.sample(
+        logits, temperature, keys, rows, tokens=tokens, last=last, memory=memory, limits=limits
+    )
+    assert torch.equal(tokens, last)
+    assert not memory.arrived.any()
+    assert not memory.restricted.arrived.any()
+    assert not memory.restricted.sums.any()
+    return tokens.tolist()
+
+
+def random_keys(count: int) -> Tensor:
+    return torch.randint(-(2**62), 2**62, (count,), device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 7, 1025, 3000])
+def test_tokens_are_drawn_from_what_is_left(vocab: int, dtype: torch.dtype) -> None:
+    """Of rows with different parameters; 16-bit logits are often equal."""
+    torch.manual_seed(vocab)
+    logits = (2 * torch.randn(len(KINDS), vocab, device=DEVICE)).to(dtype)
+    keys = random_keys(len(KINDS))
+    expected = [sampling_truth.drawn(*row) for row in zip(logits, KINDS, keys, strict=True)]
+    assert sampled(logits, KINDS, keys) == expected
+
+
+def equal(vocab: int) -> Tensor:
+    return torch.full((vocab,), -3.0)
+
+
+def signs_of_zero(vocab: int) -> Tensor:
+    """They are equal."""
+    return torch.tensor([-0.0, 0.0]).repeat(vocab // 2)
+
+
+def few_values(vocab: int) -> Tensor:
+    return torch.randn(vocab).round()
+
+
+def excluded_tokens(vocab: int) -> Tensor:
+    return torch.where(torch.arange(vocab) % 5 == 1, torch.randn(vocab), -torch.inf)
+
+
+def large(vocab: int) -> Tensor:
+    return 1e30 * torch.randn(vocab)
+
+
+def of_both_signs(vocab: int) -> Tensor:
+    return 100 * torch.randn(vocab)
+
+
+@pytest.mark.parametrize(
+    ("make", "temperature"),
+    [
+        (equal, 1.0),
+        (signs_of_zero, 1.0),
+        (few_values, 3.0),
+        (excluded_tokens, 1.0),
+        (large, 1.0),
+        (of_both_signs, 1e3),
+        (of_both_signs, 10.0),
+    ],
+)
+def test_of_equal_logits_the_first_are_left(make, temperature: float) -> None:
+    """Also where a share is reached exactly, and where logits are far apart or close together."""
+    torch.manual_seed(0)
+    shares = (0.1, 0.25, 0.5, 0.75, 0.9)
+    how = [{"top_p": share} for share in shares]
+    how += [{"top_k": k, "top_p": 0.5} for k in (1, 2, 64, 200)] + [{"top_k": k} for k in (5, 300)]
+    params = [SamplingParams(temperature=temperature, **fields) for fields in how]
+    logits = make(300).repeat(len(params), 1).to(DEVICE)
+    keys = random_keys(len(params))
+    expected = [sampling_truth.drawn(*row) for row in zip(logits, params, keys, strict=True)]
+    assert sampled(logits, params, keys) == expected
+
+
+def test_every_token_that_is_left_is_drawn_and_no_other() -> None:
+    """Of 1000 equal tokens top-p 0.004 leaves exactly four."""
+    keys = torch.arange(25, device=DEVICE) * 7919
+    for params in (SamplingParams(top_p=0.004), SamplingParams(top_k=4)):
+        logits = torch.zeros(len(keys), 1000, device=DEVICE)
+        assert set(sampled(logits, [params] * len(keys), keys)) == {0, 1, 2, 3}
+
+
+def test_a_row_draws_the_same_token_alone_and_in_a_batch(monkeypatch) -> None:
+    """Whatever the number of programs that share a vocabulary."""
+    torch.manual_seed(3)
+    logits = torch.randn(len(KINDS), 2500, device=DEVICE).bfloat16()
+    keys = random_keys(len(KINDS))
+    together = sampled(logits, KINDS, keys)
+    alone = [
+        sampled(logits[i : i + 1], KINDS[i : i + 1], keys[i : i + 1])[0] for i in range(len(KINDS))
+    ]
+    assert alone == together
+    monkeypatch.setattr(triton_restrict, "_PROGRAMS", 1)
+    assert sampled(logits, KINDS, keys) == together
+
+
+def test_a_place_that_is_not_used_writes_nothing_for_a_sequence() -> None:
+    logits = torch.randn(3, 50, device=DEVICE)
+    rows = torch.tensor([1, -1, 0], device=DEVICE)
+    half = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
+    tokens, last = torch.zeros_like(rows), torch.full((3,), -7, device=DEVICE)
+    limits = Limits(torch.full_like(rows, 3), half, half.log())
+    memory = triton_sample.Workspace.of(4, DEVICE)
+    triton_sample.sample(
+        logits, half, rows, rows, tokens=tokens, last=last, memory=memory, limits=limits
+    )
+    assert last.tolist() == [int(tokens[2]), int(tokens[0]), -7]
+    assert not memory.restricted.sums.any()
