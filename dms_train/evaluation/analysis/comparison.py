@@ -129,12 +129,16 @@ class Comparison:
 
     def margins(self, cost: Cost) -> list[Margin]:
         """Of every method against every one before it, on each task."""
-        return [
-            _margin(self.results, task, first, second, cost)
-            for number, second in enumerate(self.methods)
-            for first in self.methods[number + 1 :]
-            for task in self.tasks
-        ]
+        samples: dict[tuple[str, str], list[_Sample]] = {}
+        for result in self.results:
+            samples.setdefault((result.title, result.method), []).append(_sample(result, cost))
+        found = []
+        for number, second in enumerate(self.methods):
+            for first in self.methods[number + 1 :]:
+                for task in self.tasks:
+                    pair = [samples.get((task, method), []) for method in (first, second)]
+                    found.append(Margin(task, first, second, *_margin(pair)))
+        return found
 
 
 def line(marks: Sequence[Mark], method: str) -> list[BudgetPoint]:
@@ -150,11 +154,10 @@ class _Sample(NamedTuple):
     costs: Tensor
 
 
-def _margin(results: Sequence[RunResult], task: str, first: str, second: str, cost: Cost) -> Margin:
-    samples = [
-        [_sample(r, cost) for r in results if r.title == task and r.method == method]
-        for method in (first, second)
-    ]
+def _margin(
+    samples: Sequence[Sequence[_Sample]],
+) -> tuple[float | None, tuple[float, float] | None]:
+    """Value and interval of a `Margin` of two methods."""
     whole = margin(*(_means(found, lambda count: torch.arange(count)) for found in samples))
     drawn = sorted(_resampled(samples)) if whole is not None else []
     interval = None
@@ -163,7 +166,7 @@ def _margin(results: Sequence[RunResult], task: str, first: str, second: str, co
             torch.tensor([0.025, 0.975], dtype=torch.float64)
         )
         interval = (ends[0].item(), ends[1].item())
-    return Margin(task, first, second, whole, interval)
+    return whole, interval
 
 
 def _sample(result: RunResult, cost: Cost) -> _Sample:

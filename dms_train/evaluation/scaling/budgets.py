@@ -27,7 +27,7 @@ class Budget(NamedTuple):
 
     def __str__(self) -> str:
         """As the paper writes it, such as 32-1-4."""
-        return f"{self.length:g}-{self.width}-{self.cr:g}"
+        return f"{self.length:g}-{self.width}-{self.cr:.3g}"
 
 
 def length_in_tokens(length: float) -> int:

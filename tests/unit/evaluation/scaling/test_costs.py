@@ -181,6 +181,7 @@ def chains_alone(directory, asked) -> list[list[int]]:
 
 def test_budgets_are_written_as_in_the_paper():
     assert str(Budget(32, 1, 4.0)) == "32-1-4"
+    assert str(Budget(0.75, 4, 2054 / 182)) == "0.75-4-11.3"
     assert Budget(0.25, 2, 1.0).max_tokens == 256
 
 
