@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.lab import wall_clock
 from dms_train.data_prep import prepare as data
-from dms_train.data_prep.lab_words import WORDS
-from dms_train.data_prep.token_documents import write_word_tokenizer
-from dms_train.export.writer import write_export
+from tests.support.lab_model import write_lab_model
 from tests.unit.inference import conftest as inference
 
 PROBLEMS = 3
@@ -24,23 +20,8 @@ BUDGETS = [[1 / 64, 1], [1 / 32, 2]]
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with random models as the teacher and as a retrofit: neither solves anything."""
     root = tmp_path_factory.mktemp("lab")
-    architecture = replace(inference.tiny_architecture("llama"), vocab_size=len(WORDS))
     for name, spec in (("teacher", None), ("cr4", inference.small_spec("dms"))):
-        directory = wall_clock.model_path(root, name, seed=1234)
-        write_export(
-            directory,
-            architecture=architecture,
-            spec=spec,
-            cr_factor=None,
-            target_cr=4.0,
-            dtype=torch.float32,
-            export_format="dms",
-            weights=inference.varied_weights(architecture, 0).items(),
-            source_dir=None,
-            selftest=None,
-            provenance={},
-        )
-        write_word_tokenizer(directory, WORDS, overwrite=True)
+        write_lab_model(wall_clock.model_path(root, name, seed=1234), spec, target_cr=4.0)
     made = ["countdown-problems", "--out", str(root / "problems.jsonl"), "--problems"]
     assert data.main([*made, str(PROBLEMS)]) == 0
     return root

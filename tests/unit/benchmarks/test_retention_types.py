@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,11 @@ from benchmarks.retention.held import TypedSequence, count, decode, typed
 from benchmarks.retention.pictures import _places
 from dms_train.data_prep import countdown
 from dms_train.data_prep.lab_words import WORDS, decoded
-from dms_train.data_prep.token_documents import write_word_tokenizer
 from dms_train.evaluation.bootstrap import ratio
-from dms_train.export.writer import write_export
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method.visibility import visible
+from tests.support.lab_model import write_lab_model
 from tests.unit.inference import conftest as inference
 
 oracle, load, folder = inference.oracle, inference.load, inference.folder
@@ -126,21 +124,7 @@ def test_every_word_of_a_training_document_has_a_type(numbers: int) -> None:
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the lab's words that evicts about half of all tokens."""
     directory = tmp_path_factory.mktemp("lab") / "export"
-    architecture = replace(inference.tiny_architecture("llama"), vocab_size=len(WORDS))
-    write_export(
-        directory,
-        architecture=architecture,
-        spec=SPEC,
-        cr_factor=None,
-        target_cr=2.0,
-        dtype=torch.float32,
-        export_format="dms",
-        weights=inference.varied_weights(architecture, 0).items(),
-        source_dir=None,
-        selftest=None,
-        provenance={},
-    )
-    write_word_tokenizer(directory, WORDS, overwrite=True)
+    write_lab_model(directory, SPEC)
     return directory
 
 
