@@ -87,16 +87,20 @@ class Step:
 
 
 def steps(settings: Settings) -> list[Step]:
-    """All steps; each stands behind those that it needs, and the first come first."""
+    """All steps; each stands behind those that it needs, and the first come first.
+
+    Policies are evaluated before the further seeds: a lab that ends early has one of everything.
+    """
     trained = [step for seed in settings.seeds for step in _retrofits(settings, seed)]
     teacher, pooled, variants = _teacher(settings), _gqa(settings), _variants(settings)
-    fewer = _compared(settings.scale)
+    fewer, one_seed = _compared(settings.scale), len(settings.scale.retrofits)
     evaluated: list[Step] = []
     for task in settings.tasks:
         evaluated.append(_evaluation(settings, task, teacher))
         evaluated += [_evaluation(settings, task, step, *fewer) for step in pooled[1:] + variants]
-        evaluated += [_evaluation(settings, task, step) for step in trained]
+        evaluated += [_evaluation(settings, task, step) for step in trained[:one_seed]]
         evaluated += _policies(settings, task)
+        evaluated += [_evaluation(settings, task, step) for step in trained[one_seed:]]
     report = Step(
         name="report",
         words=lambda: _report(settings),
