@@ -21,16 +21,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
 
 import torch
 
+from benchmarks.lab.arguments import choice, count, list_of, seed
 from benchmarks.lab.scales import SCALES, VARIANTS
 from benchmarks.lab.steps import Settings, Step, as_text, check_policies, lines, long_steps, steps
 from benchmarks.lab.tasks import TASKS
@@ -44,7 +44,6 @@ UNFINISHED = 3
 _GRACE = 40.0  # seconds that commands have to save and leave; torchrun gives its ranks 30
 _POLL = 0.1
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-Value = TypeVar("Value")
 
 
 class Lab:
@@ -272,43 +271,6 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return _number(text, 1)
-
-
-def _seed(text: str) -> int:
-    return _number(text, 0)
-
-
-def _choice(names: Iterable[str]) -> Callable[[str], str]:
-    def chosen(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(names)}")
-        return text
-
-    return chosen
-
-
-def _list_of(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
-    """Values between commas, each of them once."""
-
-    def parsed(text: str) -> tuple[Value, ...]:
-        found = tuple(kind(part) for part in text.split(",") if part)
-        if not found:
-            raise argparse.ArgumentTypeError("nothing is named")
-        if len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"{text}: a value is repeated")
-        return found
-
-    return parsed
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks.lab",
@@ -321,31 +283,31 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, help="stop then; the same command continues")
     add(
         "--tasks",
-        type=_list_of(_choice(TASKS)),
+        type=list_of(choice(TASKS)),
         default=("countdown",),
         help=f"of the teacher: {','.join(TASKS)} (countdown)",
     )
     policies = tuple(name for name in policy_names() if name != AUTO)
-    add("--seeds", type=_list_of(_seed), default=(1234,), help="of the retrofits (1234)")
-    variants = _list_of(_choice(VARIANTS))
+    add("--seeds", type=list_of(seed), default=(1234,), help="of the retrofits (1234)")
+    variants = list_of(choice(VARIANTS))
     add("--also", type=variants, default=(), help=f"of the first seed: {','.join(VARIANTS)}")
     add("--long", action="store_true", help="then 4 times the context, in FOLDER/long")
-    add("--problems", type=_count, help="of every evaluation")
-    add("--widths", type=_list_of(_count), help="chains of a problem, such as 1,2,4")
+    add("--problems", type=count, help="of every evaluation")
+    add("--widths", type=list_of(count), help="chains of a problem, such as 1,2,4")
     add(
         "--policies",
-        type=_list_of(_choice(policies)),
+        type=list_of(choice(policies)),
         help="that the teacher is evaluated with, such as tova,quest",
     )
     kinds = ("auto", "cpu", "cuda")
     add("--device", choices=kinds, default="auto", help="auto takes all visible GPUs")
-    add("--rows", type=_count, default=256, help="chains in the cache together (%(default)s)")
+    add("--rows", type=count, default=256, help="chains in the cache together (%(default)s)")
     add(
         "--jobs",
-        type=_count,
+        type=count,
         help="commands on each GPU (4, for l 1), or on the CPU (1)",
     )
-    add("--workers", type=_count, default=os.cpu_count() or 1, help="that make data (%(default)s)")
+    add("--workers", type=count, default=os.cpu_count() or 1, help="that make data (%(default)s)")
     return parser
 
 

@@ -426,12 +426,16 @@ def budget_of(settings: Settings, task: str, cr: int) -> int:
 
 
 def _report(settings: Settings) -> list[str]:
-    """Of everything but variants of DMS and of the teacher: a method has one line."""
-    root = settings.root
-    names = [n for n, variant in VARIANTS.items() if variant.experiment == "lab_retrofit"]
+    """Of the teacher, policies, DMS and DMC with the first seed: a method has one line."""
+    root, first = settings.root, f"seed{settings.seeds[0]}_"
+    others = ["gqa", *(f"{first}{name}_cr" for name in VARIANTS if name != "dmc")]
     found = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
-    runs = [path for path in found if not any(f"_{name}_cr" in path.name for name in names)]
-    runs = [path for path in runs if not path.name.startswith("gqa")]
+    runs = [
+        path
+        for path in found
+        if path.name.startswith(first) or not path.name.startswith("seed")
+        if not path.name.startswith(tuple(others))
+    ]
     output = ["--output", str(root / "report.html"), "--figures", str(root / "figures")]
     return [*_EVALUATE, "report", *map(str, runs), *output]
 

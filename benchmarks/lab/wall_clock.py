@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import time
@@ -21,11 +22,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.lab.arguments import count, list_of, seed
 from benchmarks.lab.steps import HF
 from benchmarks.timing import device_name, versions
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.devices import resolve_device
+from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.run import CheckedRun, check
 from dms_train.evaluation.scorers.base import AnswerChecker
@@ -42,12 +45,14 @@ def model_path(folder: Path, name: str, seed: int) -> Path:
     return folder / ("teacher" if name == "teacher" else f"retrofit/seed{seed}/{name}") / HF
 
 
-def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """All budgets of one model, with one engine."""
-    lengths = [length for length, _ in args.budgets]
-    checked = checked_problems(model, args.folder, args.problems, lengths)
+def measure(checked: CheckedRun, args: argparse.Namespace) -> dict[str, Any]:
+    """All budgets of one model, with one engine.
+
+    Raises:
+        EvaluationError: A chain does not fit.
+    """
     llm = LLM(
-        model,
+        checked.directory,
         device=resolve_device(args.device),
         cache_bytes=args.cache_mb * _MEBIBYTE,
         max_num_seqs=args.rows,
@@ -103,8 +108,15 @@ def _budget(
         begin = time.perf_counter()
         outputs = llm.generate(checked.prompts, params)
         seconds.append(time.perf_counter() - begin)
+        chains = [chain for output in outputs for chain in output.outputs]
+        most = length_in_tokens(length)
+        if any(c.finish_reason != "stop" and len(c.token_ids) < most for c in chains):
+            raise EvaluationError(
+                f"{checked.directory}: a chain of {most} tokens does not fit into the cache or the "
+                "model's positions; raise --cache-mb or shorten --budgets"
+            )
         texts = [[chain.text for chain in output.outputs] for output in outputs]
-        tokens.append(sum(len(c.token_ids) for output in outputs for c in output.outputs))
+        tokens.append(sum(len(chain.token_ids) for chain in chains))
         scores.append(solved(checked, texts))
     return {
         "length": length,
@@ -146,33 +158,42 @@ def table(record: dict[str, Any]) -> str:
 
 def _run(args: argparse.Namespace) -> int:
     device = torch.device(resolve_device(args.device))
-    settings = {
-        name: getattr(args, name) for name in ("cache_mb", "rows", "problems", "repeats", "seed")
+    lengths = [length for length, _ in args.budgets]
+    checked = {
+        name: checked_problems(
+            model_path(args.folder, name, args.seed), args.folder, args.problems, lengths
+        )
+        for name in args.models
     }
+    settings = {name: getattr(args, name) for name in ("cache_mb", "rows", "repeats", "seed")}
     record: dict[str, Any] = {
         "device": device_name(device),
         "versions": versions(device),
-        "settings": settings,
-        "models": {},
+        "settings": settings | {"problems": len(checked[args.models[0]].prompts)},
+        "models": {name: measure(found, args) for name, found in checked.items()},
     }
     folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
     folder.mkdir(parents=True, exist_ok=True)
-    for name in args.models:
-        record["models"][name] = measure(model_path(args.folder, name, args.seed), args)
-        (folder / "wall_clock.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "wall_clock.json").write_text(json.dumps(record, indent=1) + "\n")
     print(table(record))
     print(f"written: {folder / 'wall_clock.json'}")
     return 0
 
 
-def _budgets(text: str) -> list[tuple[float, int]]:
-    found = []
-    for part in text.split(","):
-        length, _, width = part.partition("-")
-        try:
-            found.append((float(length), int(width)))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r}: give LENGTH-WIDTH, such as 2-4") from None
+def _name(text: str) -> str:
+    if not re.fullmatch(r"\w+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give teacher, or a retrofit such as cr8")
+    return text
+
+
+def _budget_of(text: str) -> tuple[float, int]:
+    length, _, width = text.partition("-")
+    try:
+        found = float(length), count(width)
+    except (ValueError, argparse.ArgumentTypeError):
+        found = 0.0, 1
+    if not 0 < found[0] < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give LENGTH-WIDTH, such as 2-4")
     return found
 
 
@@ -185,14 +206,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("folder", type=Path, help="of a finished lab on Countdown")
-    add("--models", type=lambda text: text.split(","), default=["teacher", "cr4", "cr8"])
-    add("--seed", type=int, default=1234, help="of the retrofits (%(default)s)")
-    budgets = _budgets("0.5-1,1-1,2-1,0.5-4")
-    add("--budgets", type=_budgets, default=budgets, help="LENGTH-WIDTH, ... (0.5-1,1-1,2-1,0.5-4)")
-    add("--problems", type=int, default=400, help="the first ones (%(default)s)")
-    add("--repeats", type=int, default=3, help="of each budget (%(default)s)")
-    add("--cache-mb", type=int, default=128, help="MiB of keys and values (%(default)s)")
-    add("--rows", type=int, default=1024, help="most chains in it (%(default)s)")
+    add("--models", type=list_of(_name), default=("teacher", "cr4", "cr8"), help="teacher,cr4,cr8")
+    add("--seed", type=seed, default=1234, help="of the retrofits (%(default)s)")
+    budgets = list_of(_budget_of)
+    add(
+        "--budgets",
+        type=budgets,
+        default=budgets("0.5-1,1-1,2-1,0.5-4"),
+        help="LENGTH-WIDTH, ... (0.5-1,1-1,2-1,0.5-4)",
+    )
+    add("--problems", type=count, default=400, help="the first ones (%(default)s)")
+    add("--repeats", type=count, default=3, help="of each budget (%(default)s)")
+    add("--cache-mb", type=count, default=128, help="MiB of keys and values (%(default)s)")
+    add("--rows", type=count, default=1024, help="most chains in it (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--output", type=Path, default=Path(__file__).parents[1] / "results")
     return run_main(lambda: _run(parser.parse_args(arguments)))

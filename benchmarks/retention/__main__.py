@@ -113,6 +113,10 @@ def _by_type(args: argparse.Namespace, llm: LLM, ended: list[EndedSequence]) -> 
     grammar = GRAMMARS[args.task]
     sequences = [typed(llm, each, grammar) for each in ended]
     everywhere, left = (count(sequences, grammar.types, left=each) for each in (False, True))
+    if not any(found.tokens for found in left.values()):
+        raise EvaluationError(
+            f"--max-tokens {args.max_tokens}: no token has left the window; generate more"
+        )
     draw_types(left, args.output / "kept_by_type.png")
     heads = args.heads or _spread(ended)
     draw_trace(sequences[args.sample], heads, args.output / "kept_in_trace.png")

@@ -437,7 +437,8 @@ def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scal
 def test_the_report_has_one_line_for_a_method(tmp_path: Path) -> None:
     settings = lab._settings(lab._parser().parse_args(words(tmp_path)))
     shown = ["teacher", "seed1234_cr4", "seed1234_dmc_cr4", "teacher_lab_niah", "tova_as_cr4"]
-    others = ["gqa", "gqa_lab_niah", "seed1234_gqa_cr4", "seed7_window_4_cr4_lab_niah"]
+    others = ["gqa", "gqa_lab_niah", "seed1234_gqa_cr4", "seed1234_window_4_cr4_lab_niah"]
+    others += ["seed1234_dmc_4x_cr4", "seed7_cr4", "seed12345_cr4"]
     for name in (*shown, *others):
         (tmp_path / "eval" / name).mkdir(parents=True)
         (tmp_path / "eval" / name / "summary.json").touch()

@@ -1,4 +1,4 @@
-"""Time and accuracy of a lab's models: counted again from the engine's own outputs."""
+"""Time and accuracy of a lab's models: what is counted, and what is refused."""
 
 from __future__ import annotations
 
@@ -56,12 +56,34 @@ def test_a_problem_counts_when_one_of_its_chains_is_right(lab: Path) -> None:
     assert wall_clock.solved(checked, texts) == pytest.approx(2 / 3)
 
 
-def test_a_model_that_is_not_there_is_refused(lab: Path, tmp_path: Path, capsys) -> None:
-    assert wall_clock.main(arguments(lab, "--output", str(tmp_path), "--models", "cr9")) == 2
+def test_nothing_is_measured_where_a_model_is_not_there(lab: Path, tmp_path: Path, capsys) -> None:
+    more = ["--output", str(tmp_path / "results"), "--models", "teacher,cr9"]
+    assert wall_clock.main(arguments(lab, *more)) == 2
     assert "cr9" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
 
 
-def test_a_budget_is_a_length_and_a_width(lab: Path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        wall_clock.main([str(lab), "--budgets", "2x4"])
-    assert "LENGTH-WIDTH" in capsys.readouterr().err
+def test_a_chain_that_does_not_fit_is_refused(lab: Path, tmp_path: Path, capsys) -> None:
+    """It would count as wrong, and as fast."""
+    small = ["--models", "teacher", "--budgets", "4-1", "--output", str(tmp_path)]
+    assert wall_clock.main(arguments(lab, *small)) == 2
+    assert "4096 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--budgets", "2x4"),
+        ("--budgets", "0-1"),
+        ("--budgets", "1-1,1-1"),
+        ("--models", "teacher,teacher"),
+        ("--models", ""),
+        ("--repeats", "0"),
+        ("--seed", "-1"),
+    ],
+)
+def test_values_are_checked(lab: Path, capsys, option: str, value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        wall_clock.main([str(lab), f"{option}={value}"])
+    assert ended.value.code == 2
+    assert option in capsys.readouterr().err

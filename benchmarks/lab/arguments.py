@@ -1,0 +1,50 @@
+"""Arguments of the lab's commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    return _number(text, 1)
+
+
+def seed(text: str) -> int:
+    """A whole number of at least 0."""
+    return _number(text, 0)
+
+
+def choice(names: Iterable[str]) -> Callable[[str], str]:
+    """One of some names."""
+
+    def chosen(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(names)}")
+        return text
+
+    return chosen
+
+
+def list_of(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
+    """Values between commas, each of them once."""
+
+    def parsed(text: str) -> tuple[Value, ...]:
+        found = tuple(kind(part) for part in text.split(",") if part)
+        if not found:
+            raise argparse.ArgumentTypeError("nothing is named")
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{text}: a value is repeated")
+        return found
+
+    return parsed
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)

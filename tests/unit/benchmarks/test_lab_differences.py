@@ -1,0 +1,80 @@
+"""Differences over seeds, counted by hand from stored chains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import differences
+
+LENGTHS = [0.5, 1.0]  # 512 and 1,024 tokens
+
+
+def stored(folder: Path, chains: dict[int, list[tuple[int, bool]]]) -> None:
+    """A run; for each document the tokens of its chains, and whether they are right."""
+    (folder / "chains").mkdir(parents=True)
+    sweep = {"lengths": LENGTHS, "widths": [1]}
+    task = {"name": "countdown", "context_length": 4096}
+    config = {"task": task, "documents": {"count": 4, "sha256": ""}, "cr": 1.0, "sweep": sweep}
+    header = {
+        "config_hash": folder.name, "config": config, "label": "", "method": "DMS",
+        "title": "Countdown", "aggregate": "any", "scores_truncated": False, "publishable": True,
+        "model_path": "", "versions": {},
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(header))
+    rows = [
+        {
+            "document": str(document), "chain": number, "chains": len(found), "seed": 0,
+            "prompt_tokens": 7, "tokens": tokens, "finish_reason": "stop", "answers": ["x"],
+            "correct": [right], "verdict": "", "prefill_reads": 0.0, "kv_reads": [0.0, 0.0],
+            "peak": [0.0, 0.0], "joint_peak": [0.0, 0.0], "joint_peak_shared": [0.0, 0.0],
+            "peak_bytes": 0, "seconds": 0.0, "text": "", "session": "a", "clock": 0.0,
+            "peak_allocated_bytes": 0,
+        }
+        for document, found in chains.items()
+        for number, (tokens, right) in enumerate(found)
+    ]  # fmt: skip
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "chains" / "00000-of-00001.jsonl").write_text(lines)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    """The teacher and two seeds, of which the second was stopped before its document 1."""
+    chain = {"fast": (100, True), "slow": (900, True), "wrong": (100, False)}
+
+    def run(name: str, *documents: str, left_out: tuple[int, ...] = ()) -> None:
+        chains = {n: [chain[w] for w in words.split()] for n, words in enumerate(documents)}
+        kept = {n: found for n, found in chains.items() if n not in left_out}
+        stored(tmp_path / "eval" / name, kept)
+
+    run("teacher", "fast wrong", "slow slow", "fast fast")
+    run("seed1_cr8", "fast fast", "slow wrong", "wrong fast")
+    run("seed2_cr8", "wrong wrong", "fast fast", "fast fast", left_out=(1,))
+    run("seed1_window_4_cr8", "wrong", "wrong", "wrong")
+    return tmp_path
+
+
+def test_differences_are_those_counted_by_hand(lab: Path, capsys) -> None:
+    assert differences.main([str(lab)]) == 0
+    _, _, short, long, counts = capsys.readouterr().out.splitlines()
+    # 512 tokens: seed 1 gains 50, 0, -50 on documents 0, 1, 2; seed 2 loses 50 on document 0
+    mean = (0 + 0 - 50) / 3  # document 0 has the mean of +50 and -50
+    assert short.split("|")[2].strip().startswith(f"{mean:+.1f} [")
+    assert short.rstrip(" |").endswith("-50.0 to +0.0")
+    # 1,024 tokens: document 1 is solved by every chain of the teacher and by half of seed 1's
+    mean = (0 - 50 - 50) / 3
+    assert long.split("|")[2].strip().startswith(f"{mean:+.1f} [")
+    assert long.rstrip(" |").endswith(f"-50.0 to {-50 / 3:+.1f}")
+    assert counts == "CR 8: problems of each seed: 3, 1"
+
+
+def test_folders_without_evaluations_are_refused(tmp_path: Path, lab: Path, capsys) -> None:
+    assert differences.main([str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
+    for path in (lab / "eval").glob("seed*"):
+        path.rename(lab / path.name)
+    assert differences.main([str(lab)]) == 2
+    assert "no retrofitted model" in capsys.readouterr().err
