@@ -118,7 +118,8 @@ def _restricted(scores: Tensor, params: list[SamplingParams]) -> Tensor:
     shares = torch.tensor([[p.top_p, p.log_min_p] for p in params], dtype=torch.float64)
     top_k, (top_p, log_min_p) = top_k.to(scores.device), shares.to(scores.device).split(1, 1)
     ordered, index = scores.sort(stable=True, dim=-1, descending=True)
-    behind = ordered - ordered[:, :1]
+    best = ordered[:, :1]
+    behind = (ordered - best).masked_fill(ordered == best, 0)  # infinite ones too
     excluded = torch.arange(vocab, device=scores.device) >= top_k
     weight = (behind.exp() * 2.0**WEIGHT_BITS + 0.5).long().masked_fill(excluded, 0)
     least = (weight.sum(-1, keepdim=True) * top_p).ceil().long()

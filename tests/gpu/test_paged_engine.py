@@ -138,16 +138,16 @@ def test_tokens_sampled_in_the_graph_are_those_of_the_sampler(how: dict) -> None
     assert found[0] == found[1]
 
 
-def traces(device: str, **how: int | str) -> tuple[dict, int]:
+def traces(device: str, shares: tuple[float, ...], **how: int | str) -> tuple[dict, int]:
     """Tokens and costs at each of them of sampled continuations, and most tokens of a step.
 
-    Two of the requests are sampled with top-p.
+    Requests have these shares as top-p; the last one generates the most tokens.
     """
     options = EngineOptions(device=device, max_num_seqs=8, page_slots=4, **how)
     engine, found, most = InferenceEngine(model("dms", device), options), {}, 0
     for seed, length in enumerate((5, 30, 17)):
         params = SamplingParams(
-            n=3, max_tokens=20 + 7 * seed, seed=seed, kv_trace=True, top_p=1 - seed / 10
+            n=3, max_tokens=20 + 7 * seed, seed=seed, kv_trace=True, top_p=shares[seed]
         )
         engine.add_request(list(range(length)), params, final_only=True)
     while engine.has_unfinished_requests():
@@ -162,10 +162,12 @@ def traces(device: str, **how: int | str) -> tuple[dict, int]:
     return found, most
 
 
+@pytest.mark.parametrize("shares", [(1, 1, 1), (1, 0.9, 0.8), (0.9, 0.8, 1)], ids=str)
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_groups_of_steps_trace_what_torch_operations_read(device: str) -> None:
+def test_groups_of_steps_trace_what_torch_operations_read(device: str, shares: tuple) -> None:
+    """Steps with top-p, without it, and one kind behind the other."""
     if torch.cuda.device_count() < 2 and device != "cuda":
         pytest.skip("needs two GPUs")
-    expected, _ = traces(device, kernels="reference")
-    assert traces(device, decode_steps=1) == (expected, 1)
-    assert traces(device, decode_steps=8) == (expected, 8)
+    expected, _ = traces(device, shares, kernels="reference")
+    assert traces(device, shares, decode_steps=1) == (expected, 1)
+    assert traces(device, shares, decode_steps=8) == (expected, 8)

@@ -29,7 +29,7 @@ _STEPS = tl.constexpr(2**_BITS)
 BLOCK = 1024  # tokens
 _PARTS = 128  # most programs of a sequence
 _PROGRAMS = 2048  # about, of all sequences, where these have several
-_ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # at the end, as float32
+_ZERO_BITS = {torch.float16: 13, torch.bfloat16: 16}  # at the end, as float32
 
 
 class Workspace(NamedTuple):
@@ -78,7 +78,7 @@ class Order(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor) -> Order:
         """For logits [b, vocab]."""
-        zero_bits, token_bits = _ZERO_BITS[logits.dtype], (logits.shape[1] - 1).bit_length()
+        zero_bits, token_bits = _ZERO_BITS.get(logits.dtype, 0), (logits.shape[1] - 1).bit_length()
         return cls(zero_bits, token_bits, -(1 << (31 - zero_bits + token_bits)))
 
     @property
@@ -171,7 +171,8 @@ def _narrow_kernel(
         return
     if shift >= 0:
         lowest = tl.load(lowest_ptr + batch)
-    best = best_of(best_ptr, batch, PARTS).to(tl.float64)
+    top = best_of(best_ptr, batch, PARTS)
+    best = top.to(tl.float64)
     tried = _tried_places(best, temperature, lowest, shift, ZERO_BITS, TOKEN_BITS)
     blocks = tl.cdiv(vocab, BLOCK * parts)
     sums = tl.zeros([_STEPS], tl.int64)
@@ -184,6 +185,7 @@ def _narrow_kernel(
         if tl.max(taken.to(tl.int32), 0) > 0:
             if WEIGHED:
                 behind = logits.to(tl.float64) / temperature - best / temperature
+                behind = tl.where(logits == top, 0.0, behind)  # infinite ones too
                 amount = (tl.exp(behind) * _ONE + 0.5).to(tl.int64)
             else:
                 amount = tl.full([BLOCK], 1, tl.int64)

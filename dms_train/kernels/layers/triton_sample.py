@@ -110,7 +110,8 @@ def _sample_kernel(
     key = tl.load(key_ptr + batch)
     if lowest_ptr is not None:
         lowest = tl.load(lowest_ptr + batch)
-        top = best_of(top_ptr, batch, PARTS).to(tl.float64)
+        top = best_of(top_ptr, batch, PARTS)
+        best_scaled = top.to(tl.float64) / temperature
         floor = tl.load(log_min_p_ptr + batch)
     blocks = tl.cdiv(vocab, BLOCK * PARTS)
     best, winner = tl.full([], float("-inf"), tl.float64), tl.full([], 0, tl.int32) + vocab
@@ -122,7 +123,7 @@ def _sample_kernel(
             scaled, left = scores.to(tl.float64) / temperature, token < vocab
             if lowest_ptr is not None:
                 left &= place_of(scores, token, ZERO_BITS, TOKEN_BITS) >= lowest
-                left &= scaled - top / temperature >= floor
+                left &= (scaled - best_scaled >= floor) | (scores == top)
                 score, first = tl.full([], float("-inf"), tl.float64), winner
                 if tl.max(left.to(tl.int32), 0) > 0:
                     score, first = _drawn(scaled, key, token, left)

@@ -95,6 +95,14 @@ def test_without_top_p_the_least_likely_tokens_are_left() -> None:
     assert left.tolist() == [[True, True, False]]
 
 
+@pytest.mark.parametrize("how", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_an_infinite_logit_is_always_drawn(how: dict) -> None:
+    logits = torch.tensor([[0.0, 1.0, torch.inf, 2.0]])
+    for seed in range(20):
+        row = SamplingRow(SamplingParams(**how), seed, 0, [], [])
+        assert [s.token for s in sample(logits, [row])] == [2]
+
+
 def test_bias_and_penalties_change_the_logits_as_defined() -> None:
     params = SamplingParams(
         logit_bias={1: 2.5, 3: -1.0},

@@ -152,3 +152,13 @@ def test_a_place_that_is_not_used_writes_nothing_for_a_sequence() -> None:
     )
     assert last.tolist() == [int(tokens[2]), int(tokens[0]), -7]
     assert not memory.restricted.sums.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_infinite_logit_is_drawn_with_and_without_limits(dtype: torch.dtype) -> None:
+    """As the host does; logits of any dtype are read as float32."""
+    logits = torch.linspace(-1, 1, 90, device=DEVICE, dtype=dtype).repeat(len(KINDS), 1)
+    keys = random_keys(len(KINDS))
+    assert sampled(logits, KINDS, keys) == sampled(logits.float(), KINDS, keys)
+    logits[:, 17] = torch.inf
+    assert sampled(logits, KINDS, keys) == [17] * len(KINDS)
