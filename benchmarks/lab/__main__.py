@@ -30,7 +30,7 @@ from types import FrameType
 
 import torch
 
-from benchmarks.lab.arguments import choice, count, list_of, seed
+from benchmarks.lab.arguments import choice, count, duration, list_of, seed
 from benchmarks.lab.scales import SCALES, VARIANTS
 from benchmarks.lab.steps import Settings, Step, as_text, check_policies, lines, long_steps, steps
 from benchmarks.lab.tasks import TASKS
@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("scale", choices=SCALES, help="of the teacher; toy runs on a CPU and learns nothing")
     add("--folder", type=Path, help="default outputs/lab/SCALE")
-    add("--seconds", type=float, help="stop then; the same command continues")
+    add("--seconds", type=duration, help="stop then; the same command continues")
     add(
         "--tasks",
         type=list_of(choice(TASKS)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -12,6 +13,14 @@ Value = TypeVar("Value")
 def count(text: str) -> int:
     """A whole number of at least 1."""
     return _number(text, 1)
+
+
+def duration(text: str) -> float:
+    """Seconds, 0 or more."""
+    found = float(text)
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return found
 
 
 def seed(text: str) -> int:

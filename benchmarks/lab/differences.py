@@ -54,7 +54,9 @@ def difference(seeds: Sequence[Scores], teacher: Scores) -> tuple[Estimate, list
 
     The mean of the seeds that have a problem stands for it; problems are resampled.
     """
-    gained = [{d: 100 * (score - teacher[d]) for d, score in own.items()} for own in seeds]
+    gained = [
+        {d: 100 * (score - teacher[d]) for d, score in own.items() if d in teacher} for own in seeds
+    ]
     problems = sorted(set().union(*gained))
     means = [statistics.mean(own[d] for own in gained if d in own) for d in problems]
     each = [statistics.mean(own.values()) for own in gained]
@@ -85,6 +87,9 @@ def _run(folder: Path) -> int:
     teacher, runs = load([folder / "eval" / "teacher"]), retrofits(folder)
     if not runs:
         raise EvaluationError(f"{folder / 'eval'}: no retrofitted model has been evaluated")
+    for run in (teacher, *(run for seeds in runs.values() for run in seeds)):
+        if not chain_scores(run, 0):
+            raise EvaluationError(f"{run.folders[0]}: its first problem has not been evaluated")
     for line in table(teacher, runs):
         print(line)
     for cr, seeds in runs.items():

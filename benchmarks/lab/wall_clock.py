@@ -140,20 +140,16 @@ def solved(checked: CheckedRun, texts: list[list[str]]) -> float:
     return statistics.mean(any(mark.score == 1 for mark in chains) for chains in marks)
 
 
-def table(record: dict[str, Any]) -> str:
-    """Markdown, a line for each model and budget."""
-    lines = [
-        "| model | length-width | solved | seconds (least to most) | tokens/s |",
-        "|" + 5 * "---|",
-    ]
-    for name, model in record["models"].items():
-        for found in model["budgets"]:
-            spread = f"{found['seconds_least']:.2f} to {found['seconds_most']:.2f}"
-            lines.append(
-                f"| {name} | {found['length']:g}-{found['width']} | {found['accuracy']:.3f} "
-                f"| {found['seconds']:.2f} ({spread}) | {found['tokens_s']:,} |"
-            )
-    return "\n".join(lines)
+def lines(name: str, model: dict[str, Any]) -> list[str]:
+    """Markdown, a line for each budget of a model."""
+    found = []
+    for budget in model["budgets"]:
+        spread = f"{budget['seconds_least']:.2f} to {budget['seconds_most']:.2f}"
+        found.append(
+            f"| {name} | {budget['length']:g}-{budget['width']} | {budget['accuracy']:.3f} "
+            f"| {budget['seconds']:.2f} ({spread}) | {budget['tokens_s']:,} |"
+        )
+    return found
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -170,12 +166,16 @@ def _run(args: argparse.Namespace) -> int:
         "device": device_name(device),
         "versions": versions(device),
         "settings": settings | {"problems": len(checked[args.models[0]].prompts)},
-        "models": {name: measure(found, args) for name, found in checked.items()},
+        "models": {},
     }
+    print("| model | length-width | solved | seconds (least to most) | tokens/s |")
+    print("|---|---|---|---|---|")
+    for name, found in checked.items():
+        record["models"][name] = measure(found, args)
+        print("\n".join(lines(name, record["models"][name])), flush=True)
     folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "wall_clock.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record))
     print(f"written: {folder / 'wall_clock.json'}")
     return 0
 

@@ -106,7 +106,7 @@ def _dot(mark: Mark, axes: _Axes, paint: str, cost: Cost, label: str, best: bool
 
 
 def _label(mark: Mark, axes: _Axes, taken: list[Box]) -> str:
-    """The budget beside a point of a frontier, on the side where there is room; else nothing.
+    """The budget beside a point of a frontier; empty where it would cover another label.
 
     Args:
         mark: The point.

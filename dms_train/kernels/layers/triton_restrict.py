@@ -4,9 +4,9 @@ A token's place in the order is an integer: the bits of its logit, made to order
 and behind them those of its number, so that of equal logits the first comes before. What top-k
 leaves is then all tokens from a place on, and so is what top-p leaves of these. Both places are
 searched: a kernel adds up the tokens, or their weights, from each of 16 places on, and the next one
-goes on between two of these. The first kernel tries places near the best logit, so that the others
-skip most blocks of tokens. Weights are integers, and their sums do not depend on how the work is
-divided.
+searches between two of these. The first kernel tries places near the best logit; the others then
+skip the arithmetic of most blocks of tokens. Weights are integers, and their sums do not depend on
+how the work is divided.
 
 Shape letters: b sequences, p parts of the vocabulary.
 """

@@ -271,6 +271,7 @@ def test_the_teacher_takes_as_many_gpus_as_divide_its_batch(tmp_path: Path, gpus
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ("--seconds nan", "'nan' is not a number of seconds"),
         ("--jobs -1", "'-1' is not a whole number of at least 1"),
         ("--rows 0", "'0' is not a whole number of at least 1"),
         ("--workers 0", "'0' is not a whole number of at least 1"),

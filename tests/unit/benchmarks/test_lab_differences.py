@@ -71,6 +71,19 @@ def test_differences_are_those_counted_by_hand(lab: Path, capsys) -> None:
     assert counts == "CR 8: problems of each seed: 3, 1"
 
 
+def test_problems_that_the_teacher_lacks_do_not_count(lab: Path, capsys) -> None:
+    stored(lab / "eval" / "seed3_cr8", {n: [(100, True)] for n in range(4)})
+    assert differences.main([str(lab)]) == 0
+    # documents 0, 1, 2 of the teacher have 1/2, 0 and 1 within 512 tokens; it has no document 3
+    assert capsys.readouterr().out.splitlines()[2].rstrip(" |").endswith(f"-50.0 to {150 / 3:+.1f}")
+
+
+def test_an_evaluation_without_its_first_problem_is_refused(lab: Path, capsys) -> None:
+    stored(lab / "eval" / "seed3_cr8", {2: [(100, True)]})
+    assert differences.main([str(lab)]) == 2
+    assert "seed3_cr8" in capsys.readouterr().err
+
+
 def test_folders_without_evaluations_are_refused(tmp_path: Path, lab: Path, capsys) -> None:
     assert differences.main([str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
