@@ -9,7 +9,13 @@ from typing import Any
 
 from dms_train.data.errors import DataError
 from dms_train.data.writer import refuse_existing
-from dms_train.data_prep import arithmetic, countdown, lab_niah, lab_variable_tracking
+from dms_train.data_prep import (
+    arithmetic,
+    countdown,
+    lab_linear_1d,
+    lab_niah,
+    lab_variable_tracking,
+)
 from dms_train.data_prep.arguments import count
 from dms_train.data_prep.countdown import MOST_FIRST_MOVES, PROBLEMS, TRAINING, CountdownRule
 from dms_train.data_prep.exam_files import write_rows
@@ -32,6 +38,10 @@ _ARITHMETIC = """\
 Make a shard of searches for a common root modulo 61, which spot checks may end in a wrong answer,
 and the lab's tokenizer: OUT/train and OUT/tokenizer. A search must remember nine coefficients and
 which candidates it has tried.
+"""
+_LINEAR = """\
+Make a shard of linear equations of many terms, solved step by step, and the lab's tokenizer:
+OUT/train and OUT/tokenizer. A solver must remember each term until the working collects it.
 """
 _NIAH = """\
 Make a shard of texts that hide numbers and ask for some by their key, and the lab's tokenizer:
@@ -62,6 +72,12 @@ def add_commands(commands: Commands, shared: Parser) -> None:
     parser.set_defaults(run=lambda args: _write_documents(args, arithmetic.Arithmetic()))
     problems = _problems(commands, "arithmetic", "modular arithmetic")
     problems.set_defaults(run=_run_arithmetic_problems)
+    parser = _documents(commands, shared, "lab-linear-1d", "make linear equations", _LINEAR)
+    parser.set_defaults(run=lambda args: _write_documents(args, lab_linear_1d.LabLinear1d()))
+    problems = _problems(commands, "lab-linear-1d", "linear equation")
+    most = lab_linear_1d.MOST_TERMS
+    problems.add_argument("--terms", type=count, default=most, help="of each kind (%(default)s)")
+    problems.set_defaults(run=_run_linear_problems)
     _add_haystacks(commands, shared)
 
 
@@ -167,6 +183,14 @@ def _run_arithmetic_problems(args: argparse.Namespace) -> None:
     _refuse_file(args)
     write_rows(args.out, arithmetic.held_out_problems(args.problems, args.seed))
     print(f"{args.out}: {args.problems} problems")
+
+
+def _run_linear_problems(args: argparse.Namespace) -> None:
+    _refuse_file(args)
+    write_rows(
+        args.out, lab_linear_1d.held_out_problems(args.problems, args.seed, terms=args.terms)
+    )
+    print(f"{args.out}: {args.problems} problems of {args.terms} terms of each kind")
 
 
 def _run_niah_problems(args: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ WORDS = (
     *("M", "N", "V", "?", "KEY", "VAR"),
     *("the", *ADJECTIVES, *NOUNS, *VERBS, *ADVERBS),
     *("is", "here", "we", "go", "there", "and", "back", "again"),
+    "E",
 )
 
 ID = {word: number for number, word in enumerate(WORDS)}

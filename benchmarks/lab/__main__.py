@@ -8,6 +8,10 @@ them with `dms-eval` (every length with every number of chains), evaluates the t
 policies that get as many tokens as the retrofitted models hold, and writes `dms-eval report`. Every
 step is a command of this project, in a process of its own; its output goes to FOLDER/logs.
 
+`recall` has a teacher of the same size that learns three tasks of short answers (needles, variables
+and equations), retrofitted to CR 2, 3 and 4 with DMS and with DMC; `python -m benchmarks.lab.ratios
+FOLDER` prints the table of its methods.
+
 A finished step leaves a mark in FOLDER/state and is skipped by the next call. When `--seconds` are
 over, the running commands are told to stop, which keeps what they have done, and the exit code is
 3: the same command continues. SIGTERM stops them too, and whatever ends the lab ends them.
@@ -230,10 +234,12 @@ def _settings(args: argparse.Namespace) -> Settings:
         scale = replace(scale, widths=args.widths)
     if args.policies is not None:
         scale = replace(scale, policies=args.policies)
+    if twice := set(args.also) & set(scale.methods):
+        raise EvaluationError(f"--also {','.join(twice)}: {args.scale} retrofits with it anyway")
     return Settings(
         scale=scale,
         root=args.folder or Path("outputs/lab") / args.scale,
-        tasks=args.tasks,
+        tasks=args.tasks or scale.tasks,
         seeds=args.seeds,
         also=args.also,
         device=resolve_device(args.device),
@@ -278,14 +284,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("scale", choices=SCALES, help="of the teacher; toy runs on a CPU and learns nothing")
+    sizes = "s, m, l: of the teacher; recall: short answers with DMS and DMC; toy: on a CPU"
+    add("scale", choices=SCALES, help=sizes)
     add("--folder", type=Path, help="default outputs/lab/SCALE")
     add("--seconds", type=duration, help="stop then; the same command continues")
     add(
         "--tasks",
         type=list_of(choice(TASKS)),
-        default=("countdown",),
-        help=f"of the teacher: {','.join(TASKS)} (countdown)",
+        help=f"of the teacher, instead of those of the scale: {','.join(TASKS)}",
     )
     policies = tuple(name for name in policy_names() if name != AUTO)
     add("--seeds", type=list_of(seed), default=(1234,), help="of the retrofits (1234)")

@@ -50,16 +50,20 @@ def chain_scores(run: RunResult, index: int) -> Scores:
 
 
 def difference(seeds: Sequence[Scores], teacher: Scores) -> tuple[Estimate, list[float]]:
-    """Points of a model over the teacher: over all seeds, and of each seed.
+    """Points of a model over the teacher: over all seeds, and of each seed."""
+    return over_seeds(
+        [{d: 100 * (own[d] - teacher[d]) for d in own if d in teacher} for own in seeds]
+    )
+
+
+def over_seeds(seeds: Sequence[Scores]) -> tuple[Estimate, list[float]]:
+    """Mean score over all seeds, and of each seed.
 
     The mean of the seeds that have a problem stands for it; problems are resampled.
     """
-    gained = [
-        {d: 100 * (score - teacher[d]) for d, score in own.items() if d in teacher} for own in seeds
-    ]
-    problems = sorted(set().union(*gained))
-    means = [statistics.mean(own[d] for own in gained if d in own) for d in problems]
-    each = [statistics.mean(own.values()) for own in gained]
+    problems = sorted(set().union(*seeds))
+    means = [statistics.mean(own[d] for own in seeds if d in own) for d in problems]
+    each = [statistics.mean(own.values()) for own in seeds]
     return ratio(means, [1.0] * len(means)), each
 
 

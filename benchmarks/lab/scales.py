@@ -39,6 +39,7 @@ class Variant:
     model: str = "teacher"
 
 
+DMS = "dms"
 VARIANTS = {
     "immediate": Variant(title="immediate eviction", overrides=("method.eviction=immediate",)),
     "dmc": Variant(title="Dynamic Memory Compression", experiment="lab_dmc"),
@@ -64,9 +65,12 @@ class Scale:
         context: Tokens of a training sample.
         micro_batch: Samples of a forward pass of the retrofit.
         numbers: Of a Countdown prompt.
+        tasks: That the teacher learns unless others are chosen.
         documents: Training documents of the teacher, each of `context` tokens; those of all tasks.
         long_documents: Likewise of the retrofits, most of which begin with a long search.
         retrofits: One after the other, each from the one before.
+        methods: Of the retrofits; those of the second one are the variant of its name.
+        long_ratios: Compression ratios of the retrofits that are evaluated at longer contexts.
         policies: Cache policies that the teacher is evaluated with.
         budget_ratios: Compression ratios whose peak tokens the policies get as their budget.
         problems: Documents of an evaluation.
@@ -84,6 +88,7 @@ class Scale:
     context: int
     micro_batch: int = 32
     numbers: int
+    tasks: tuple[str, ...] = ("countdown",)
     documents: int
     long_documents: int
     retrofits: tuple[Retrofit, ...] = (
@@ -92,6 +97,8 @@ class Scale:
         Retrofit(cr=16, steps_per_cr=40),
         Retrofit(cr=32, steps_per_cr=20),
     )
+    methods: tuple[str, ...] = (DMS,)
+    long_ratios: tuple[int, ...] = (4, 8)
     policies: tuple[str, ...] = ("window", "streaming_llm", "h2o", "tova", "r_kv", "quest")
     budget_ratios: tuple[int, ...] = (4, 8)
     problems: int = 400
@@ -138,6 +145,20 @@ SCALES = {
         long_steps=200,
         lengths=(1, 2, 4, 6, 8),
     ),
+    "recall": Scale(
+        experiment="lab_teacher_s",
+        context=2048,
+        numbers=4,
+        tasks=("lab_niah", "lab_variable_tracking", "lab_linear_1d"),
+        documents=288_000,
+        long_documents=46_000,
+        retrofits=tuple(Retrofit(cr=cr, steps_per_cr=100, hold=100) for cr in (2, 3, 4)),
+        methods=(DMS, "dmc"),
+        long_ratios=(2, 4),
+        policies=("h2o", "tova", "quest"),
+        budget_ratios=(2, 3, 4),
+        lengths=(1,),
+    ),
     "toy": Scale(
         experiment="lab_teacher_s",
         context=192,
@@ -146,6 +167,7 @@ SCALES = {
         documents=600,
         long_documents=600,
         retrofits=(Retrofit(cr=2, steps_per_cr=2, hold=1),),
+        long_ratios=(2,),
         policies=("streaming_llm",),
         budget_ratios=(2,),
         problems=2,

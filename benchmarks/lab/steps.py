@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.lab.scales import VARIANTS, Retrofit, Scale, Variant
+from benchmarks.lab.scales import DMS, VARIANTS, Retrofit, Scale, Variant
 from benchmarks.lab.tasks import TASKS, named
 from dms_train.cli.config_source import compose
 from dms_train.evaluation.scaling.results import load
@@ -19,7 +19,8 @@ _TRAIN = ("-m", "dms_train")
 _POOL = ("-m", "dms_train.checkpoints_tools.pool_kv_heads")
 _EVALUATE = ("-m", "dms_train.cli.evaluate")
 HF = Path("exports") / "final" / "hf"
-_LONG = ("--long-share", "0.7", "--seed", "1")
+_OTHERS = ("--seed", "1")  # than those of the teacher
+_LONG = ("--long-share", "0.7", *_OTHERS)
 _HAYSTACKS = ("lab_niah", "lab_variable_tracking")
 _CONTEXTS = (1, 2, 4)  # times that of the teacher
 _VALIDATION = 200  # documents more than a training takes, so that its validation split has some
@@ -91,9 +92,9 @@ def steps(settings: Settings) -> list[Step]:
 
     Policies are evaluated before the further seeds: a lab that ends early has one of everything.
     """
-    trained = [step for seed in settings.seeds for step in _retrofits(settings, seed)]
+    trained = [step for seed in settings.seeds for step in _seed(settings, seed)]
     teacher, pooled, variants = _teacher(settings), _gqa(settings), _variants(settings)
-    fewer, one_seed = _compared(settings.scale), len(settings.scale.retrofits)
+    fewer, one_seed = _compared(settings.scale), len(trained) // len(settings.seeds)
     evaluated: list[Step] = []
     for task in settings.tasks:
         evaluated.append(_evaluation(settings, task, teacher))
@@ -116,9 +117,15 @@ def _data(settings: Settings, name: str) -> list[Step]:
     scale = settings.scale
     return [
         _documents(settings, name, "data", scale.documents),
-        _documents(settings, name, "data_long", scale.long_documents, *_LONG),
+        _long_data(settings, name),
         _made_problems(settings, name),
     ]
+
+
+def _long_data(settings: Settings, name: str) -> Step:
+    """Documents of the retrofits."""
+    more = _LONG if TASKS[name].long else _OTHERS
+    return _documents(settings, name, "data_long", settings.scale.long_documents, *more)
 
 
 def _documents(settings: Settings, name: str, base: str, documents: int, *more: str) -> Step:
@@ -225,7 +232,8 @@ def long_steps(settings: Settings) -> list[Step]:
     They are retrofitted with the context that the teacher had, and evaluated up to the longer one.
     The teacher of `settings` must have been trained.
     """
-    scale = replace(settings.scale, retrofits=settings.scale.retrofits[:2])
+    chosen = [r for r in settings.scale.retrofits if r.cr in settings.scale.long_ratios]
+    scale = replace(settings.scale, retrofits=tuple(chosen))
     own = replace(settings, root=settings.root / "long", tasks=_HAYSTACKS, scale=scale)
     longest = replace(own, scale=replace(scale, context=_CONTEXTS[-1] * scale.context))
     batch, words = _with_longer_samples(longest, settings.teacher)
@@ -234,7 +242,7 @@ def long_steps(settings: Settings) -> list[Step]:
     trained = [teacher, *_retrofits(own, settings.seeds[0])]
     return [
         *(_documents(longest, task, "data", documents, *_LONG) for task in _HAYSTACKS),
-        *(_documents(own, task, "data_long", scale.long_documents, *_LONG) for task in _HAYSTACKS),
+        *(_long_data(own, task) for task in _HAYSTACKS),
         *trained,
         *(step for task in _HAYSTACKS for step in _at_each_context(own, task, trained)),
     ]
@@ -267,18 +275,26 @@ def _at_each_context(settings: Settings, task: str, trained: list[Step]) -> list
     return found
 
 
-def _retrofits(settings: Settings, seed: int) -> list[Step]:
-    """The anneals of a seed, each from the one before."""
+def _seed(settings: Settings, seed: int) -> list[Step]:
+    """The retrofits of a seed, with every method."""
+    return [step for name in settings.scale.methods for step in _retrofits(settings, seed, name)]
+
+
+def _retrofits(settings: Settings, seed: int, method: str = DMS) -> list[Step]:
+    """The anneals of a method with a seed, each from the one before."""
+    variant, prefix = Variant(title="DMS"), ""
+    if method != DMS:
+        variant, prefix = VARIANTS[method], f"{method}_"
     found: list[Step] = []
     before = None
     for retrofit in settings.scale.retrofits:
-        folder = settings.run(f"cr{retrofit.cr}", seed)
+        folder = settings.run(f"{prefix}cr{retrofit.cr}", seed)
         words: tuple[str, ...] = ()
         if before is not None:
             words = (f"run.load={before}", "stage.run=[retrofit,hold,export]")
             words += ("stage.export.every_integer_cr=false",)
         needs = (found[-1].name,) if found else ("teacher", *_needed(settings, "data_long"))
-        found.append(_retrofit(settings, Variant(title="DMS"), retrofit, folder, needs, *words))
+        found.append(_retrofit(settings, variant, retrofit, folder, needs, *words))
         before = folder
     return found
 

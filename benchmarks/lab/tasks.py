@@ -17,6 +17,8 @@ class LabTask:
         weight: Of its samples in a mixture.
         searches: Whether a chain is a long search, evaluated at every length and width of the
             scale; otherwise it is a short answer, generated once.
+        long: Whether some documents fill half the context, so that samples of the retrofits can
+            begin with them.
         options: Of both commands.
         problems: Of the second one alone.
         sinks: Tokens that `streaming_llm` keeps.
@@ -25,6 +27,7 @@ class LabTask:
     command: str
     weight: int
     searches: bool = True
+    long: bool = True
     options: Callable[[Scale], list[str]] = lambda scale: []
     problems: Callable[[Scale], list[str]] = lambda scale: []
     sinks: Callable[[Scale], int] = lambda scale: 4
@@ -50,6 +53,7 @@ TASKS = {
         options=_context,
         problems=lambda scale: ["--chains", str(min(40, scale.context // 32))],
     ),
+    "lab_linear_1d": LabTask(command="lab-linear-1d", weight=2, searches=False, long=False),
 }
 
 

@@ -26,6 +26,8 @@ from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.export.kv_pooling import with_kv_heads
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.tokenizer import read_stop_ids
+from dms_train.method.dmc.spec import DMCOptions
+from dms_train.method.dms.spec import DMSOptions
 from dms_train.observe.processes import has_ended, mark
 
 pytestmark = pytest.mark.timeout(1200)
@@ -323,7 +325,12 @@ def test_marks_store_what_changes_the_results(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("scale", "tasks"),
-    [("s", ("countdown", "lab_niah")), ("m", ("arithmetic",)), ("l", ("lab_variable_tracking",))],
+    [
+        ("s", ("countdown", "lab_niah")),
+        ("m", ("arithmetic",)),
+        ("l", ("lab_variable_tracking",)),
+        ("recall", SCALES["recall"].tasks),
+    ],
 )
 def test_the_commands_of_every_scale_compose(
     scale: str, tasks: tuple[str, ...], tmp_path: Path
@@ -333,14 +340,15 @@ def test_the_commands_of_every_scale_compose(
         root=tmp_path,
         tasks=tasks,
         seeds=(1, 2),
-        also=tuple(VARIANTS),
+        also=tuple(name for name in VARIANTS if name not in SCALES[scale].methods),
         device="cpu",
         gpus=2,
         rows=64,
         workers=1,
     )
     found = before_evaluations(settings)
-    trained = 2 + 2 * len(SCALES[scale].retrofits) + len(VARIANTS)  # 2: the teacher and gqa
+    seeds = 2 * len(SCALES[scale].methods) * len(SCALES[scale].retrofits)
+    trained = 2 + seeds + len(settings.also)  # 2: the teacher and gqa
     count = (3 + trained) * len(tasks) + trained + 1  # 1: the means of KV heads
     assert len({step.name for step in found}) == len(found) == count
     known: set[str] = set()
@@ -390,7 +398,38 @@ def test_gqa_trains_and_retrofits_the_means_of_kv_heads(scale: str, heads: int, 
     assert evaluated.sweep.widths == (1,)
 
 
-@pytest.mark.parametrize("scale", ["s", "m", "l", "toy"])
+def test_both_methods_are_annealed_from_ratio_to_ratio(tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args(["recall", *words(tmp_path)[1:]]))
+    assert settings.tasks == SCALES["recall"].tasks
+    made = {step.name: step for step in steps(settings)}
+    for prefix, method in (("", DMSOptions), ("dmc_", DMCOptions)):
+        before = None
+        for cr in (2, 3, 4):
+            config = compose(made[f"seed1234_{prefix}cr{cr}"].words()[2:])
+            assert (type(config.method), config.stage.retrofit.target_cr) == (method, cr)
+            assert config.run.load == before
+            before = config.run.dir
+    policies = {name for name in made if "_as_cr" in name}
+    assert len(policies) == 3 * 3 * 3  # policies, ratios, tasks
+
+
+def test_a_method_is_not_retrofitted_twice(tmp_path: Path, capsys) -> None:
+    assert lab.main(["recall", *words(tmp_path, "--also", "dmc,window_4")[1:]]) == 2
+    assert "--also dmc: recall retrofits with it anyway" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_documents_that_fill_no_sample_are_not_asked_to(tmp_path: Path) -> None:
+    given = ["recall", *words(tmp_path)[1:]]
+    found = steps(lab._settings(lab._parser().parse_args(given)))
+    made = {step.name: step.words() for step in found if step.name.startswith("data_long")}
+    assert "--long-share" in made["data_long_lab_niah"]
+    assert "--long-share" not in made["data_long_lab_linear_1d"]
+    seeds = [words[words.index("--seed") + 1] for words in made.values()]
+    assert seeds == ["1", "1", "1"]
+
+
+@pytest.mark.parametrize("scale", ["s", "m", "l", "recall", "toy"])
 def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scale, tmp_path):
     settings = lab._settings(lab._parser().parse_args([scale, *words(tmp_path)[1:]]))
     found, sizes, own = long_steps(settings), SCALES[scale], tmp_path / "long"
@@ -415,14 +454,14 @@ def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scal
         assert given.document_tokens == 4 * sizes.context
         used = trained.stage.pretrain.steps * trained.data.global_batch_size
         assert 2 * given.documents >= used / 0.98
-    for retrofit in sizes.retrofits[:2]:
-        config = compose(made[f"seed1234_cr{retrofit.cr}"].words()[2:])
+    for cr in sizes.long_ratios:
+        config = compose(made[f"seed1234_cr{cr}"].words()[2:])
         assert config.model.path == str(Path(trained.run.dir) / HF)
         assert config.data.seq_length == sizes.context
         check(config, world_size=1, architecture=longer)
     contexts = {sizes.context * times for times in (1, 2, 4)}
     models = {str(own / "teacher" / HF)} | {
-        str(own / "retrofit" / "seed1234" / f"cr{r.cr}" / HF) for r in sizes.retrofits[:2]
+        str(own / "retrofit" / "seed1234" / f"cr{cr}" / HF) for cr in sizes.long_ratios
     }
     seen = set()
     for name in (name for name in made if name.startswith("evaluate")):

@@ -20,7 +20,8 @@ TASKS = all_tasks()
 FIXTURE = TaskOptions(fixture=True)
 FROM_FILES = [name for name, found in TASKS.items() if found.source is not None]
 
-MADE = ["arithmetic", "countdown", "exam_sheets", "lab_niah", "lab_variable_tracking"]
+MADE = ["arithmetic", "countdown", "exam_sheets", "lab_linear_1d", "lab_niah"]
+MADE += ["lab_variable_tracking"]
 
 
 def tokens(messages: Messages) -> int:
@@ -35,7 +36,8 @@ def write(path, rows):
 def test_the_tasks_are_these():
     assert list(TASKS) == [
         *("aime24", "aime25", "arithmetic", "countdown", "exam_sheets", "gpqa_diamond", "gsm8k"),
-        *("lab_niah", "lab_variable_tracking", "linear_1d", "livecodebench", "math500", "niah"),
+        *("lab_linear_1d", "lab_niah", "lab_variable_tracking", "linear_1d", "livecodebench"),
+        *("math500", "niah"),
         "variable_tracking",
     ]
     assert {found.scorer for found in TASKS.values()} <= set(all_scorers())
