@@ -105,6 +105,7 @@ class ModelRunOptions:
         max_num_seqs: Chains in the cache at the same time.
         prefill_chunk: Prompt tokens of a pass.
         decode_steps: Decode steps that the kernels run at once; no result depends on it.
+        cache_dtype: `fp8` stores keys and values as e4m3, on a GPU only; `auto` in `dtype`.
     """
 
     cr: Annotated[float | None, AtLeast(1)] = None
@@ -114,6 +115,7 @@ class ModelRunOptions:
     max_num_seqs: Annotated[int, AtLeast(1)] = 32
     prefill_chunk: Annotated[int, AtLeast(1)] = 512
     decode_steps: Annotated[int, AtLeast(1)] = 8
+    cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

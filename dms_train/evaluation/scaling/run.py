@@ -148,6 +148,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             "sha256": model_hash(checked.directory),
             "prompt_format": checked.prompt_format,
             "dtype": options.model.dtype,
+            **_stored_as(options.model.cache_dtype),
         },
         "cr": checked.cr,
         "policy": _given(options.policy) | {"name": options.policy.name, "window": checked.window},
@@ -258,7 +259,13 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
         max_num_seqs=max(model.max_num_seqs, max(options.sweep.widths)),
         prefill_chunk=model.prefill_chunk,
         decode_steps=model.decode_steps,
+        cache_dtype=model.cache_dtype,
     )
+
+
+def _stored_as(cache_dtype: str) -> dict[str, str]:
+    """How keys and values are stored, where that is not the model's own dtype."""
+    return {} if cache_dtype == "auto" else {"cache_dtype": cache_dtype}
 
 
 def _task_config(options: EvaluationOptions) -> dict[str, Any]:
@@ -269,10 +276,12 @@ def _task_config(options: EvaluationOptions) -> dict[str, Any]:
 
 def _method(checked: CheckedRun) -> str:
     """What the run measures: Vanilla, the method of the export or the name of a policy."""
-    if checked.cr == 1:
-        return "Vanilla"
     name, spec = checked.options.policy.name, read_spec(checked.directory)
-    return spec.label if spec is not None and name in ("auto", spec.kind) else name
+    if checked.cr == 1:
+        name = "Vanilla"
+    elif spec is not None and name in ("auto", spec.kind):
+        name = spec.label
+    return name if checked.engine.cache_dtype == "auto" else f"{name}, FP8 pages"
 
 
 def _header(config: dict[str, Any], checked: CheckedRun) -> dict[str, Any]:

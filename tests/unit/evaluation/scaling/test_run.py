@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dms_train.cli import evaluate as command
 from dms_train.cli.config_source import compose_evaluation
@@ -21,8 +22,10 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.inference.errors import InferenceError
+from dms_train.kernels.decode import kernels as decode
 from tests.unit.inference.conftest import WINDOW
 
+CPU = torch.device("cpu")
 SHEETS, WIDTHS, LENGTHS = 8, (1, 3), (20 / 1024, 40 / 1024)
 CLOCKS = ("session", "clock", "seconds", "peak_allocated_bytes")
 
@@ -192,12 +195,27 @@ def test_a_policy_is_chosen_by_its_name_with_options_as_keys(target, sheets):
     assert found == {"budget": 9, "expected": True, "targets": 3}
 
 
+@pytest.mark.skipif(not decode.runs_on(CPU), reason="needs triton's interpreter")
+def test_fp8_pages_are_another_configuration_with_fewer_bytes(target, sheets, tmp_path):
+    few = ("task.limit=1", "sweep.widths=[1]", "sweep.lengths=[0.002]", "model.max_num_seqs=1")
+    found = {
+        dtype: run(target, sheets, tmp_path / dtype, *few, f"model.cache_dtype={dtype}")
+        for dtype in ("auto", "fp8")
+    }
+    assert "cache_dtype" not in found["auto"].header["config"]["model"]
+    assert found["fp8"].header["config"]["model"]["cache_dtype"] == "fp8"
+    assert found["fp8"].method == f"{found['auto'].method}, FP8 pages"
+    (one,), (other,) = (found[dtype].documents["0"] for dtype in ("auto", "fp8"))
+    assert other["peak_bytes"] < one["peak_bytes"] / 2  # of float32
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["task.name=nothing"], r"task\.name=nothing: choose one of aime24"),
         (["policy.name=window"], r"give policy\.window or policy\.cr"),
         (["policy.name=h2o", "policy.options=['cr=4']"], r"set policy\.cr"),
+        (["model.cache_dtype=int4"], r"cache_dtype='int4': choose one of auto, fp8"),
         (["policy=h20"], r"policy='h20': choose one of auto, cam"),
         (["policy=h2o", "policy.bugdet=8"], r"policy=h2o: no option bugdet; did you mean budget"),
         (["policy=tova", "policy.budget=9", "policy.scope=heads"], r"choose one of layer, group"),
