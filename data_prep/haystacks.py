@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -76,6 +76,21 @@ def drawn_size(rng: random.Random, context: int) -> int:
     if context < SHORTEST:
         raise DataError(f"--context {context}: documents have at least {SHORTEST} tokens")
     return round(math.exp(rng.uniform(math.log(SHORTEST), math.log(context))))
+
+
+def drawn_counts(
+    rng: random.Random, most: int, fits: Callable[[int, int], bool]
+) -> tuple[int, int]:
+    """How many things a document hides, and how many of them it asks for.
+
+    Args:
+        rng: Draws both, uniformly from 1 on.
+        most: Of the hidden ones.
+        fits: Whether a document has room for so many, and for questions after so many of them; it
+            has for one.
+    """
+    count = rng.randint(1, max(n for n in range(1, most + 1) if n == 1 or fits(n, 1)))
+    return count, rng.randint(1, max(n for n in range(1, count + 1) if n == 1 or fits(count, n)))
 
 
 def lines_that_fit(context: int, taken: int, line: int) -> int:

@@ -3,13 +3,14 @@
 A document hides needles between sentences and asks for some of them, in random order:
 
     N the old river turns slowly . KEY q d = 17 4 92 . the warm stone rests often .
-    KEY x m = 3 88 20 . ... ? x m , q d : ANS 3 88 20 , 17 4 92 <eod>
+    KEY x m = 3 88 20 . ... ? x m , q d : ANS x m = 3 88 20 , q d = 17 4 92 <eod>
 
 It follows RULER's `niah_single_2` where the words allow: keys are two letters, values three
-numbers below 100, and the text is made of 4,096 sentences. Training documents have 1 to 8 needles
-and ask for 1 to all of them, so that a long text teaches more than one answer; their lengths
-go from 128 tokens to the context, with a uniform logarithm. Problems fill the context, ask for one
-needle at one of RULER's 40 depths, and their other needles have other keys.
+numbers below 100, the text is made of 4,096 sentences, and an answer repeats its key. Training
+documents have 1 to 64 needles and ask for 1 to all of them, so that a long text teaches more than
+one answer; their lengths go from 128 tokens to the context, with a uniform logarithm. Problems fill
+the context, ask for one needle at one of RULER's 40 depths, and their other needles have other
+keys.
 
 What a solver must remember: the keys and values, a few tokens of a long text. Asked keys are held
 out by a hash (`haystacks`).
@@ -29,6 +30,7 @@ from dms_train.data_prep.haystacks import (
     Name,
     answered,
     asked,
+    drawn_counts,
     drawn_size,
     lines_that_fit,
     problem_names,
@@ -37,7 +39,7 @@ from dms_train.data_prep.haystacks import (
 from dms_train.data_prep.lab_words import ID, NUMBER, decoded
 from dms_train.data_prep.token_documents import Drawn, Tokens
 
-MOST_NEEDLES = 8
+MOST_NEEDLES = 64
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))  # percent, as in RULER
 
 _KEY, _EQUALS, _STOP = ID["KEY"], ID["="], ID["."]
@@ -53,7 +55,12 @@ class Needle(NamedTuple):
     @property
     def line(self) -> list[int]:
         """A sentence of its own."""
-        return [_KEY, *self.key, _EQUALS, *self.value, _STOP]
+        return [_KEY, *self.answer, _STOP]
+
+    @property
+    def answer(self) -> list[int]:
+        """The key with its value."""
+        return [*self.key, _EQUALS, *self.value]
 
 
 def _needles(rng: random.Random, keys: list[Name]) -> list[Needle]:
@@ -69,7 +76,7 @@ def _text(rng: random.Random, needles: list[Needle], places: list[int], lines: i
 
 def _tokens(needles: int, questions: int) -> int:
     """Of a document without its sentences."""
-    return 1 + 8 * needles + (3 * questions + 1) + (4 * questions + 1)
+    return 1 + 8 * needles + (3 * questions + 1) + (7 * questions + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +100,16 @@ class LabNiah:
         Raises:
             DataError: The context is too short.
         """
-        size, count = drawn_size(rng, self.context), rng.randint(1, MOST_NEEDLES)
-        questions = rng.randint(1, count)
+        size = drawn_size(rng, self.context)
+        count, questions = drawn_counts(
+            rng, MOST_NEEDLES, lambda n, asked: _tokens(n, asked) <= size
+        )
         needles = _needles(rng, rng.sample(TRAINING_NAMES, count))
         lines = lines_that_fit(size, _tokens(count, questions), SENTENCES.shape[1])
         text = _text(rng, needles, [rng.randint(0, lines) for _ in needles], lines)
         chosen = rng.sample(needles, questions)
         prompt = asked("N", text, [needle.key for needle in chosen])
-        tokens = answered(prompt, [needle.value for needle in chosen])
+        tokens = answered(prompt, [needle.answer for needle in chosen])
         return Drawn(tokens, prompt=len(prompt))
 
 
@@ -129,6 +138,6 @@ def _problem(rng: random.Random, lines: int, count: int) -> dict[str, Any]:
     prompt = asked("N", _text(rng, needles, places, lines), [needles[0].key])
     return {
         "prompt": " ".join(decoded(prompt)),
-        "answers": [" ".join(decoded(np.array(needles[0].value)))],
+        "answers": [" ".join(decoded(np.array(needles[0].answer)))],
         "depth": depth,
     }

@@ -1,16 +1,17 @@
 """Variable tracking in the lab's words: which variables hold a value?
 
 A document hides chains of assignments between lines of noise and asks for some of the chains by
-their value; the answer has all names of a chain in order:
+their value; the answer has the value and all names of a chain in order:
 
-    V the grass is green . ... VAR q d = 17 42 . the grass ... VAR x m = q d . ...
-    VAR p a = 5 91 . ... ? 17 42 , 5 91 : ANS q d x m , p a <eod>
+    V the grass is green . ... VAR 17 42 > q d . the grass ... VAR q d > x m . ...
+    VAR 5 91 > p a . ... ? 17 42 , 5 91 : ANS 17 42 > q d > x m , 5 91 > p a <eod>
 
 It follows RULER where the words allow: a name is two letters, a value two numbers below 100, and
-the noise is RULER's text. Training documents have 0 to 4 hops, at most 40 assignments, and ask for
-1 to 8 chains, so that a long text teaches more than one answer; their lengths go from 128 tokens
-to the context, with a uniform logarithm. Problems fill the context and ask for one chain. An answer
-is right when all of its names are, where RULER counts each.
+the noise is RULER's text; what is assigned stands before its name, as in the answer. Training
+documents have 0 to 4 hops, at most 40 assignments, and ask for 1 to all of their chains, so that a
+long text teaches more than one answer; their lengths go from 128 tokens to the context, with a
+uniform logarithm. Problems fill the context and ask for one chain. An answer is right when all of
+its names are, where RULER counts each.
 
 What a solver must remember: every assignment, until its value is asked for. The names of an asked
 chain are held out by a hash (`haystacks`).
@@ -30,6 +31,7 @@ from dms_train.data_prep.haystacks import (
     Name,
     answered,
     asked,
+    drawn_counts,
     drawn_size,
     lines_that_fit,
     problem_names,
@@ -40,9 +42,8 @@ from dms_train.data_prep.token_documents import Drawn, Tokens
 
 MOST_HOPS = 4
 MOST_ASSIGNMENTS = 40
-MOST_ASKED = 8
 
-_VAR, _EQUALS, _STOP = ID["VAR"], ID["="], ID["."]
+_VAR, _TO, _STOP = ID["VAR"], ID[">"], ID["."]
 _LINE = 7  # tokens of an assignment
 _BASE = 100  # of the two numbers of a value
 
@@ -63,12 +64,12 @@ class Chain(NamedTuple):
         """The assignments."""
         sources = [self.value, *self.names]
         pairs = zip(self.names, sources, strict=False)
-        return [[_VAR, *name, _EQUALS, *source, _STOP] for name, source in pairs]
+        return [[_VAR, *source, _TO, *name, _STOP] for name, source in pairs]
 
     @property
     def answer(self) -> list[int]:
-        """All names."""
-        return [token for name in self.names for token in name]
+        """The value and all names."""
+        return [*self.value, *(token for name in self.names for token in (_TO, *name))]
 
 
 def _values(rng: random.Random, count: int) -> list[tuple[int, int]]:
@@ -97,7 +98,7 @@ def _text(rng: random.Random, chains: list[Chain], noise: int) -> Tokens:
 
 def _tokens(chains: int, length: int, questions: int) -> int:
     """Of a document without its noise."""
-    question, answer = 3 * questions + 1, questions * (2 * length + 1) + 1
+    question, answer = 3 * questions + 1, questions * (3 * length + 3) + 1
     return 1 + _LINE * chains * length + question + answer
 
 
@@ -115,7 +116,7 @@ class LabVariableTracking:
     def settings(self) -> dict[str, Any]:
         """What decides the documents besides the seed."""
         most = {"most_hops": MOST_HOPS, "most_assignments": MOST_ASSIGNMENTS}
-        return {"task": "lab_variable_tracking", **asdict(self), **most, "most_asked": MOST_ASKED}
+        return {"task": "lab_variable_tracking", **asdict(self), **most}
 
     def draw(self, rng: random.Random) -> Drawn:
         """A document without held-out names.
@@ -124,20 +125,15 @@ class LabVariableTracking:
             DataError: The context is too short.
         """
         size, length = drawn_size(rng, self.context), rng.randint(1, MOST_HOPS + 1)
-        most = max(n for n in range(1, MOST_ASSIGNMENTS // length + 1) if _fits(size, n, length))
-        count = rng.randint(1, most)
-        questions = rng.randint(1, min(count, MOST_ASKED))
-        while _tokens(count, length, questions) > size:
-            questions -= 1
+        most = MOST_ASSIGNMENTS // length
+        count, questions = drawn_counts(
+            rng, most, lambda n, asked: _tokens(n, length, asked) <= size
+        )
         chains = _chains(rng, rng.sample(TRAINING_NAMES, count * length), length)
         noise = lines_that_fit(size, _tokens(count, length, questions), NOISE.size)
         chosen = rng.sample(chains, questions)
         prompt = asked("V", _text(rng, chains, noise), [chain.value for chain in chosen])
         return Drawn(answered(prompt, [chain.answer for chain in chosen]), prompt=len(prompt))
-
-
-def _fits(size: int, chains: int, length: int) -> bool:
-    return chains == 1 or _tokens(chains, length, 1) <= size
 
 
 def held_out_problems(

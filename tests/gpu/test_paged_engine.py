@@ -30,7 +30,9 @@ def model(preset: str | None, device: str = DEVICE) -> LoadedModel:
     )
     spec = None if preset is None else PRESETS[preset].override(window=8)
     torch.manual_seed(3)
-    decoder = Decoder(architecture, spec).to(device).eval()
+    decoder = Decoder(architecture, spec)
+    torch.nn.init.normal_(decoder.embed_tokens.weight)  # made without initial values
+    decoder = decoder.to(device).eval()
     return LoadedModel(
         decoder=decoder, architecture=architecture, spec=spec, dtype=torch.float32, config={}
     )

@@ -108,20 +108,22 @@ def _bound_kernel(
 
 
 @triton.jit
-def _threshold(ranked, wanted, R_PAD: tl.constexpr):
-    """The `wanted`-th largest of each row of uint32 [R_PAD, below 2**20]; by digits of two bits."""
+def _threshold(ranked, wanted, R: tl.constexpr, R_PAD: tl.constexpr, COLUMNS: tl.constexpr):
+    """A number that `wanted` of each row of uint32 [R_PAD, COLUMNS] reach, bit by bit.
+
+    Where no such number is found, because columns are equal, it is the `wanted`-th largest.
+    """
     least = tl.zeros([R_PAD], tl.uint32)
-    digit = tl.full([R_PAD], 1073741824, tl.uint32)  # 1 in the highest place
-    for _ in range(16):
-        first, second, third = least + digit, least + 2 * digit, least + 3 * digit
-        reach = (ranked >= first[:, None]).to(tl.int64)
-        reach += (ranked >= second[:, None]).to(tl.int64) << 20
-        reach += (ranked >= third[:, None]).to(tl.int64) << 40
-        counts = tl.sum(reach, 1)  # three sums of 20 bits, in one pass over the columns
-        least = tl.where((counts & 1048575) >= wanted, first, least)
-        least = tl.where(((counts >> 20) & 1048575) >= wanted, second, least)
-        least = tl.where((counts >> 40) >= wanted, third, least)
-        digit = digit >> 2
+    bit = tl.full([R_PAD], 2147483648, tl.uint32)
+    reaching = tl.where(tl.arange(0, R_PAD) < R, COLUMNS, wanted)
+    left = 32
+    while (left > 0) & (tl.max(reaching, 0) > wanted):
+        higher = least | bit
+        count = tl.sum((ranked >= higher[:, None]).to(tl.int32), 1)
+        least = tl.where(count >= wanted, higher, least)
+        reaching = tl.where(count >= wanted, count, reaching)
+        bit = bit >> 1
+        left -= 1
     return least
 
 
@@ -153,7 +155,7 @@ def _select_kernel(
     if LAST:
         ranked = tl.where(column == count - 1, 4294967295, ranked)
     ranked = tl.where(real, ranked, 0)
-    least = _threshold(ranked, wanted, R_PAD)[:, None]
+    least = _threshold(ranked, wanted, R, R_PAD, COLUMNS)[:, None]
     above = (ranked > least) & real
     equal = (ranked == least) & real
     free = wanted - tl.sum(above.to(tl.int32), 1)[:, None]

@@ -23,7 +23,7 @@ from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.registry import task
 
 NEEDLE = re.compile(r"KEY ([a-z] [a-z]) = (\d+ \d+ \d+) \. ")
-ASSIGNMENT = re.compile(r"VAR ([a-z] [a-z]) = ([a-z] [a-z]|\d+ \d+) \. ")
+ASSIGNMENT = re.compile(r"VAR ([a-z] [a-z]|\d+ \d+) > ([a-z] [a-z]) \. ")
 SENTENCE = re.compile(r"the [a-z]+ [a-z]+ [a-z]+ [a-z]+ \. ")
 NOISE = "the grass is green . the sky is blue . the sun is yellow . "
 NOISE += "here we go . there and back again . "
@@ -50,13 +50,13 @@ def read_chains(prompt: str) -> tuple[dict[str, list[str]], list[str]]:
     """Names by value, in their order, and the values that are asked for; the rest is noise."""
     text, asked = parts(prompt, "V")
     values: dict[str, str] = {}
-    for name, source in ASSIGNMENT.findall(text):
+    for source, name in ASSIGNMENT.findall(text):
         assert name not in values
         values[name] = source if source[0].isdigit() else values[source]
     chains: dict[str, list[str]] = {}
     for name, value in values.items():
         before = chains.setdefault(value, [])
-        assert f"VAR {name} = {before[-1] if before else value} . " in text
+        assert f"VAR {before[-1] if before else value} > {name} . " in text
         before.append(name)
     assert len({len(names) for names in chains.values()}) == 1
     assert ASSIGNMENT.sub("", text).replace(NOISE, "") == ""
@@ -65,12 +65,12 @@ def read_chains(prompt: str) -> tuple[dict[str, list[str]], list[str]]:
 
 def niah_answers(prompt: str) -> list[str]:
     values, asked = read_needles(prompt)
-    return [values[key] for key in asked]
+    return [f"{key} = {values[key]}" for key in asked]
 
 
 def chain_answers(prompt: str) -> list[str]:
     chains, asked = read_chains(prompt)
-    return [" ".join(chains[value]) for value in asked]
+    return [" > ".join([value, *chains[value]]) for value in asked]
 
 
 TASKS = [(LabNiah, niah_answers), (LabVariableTracking, chain_answers)]
@@ -88,7 +88,7 @@ def test_the_answers_of_a_document_are_those_of_its_text(kind, answers, context)
         told = " ".join(words[drawn.prompt :])
         assert told == f"ANS {' , '.join(answers(prompt))} <eod>"
         sizes.append(len(words))
-        names |= set(re.findall(r"(?:KEY|VAR) ([a-z] [a-z])", prompt))
+        names |= set(re.findall(r"(?:KEY|>) ([a-z] [a-z])", prompt))
     assert max(sizes) <= context
     assert min(sizes) > 128 - 24
     assert not any(map(held_out, names))
@@ -109,9 +109,11 @@ def test_documents_have_all_numbers_of_needles_hops_and_questions() -> None:
         hops = len(next(iter(found.values()))) - 1
         chains[hops, len(asked)] += 1
         longest = max(longest, len(found) * (hops + 1))
-    assert {count for count, _ in needles} == {asked for _, asked in needles} == {*range(1, 9)}
+    assert {count for count, _ in needles} >= {*range(1, 12)}
+    assert {asked for count, asked in needles if count == 2} == {1, 2}
+    assert 50 < max(asked for _, asked in needles) <= max(n for n, _ in needles) <= 64
     assert {hops for hops, _ in chains} == {*range(5)}
-    assert {asked for _, asked in chains} == {*range(1, 9)}
+    assert {asked for _, asked in chains} >= {*range(1, 9)}
     assert 30 < longest <= 40
 
 
@@ -131,7 +133,7 @@ def test_problems_fill_the_context_and_ask_for_a_held_out_key(needles, context) 
     for row in rows:
         values, (asked,) = read_needles(row["prompt"])
         assert len(values) == needles
-        assert [values[asked]] == row["answers"]
+        assert [f"{asked} = {values[asked]}"] == row["answers"]
         assert [key for key in values if held_out(key)] == [asked]
         used = len(row["prompt"].split()) + len(f"ANS {row['answers'][0]} <eod>".split())
         assert context - 6 < used <= context
@@ -159,7 +161,7 @@ def test_problems_ask_for_a_chain_of_held_out_names(chains, hops, context) -> No
     for row in rows:
         found, (asked,) = read_chains(row["prompt"])
         assert (len(found), len(found[asked])) == (chains, hops + 1)
-        assert row["answers"] == [" ".join(found[asked])]
+        assert row["answers"] == [" > ".join([asked, *found[asked]])]
         names = [name for each in found.values() for name in each]
         assert [name for name in names if held_out(name)] == found[asked]
         used = len(row["prompt"].split()) + len(f"ANS {row['answers'][0]} <eod>".split())
@@ -214,7 +216,7 @@ def test_a_shard_depends_on_the_seed_and_not_on_the_workers(command, tmp_path: P
         ("lab-niah --documents 1 --context 100", "--context 100: documents have at least 128"),
         (
             "lab-niah-problems --problems 1 --context 128 --needles 30",
-            "--context 128: a problem without its filler has 250 tokens; raise it, or hide less",
+            "--context 128: a problem without its filler has 253 tokens; raise it, or hide less",
         ),
         (
             "lab-niah-problems --problems 1 --context 8192 --needles 700",
@@ -223,7 +225,7 @@ def test_a_shard_depends_on_the_seed_and_not_on_the_workers(command, tmp_path: P
         ("lab-variable-tracking --documents 1 --context 100", "--context 100: documents have"),
         (
             "lab-variable-tracking-problems --problems 1 --context 256",
-            "--context 256: a problem without its filler has 289 tokens; raise it, or hide less",
+            "--context 256: a problem without its filler has 292 tokens; raise it, or hide less",
         ),
         (
             "lab-variable-tracking-problems --problems 1 --context 8192 --hops 4 --chains 150",
