@@ -4,15 +4,18 @@
 over layers and KV heads, so that a model without compression reads t + 1 at position t. A token
 that several sequences share counts for each of them; the bytes allocated count it once.
 
-Shape letters: l layers, h KV heads, b sequences, k decode steps.
+Shape letters: l layers, h KV heads, b sequences, k decode steps, r cache rows.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dms_train.inference.cache.interface import KVCache
@@ -107,7 +110,7 @@ class PassCounts:
     """Cache reads and contents of one forward pass, copied to the host at once.
 
     Attributes:
-        live: Tokens held afterwards, [l, b, h] on the CPU.
+        live: Tokens held afterwards, [l, b, h].
         sums: Slots attended, tokens held and slots reserved of each sequence, over its l * h KV
             lists.
     """
@@ -115,29 +118,70 @@ class PassCounts:
     def __init__(self, reads: Tensor, live: Tensor, held: Tensor) -> None:
         """All integers [l, b, h] of one type."""
         both = torch.stack([reads, live, held]).cpu()
-        self.live = both[1]
+        self.live: NDArray[Any] = both[1].numpy()
         self.sums: list[list[int]] = both.sum((1, 3)).T.tolist()
 
 
-class GroupCounts:
-    """The same of a group of decode steps.
+class DecodeCost(NamedTuple):
+    """What the tokens of one sequence have cost in a group of decode steps, over its KV lists.
 
     Attributes:
-        live: Tokens held after each step, [k, l, b, h] on the CPU.
-        reads: Slots attended by each sequence up to each step, [k][b], over its KV lists.
-        held: Tokens held and slots reserved after each step, [2][k][b].
-        most: Most of them up to each step, [2][k][b].
+        prompt_reads: Slots attended by the first step if that computes a prompt token; else 0.
+        reads: Slots attended by the other steps.
+        live: Tokens held at the end.
+        held: Slots reserved at the end.
+        most_live: Most tokens held after any step.
+        most_held: Most slots reserved after any step.
+        lists: Tokens held by each KV list at the end, [l, h].
+        steps: Slots attended up to each step of the group, and tokens held after it, [2, k].
+    """
+
+    prompt_reads: int
+    reads: int
+    live: int
+    held: int
+    most_live: int
+    most_held: int
+    lists: NDArray[Any]
+    steps: NDArray[Any]
+
+
+class GroupCounts:
+    """Cache reads and contents of a group of decode steps, of all cache rows.
+
+    Args:
+        reads: Slots attended in each step, int32 [k, l, r, h] on the CPU.
+        live: Tokens held after it, likewise.
+        page_slots: Slots of a page, a power of two.
+
+    Attributes:
+        live: As given.
     """
 
     def __init__(self, reads: Tensor, live: Tensor, page_slots: int) -> None:
-        """From slots attended in each step and tokens held after it, integers [k, l, b, h]."""
         self.live = live
-        filled = torch.maximum(reads, live)
-        reserved = (filled + page_slots - 1) // page_slots * page_slots
-        sums = torch.stack([reads, live, reserved]).sum((2, 4))
-        self.reads: list[list[int]] = sums[0].cumsum(0).tolist()
-        self.held: list[list[list[int]]] = sums[1:].tolist()
-        self.most: list[list[list[int]]] = sums[1:].cummax(1).values.tolist()
+        held = (torch.maximum(reads, live) + (page_slots - 1)) & -page_slots
+        # over layers first: torch adds neighbouring numbers of one KV head, and none overflows
+        sums = torch.stack([x.sum(1, dtype=x.dtype).sum(-1) for x in (reads, live, held)])
+        # reads up to each step, tokens and slots after it, and the most of both: [5, k, r]
+        self._sums = torch.cat([sums[:1].cumsum(1), sums[1:], sums[1:].cummax(1).values])
+
+    def costs(self, rows: Tensor, steps: Tensor, prefill: Tensor) -> list[DecodeCost]:
+        """What the first steps of sequences have cost.
+
+        Args:
+            rows: int64 [b], their cache rows.
+            steps: int64 [b], how many count, at least 1.
+            prefill: bool [b], whether the first step computed a prompt token.
+        """
+        last = steps - 1
+        reads, *contents = self._sums[:, last, rows]
+        of_prompt = self._sums[0, 0, rows] * prefill
+        numbers = torch.stack([of_prompt, reads - of_prompt, *contents]).tolist()
+        # rows of numpy's arrays, because torch takes several times as long to make views
+        lists = self.live[last, :, rows].numpy()
+        each = self._sums[:2, :, rows].movedim(-1, 0).numpy()
+        return list(map(DecodeCost, *numbers, lists, each))
 
 
 class Meter:
@@ -159,17 +203,17 @@ class Meter:
         """
         self.cached_tokens = 0
         self._decode_reads = self._prefill_reads = 0  # over all KV lists
-        self._peak = (0.0, 0, 0)
-        self._last = (0.0, 0, 0)
-        self.tokens = 0
-        self._live = torch.zeros(0, 0)
+        self._peak = self._last = 0, 0  # tokens and reserved slots, over all KV lists
+        self.tokens = self._slot_bytes = 0
+        self._live: NDArray[Any] = np.zeros((0, 0), np.int32)
         self._traced = traced
-        self._trace = array("d"), array("d")  # reads and tokens held at each generated token
+        # at each generated token, over all KV lists
+        self._trace_reads, self._trace_live = array("q"), array("q")
 
     @property
     def live_tokens(self) -> float:
         """Tokens held after the last forward pass."""
-        return self._last[0]
+        return self._last[0] / max(1, self._live.size)
 
     def step(
         self,
@@ -191,7 +235,7 @@ class Meter:
             prefill: Whether the pass computed prompt tokens.
             generates: Whether a token is sampled behind it.
         """
-        self.tokens = tokens
+        self.tokens, self._slot_bytes = tokens, slot_bytes
         reads, live, held = counts.sums[index]
         self._live = counts.live[:, index]
         if prefill:
@@ -199,82 +243,60 @@ class Meter:
         else:
             self._decode_reads += reads
         if self._traced and generates:
-            self._note(self._decode_reads, live)
-        self._last = self._contents(live, held, slot_bytes)
-        self._raise_peak(self._last)
+            self._trace_reads.append(self._decode_reads)
+            self._trace_live.append(live)
+        self._last = live, held
+        self._raise_peak(live, held)
 
-    def decode(
-        self,
-        counts: GroupCounts,
-        index: int,
-        *,
-        steps: int,
-        tokens: int,
-        slot_bytes: int,
-        prefill: bool,
-    ) -> None:
+    def decode(self, cost: DecodeCost, *, steps: int, tokens: int, slot_bytes: int) -> None:
         """Count the first steps of a group, of which each generates a token.
 
         Args:
-            counts: Of all sequences of the group.
-            index: Which of them this request is.
+            cost: Of these steps.
             steps: How many count, at least 1.
             tokens: Tokens of the request that are computed after these.
             slot_bytes: Bytes of one slot.
-            prefill: Whether the first step computed a prompt token.
         """
-        self.tokens, last = tokens, steps - 1
-        self._live = counts.live[last, :, index]
-        of_prompt = counts.reads[0][index] if prefill else 0
-        before = self._decode_reads - of_prompt
-        self._prefill_reads += of_prompt
-        self._decode_reads = before + counts.reads[last][index]
+        self.tokens, self._slot_bytes, self._live = tokens, slot_bytes, cost.lists
         if self._traced:
-            for step in range(steps):
-                self._note(before + counts.reads[step][index], counts.held[0][step][index])
-        live, held = (part[last][index] for part in counts.held)
-        self._last = self._contents(live, held, slot_bytes)
-        live, held = (part[last][index] for part in counts.most)
-        self._raise_peak(self._contents(live, held, slot_bytes))
+            before = self._decode_reads - cost.prompt_reads
+            reads, live = cost.steps.tolist()
+            self._trace_reads.extend([before + count for count in reads[:steps]])
+            self._trace_live.extend(live[:steps])
+        self._prefill_reads += cost.prompt_reads
+        self._decode_reads += cost.reads
+        self._last = cost.live, cost.held
+        self._raise_peak(cost.most_live, cost.most_held)
 
-    def _note(self, reads: int, live: int) -> None:
-        """Keep what a generated token has cost, over all KV lists."""
-        reads_until, live_then = self._trace
-        reads_until.append(reads / self._live.numel())
-        live_then.append(live / self._live.numel())
-
-    def _contents(self, live: int, held: int, slot_bytes: int) -> tuple[float, int, int]:
-        """Mean of the live tokens, their bytes and the bytes reserved."""
-        return live / self._live.numel(), live * slot_bytes, held * slot_bytes
-
-    def _raise_peak(self, now: tuple[float, int, int]) -> None:
-        (a, b, c), (x, y, z) = self._peak, now
-        self._peak = (max(a, x), max(b, y), max(c, z))
+    def _raise_peak(self, live: int, held: int) -> None:
+        most_live, most_held = self._peak
+        self._peak = max(most_live, live), max(most_held, held)
 
     def report(self) -> RequestKV:
         """The numbers so far."""
-        kv_lists = max(1, self._live.numel())
+        kv_lists, slot_bytes = max(1, self._live.size), self._slot_bytes
         return RequestKV(
             tokens=self.tokens,
             cached_tokens=self.cached_tokens,
             kv_reads=self._decode_reads / kv_lists,
             prefill_reads=self._prefill_reads / kv_lists,
-            live_tokens=self._last[0],
-            peak_live_tokens=self._peak[0],
-            live_bytes=self._last[1],
-            peak_live_bytes=self._peak[1],
-            allocated_bytes=self._last[2],
-            peak_allocated_bytes=self._peak[2],
-            cr_factors=self.tokens / self._live.double().clamp(min=1),
+            live_tokens=self._last[0] / kv_lists,
+            peak_live_tokens=self._peak[0] / kv_lists,
+            live_bytes=self._last[0] * slot_bytes,
+            peak_live_bytes=self._peak[0] * slot_bytes,
+            allocated_bytes=self._last[1] * slot_bytes,
+            peak_allocated_bytes=self._peak[1] * slot_bytes,
+            cr_factors=self.tokens / torch.from_numpy(self._live).double().clamp(min=1),
             trace=self._report_trace() if self._traced else None,
         )
 
     def _report_trace(self) -> KVTrace:
         """Copies, because the arrays grow."""
-        if not self._trace[0]:
-            nothing = torch.zeros(0, dtype=torch.float64)
-            return KVTrace(kv_reads=nothing, live_tokens=nothing)
-        reads, live = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in self._trace)
+        kv_lists = max(1, self._live.size)
+        reads, live = (
+            torch.from_numpy(np.array(x, np.float64) / kv_lists)
+            for x in (self._trace_reads, self._trace_live)
+        )
         return KVTrace(kv_reads=reads, live_tokens=live)
 
 

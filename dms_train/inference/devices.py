@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
 
@@ -30,6 +32,12 @@ def require_device(device: str) -> None:
         raise InferenceError(f"device={device}: this machine has no GPU; use cpu")
     if (found.index or 0) >= count:
         raise InferenceError(f"device={device}: GPUs here are numbered from 0 to {count - 1}")
+
+
+def sent(values: list[Any], device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device; the host does not wait for what a GPU computes before."""
+    on_host = torch.tensor(values, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 @contextmanager

@@ -260,7 +260,7 @@ class InferenceEngine:
         """
         allowed = self._sequences(request_ids)
         plan: Schedule[Sequence] = Schedule()
-        on_their_way = self._on_their_way()
+        before = self._launched
         try:
             self._scheduler.schedule(time.monotonic(), allowed, plan)
             self._advance(plan)
@@ -274,6 +274,7 @@ class InferenceEngine:
         except BaseException:
             launched, self._launched = self._launched, None
             computed = [sequence for sequence, _ in plan.batch]
+            on_their_way = [] if before is None else before.sequences
             for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
                 self.abort(sequence.request_id)
             self._runner.wait(launched)  # a graph's inputs are not written while it runs
@@ -395,7 +396,7 @@ class InferenceEngine:
         self._require_ids("logit_bias", params.logit_bias)
         request.prompt = text
         for sequence in request.sequences:
-            sequence.add_prompt(tokens, params, self.tokenizer, longest)
+            sequence.add_prompt(tokens, params, self.tokenizer, self._stop_ids, longest)
 
     def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
         """Text and tokens of a prompt, checked."""
@@ -469,16 +470,14 @@ class InferenceEngine:
         sampled = sample(logits[ready], [s.sampling_row() for s in chosen])
         for sequence, token in zip(chosen, sampled, strict=True):
             self._observe(sequence)
-            sequence.append(token, self._stops(sequence))
+            sequence.append(token)
 
     def _receive(self, group: DecodeGroup | None) -> None:
         """Take the tokens of a group of decode steps, if there is one."""
         if group is None:
             return
         self.decoded_steps += group.steps
-        for decoded in self._runner.receive(group):
-            sequence = decoded.sequence
-            self._runner.count(decoded, sequence.extend(decoded.tokens, self._stops(sequence)))
+        for sequence in self._runner.receive(group):
             self._observe(sequence)
             self._advanced.append(sequence)
             if sequence.finish_reason is not None:
@@ -493,23 +492,16 @@ class InferenceEngine:
     def _observe(self, sequence: Sequence) -> None:
         self._scheduler.observe(sequence.meter.tokens, sequence.meter.live_tokens)
 
-    def _stops(self, sequence: Sequence) -> frozenset[int]:
-        """Tokens that end a sequence."""
-        params = sequence.params
-        stops = frozenset() if params.ignore_eos else self._stop_ids
-        return stops | frozenset(params.stop_token_ids)
-
-    def _on_their_way(self) -> list[Sequence]:
-        """Sequences of the decode steps whose tokens are not known yet."""
-        places = [] if self._launched is None else self._launched.places
-        return [place.sequence for place in places]
-
     def _report(self, allowed: Collection[Sequence] | None) -> list[Sequence]:
-        """Sequences that have advanced, of requests that are known, to be reported now."""
+        """Sequences that have advanced, of requests that are known, to be reported now.
+
+        Those that go on are left out where their request is returned only when it has finished.
+        """
         now: list[Sequence] = []
         later: list[Sequence] = []
         for sequence in dict.fromkeys(self._advanced):
-            if sequence.request_id in self._requests:
+            request = self._requests.get(sequence.request_id)
+            if request is not None and (sequence.finish_reason or not request.final_only):
                 (now if allowed is None or sequence in allowed else later).append(sequence)
         self._advanced = later
         return now

@@ -24,7 +24,9 @@ class RowMemory:
     """
 
     def __init__(self, cache: KVCache, options: EngineOptions) -> None:
-        self._cache, self._device = cache, torch.device(options.device)
+        self._cache = cache
+        # a copy of one number from the host would wait for the GPU
+        self._rows = torch.arange(options.max_num_seqs, device=options.device)
         self._shared = options.enable_prefix_caching and cache.policy.shareable
         self._prefixes = PrefixCache(options.max_num_seqs)
 
@@ -42,7 +44,7 @@ class RowMemory:
 
     def free(self, row: int) -> None:
         """Empty a row."""
-        self._cache.free(torch.tensor([row], device=self._device))
+        self._cache.free(self._rows[row : row + 1])
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the longest snapshot that a sequence can start from."""

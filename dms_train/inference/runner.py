@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dms_train.inference.accounting import GroupCounts, PassCounts, TotalMeter
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
+from dms_train.inference.devices import sent
 from dms_train.inference.graphs import DecodeGraphs, LaunchedGroup
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.fused import DecodeInputs
@@ -30,58 +32,29 @@ from dms_train.kernels.layers.sampling_limits import Limits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """A sequence in a group of decode steps on its way.
-
-    Attributes:
-        sequence: The sequence.
-        row: Its cache row then.
-        computed: Its computed tokens before.
-        steps: In how many of the steps it takes part.
-        prefill: Whether the first step computes a prompt token.
-    """
-
-    sequence: Sequence
-    row: int
-    computed: int
-    steps: int
-    prefill: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class DecodeGroup:
     """A group of decode steps on its way.
 
     Attributes:
-        places: Its sequences.
-        steps: How many.
-        launched: Its results.
+        sequences: Those that take part.
+        counts: In how many of the steps each of them does.
+        prefill: Whether the first step computes a prompt token of it.
+        inputs: Of the steps.
+        launched: Their results.
         unwanted: Sequences that have ended since.
     """
 
-    places: list[_Place]
-    steps: int
+    sequences: list[Sequence]
+    counts: list[int]
+    prefill: list[bool]
+    inputs: DecodeInputs
     launched: LaunchedGroup
     unwanted: set[Sequence] = field(default_factory=set)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodedTokens:
-    """Tokens of one sequence that a group of decode steps has sampled.
-
-    Attributes:
-        sequence: The sequence.
-        tokens: At least one.
-        place: The sequence in the group.
-        counts: Of the group.
-        index: The number of the sequence in it.
-    """
-
-    sequence: Sequence
-    tokens: list[int]
-    place: _Place
-    counts: GroupCounts
-    index: int
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return len(self.inputs.tokens)
 
 
 class ModelRunner:
@@ -156,7 +129,7 @@ class ModelRunner:
         if not every:
             ends = list(accumulate(batch[i][1] for i in order))
             last = [end - 1 for _, end in sorted(zip(order, ends, strict=True))]
-            hidden = hidden[torch.tensor(last, device=self._device)]
+            hidden = hidden[sent(last, self._device)]
         return self.model.decoder.logits(hidden)
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> Tensor:
@@ -167,7 +140,7 @@ class ModelRunner:
         else:
             tokens = TokenBatch.ragged(parts, self._device)
             hidden, reads = self.model.decoder(tokens, self.cache)
-        rows = torch.tensor([row for row, _, _ in parts], device=self._device)
+        rows = sent([row for row, _, _ in parts], self._device)
         counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
         for index, (sequence, count) in enumerate(batch):
             prompt = sequence.prefilling or sequence.given_only
@@ -187,10 +160,10 @@ class ModelRunner:
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether `launch` takes the next token of a sequence, which is sampled in a plain way."""
-        last = sequence.remaining == 1 and sequence.computed + 1 >= sequence.prompt_end
-        if sequence.prefilling and not self._decodes_prompts:
+        if self._graphs is None or sequence.remaining != 1 or not sequence.params.plain:
             return False
-        return self._graphs is not None and last and sequence.params.plain
+        ahead = sequence.computed - sequence.prompt_end
+        return ahead >= 0 or (ahead == -1 and self._decodes_prompts)
 
     def launch(self, sequences: list[Sequence], steps: int) -> DecodeGroup:
         """Start a group of decode steps; the host does not wait. Advances `computed` and `ahead`.
@@ -204,33 +177,35 @@ class ModelRunner:
         counts = [s.tokens_left(steps) for s in sequences]
         if max(counts) < steps:
             steps, counts = 1, [1] * len(counts)
-        launched = self._graphs.launch(self._inputs(sequences, torch.tensor(counts), steps))
-        places = []
-        for s, count in zip(sequences, counts, strict=True):
-            places.append(_Place(s, s.row or 0, s.computed, count, s.prefilling))
-            s.computed += count
-            s.ahead += count
-        return DecodeGroup(places, steps, launched)
+        inputs = self._inputs(sequences, torch.tensor(counts), steps)
+        prefill = [s.prefilling for s in sequences]
+        launched = self._graphs.launch(inputs)
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.computed += count
+            sequence.ahead += count
+        return DecodeGroup(sequences, counts, prefill, inputs, launched)
 
     def _inputs(self, sequences: list[Sequence], counts: Tensor, steps: int) -> DecodeInputs:
         """Of each step and sequence, [k, b]; a sequence takes part in its first `counts` [b]."""
         number = torch.arange(steps)[:, None]
         # a token that the step before samples is not known yet
         tokens = torch.full((steps, len(sequences)), -1)
-        tokens[0] = torch.tensor([next(iter(s.take(1)), -1) for s in sequences])
+        newest = [-1 if s.ahead else s.tokens[s.computed] for s in sequences]
+        tokens[0] = torch.from_numpy(np.array(newest))
         columns = [
             (s.computed, s.row or 0, signed_seed(s.seed), s.index, s.length - s.prompt_end)
             for s in sequences
         ]
-        position, rows, seed, index, place = torch.tensor(columns).T
-        temperature = [s.params.temperature for s in sequences]
+        # numpy converts lists several times as fast as torch
+        position, rows, seed, index, place = torch.from_numpy(np.array(columns)).T
+        temperature = np.array([s.params.temperature for s in sequences], np.float64)
         restricted = any(s.params.restricts for s in sequences)
         return DecodeInputs(
             tokens=tokens,
             position=position + number.minimum(counts - 1),
             rows=torch.where(number < counts, rows, -1),
             keys=stream_keys(seed, index, place + number),
-            temperature=torch.tensor(temperature, dtype=torch.float64).expand(steps, -1),
+            temperature=torch.from_numpy(temperature).expand(steps, -1),
             limits=_limits([s.params for s in sequences], steps) if restricted else None,
         )
 
@@ -239,11 +214,11 @@ class ModelRunner:
         if group is not None:
             group.launched.wait()
 
-    def receive(self, group: DecodeGroup) -> list[DecodedTokens]:
-        """Wait for a group of decode steps.
+    def receive(self, group: DecodeGroup) -> list[Sequence]:
+        """Wait for a group of decode steps, and give its sequences their tokens and costs.
 
         Returns:
-            The tokens of each sequence that still wants them, to be counted by `count`.
+            Those that still wanted tokens.
 
         Raises:
             RuntimeError: A token found no page, so that the contents of the cache are invalid.
@@ -251,33 +226,31 @@ class ModelRunner:
         assert isinstance(self.cache, PagedKVCache)
         status = group.launched.wait()
         self.cache.pool.learn(status.left, status.fault, group.launched.reserved)
-        read, held = self.cache.counts(status.lists)
-        self.total.step(held)
-        rows = [place.row for place in group.places]
-        counts = GroupCounts(read[:, :, rows], held[:, :, rows], self.limits.page_slots)
-        wanted = []
-        sampled = status.tokens.T.tolist()
-        for index, (place, tokens) in enumerate(zip(group.places, sampled, strict=True)):
-            sequence = place.sequence
-            if sequence not in group.unwanted:
-                sequence.ahead -= place.steps
-                tokens = tokens[: place.steps]
-                wanted.append(DecodedTokens(sequence, tokens, place, counts, index))
-        return wanted
+        counts = GroupCounts(*self.cache.counts(status.lists), self.limits.page_slots)
+        self.total.step(counts.live)
+        taken = []  # 0 of a sequence that has ended
+        sampled = zip(group.sequences, group.counts, status.tokens.T.tolist(), strict=True)
+        for sequence, count, tokens in sampled:
+            if sequence in group.unwanted:
+                taken.append(0)
+            else:
+                sequence.ahead -= count
+                taken.append(sequence.extend(tokens[:count]))
+        return self._count(group, counts, torch.tensor(taken))
 
-    def count(self, decoded: DecodedTokens, taken: int) -> None:
-        """Note what the first `taken` of these tokens have cost."""
-        place, meter = decoded.place, decoded.sequence.meter
-        meter.decode(
-            decoded.counts,
-            decoded.index,
-            steps=taken,
-            tokens=place.computed + taken,
-            slot_bytes=self.cache.slot_bytes,
-            prefill=place.prefill,
-        )
-        slots = decoded.counts.held[1][taken - 1][decoded.index]
-        decoded.sequence.pages = slots // self.limits.page_slots
+    def _count(self, group: DecodeGroup, counts: GroupCounts, taken: Tensor) -> list[Sequence]:
+        """Note what the first `taken` [b] tokens have cost; the sequences that took some."""
+        (wanted,) = taken.nonzero(as_tuple=True)
+        sequences = [group.sequences[index] for index in wanted.tolist()]
+        taken, prefill = taken[wanted], torch.tensor(group.prefill)[wanted]
+        costs = counts.costs(group.inputs.rows[0, wanted], taken, prefill)
+        computed = group.inputs.position[0, wanted] + taken
+        slot_bytes, slots = self.cache.slot_bytes, self.limits.page_slots
+        numbers = zip(sequences, costs, taken.tolist(), computed.tolist(), strict=True)
+        for sequence, cost, steps, tokens in numbers:
+            sequence.meter.decode(cost, steps=steps, tokens=tokens, slot_bytes=slot_bytes)
+            sequence.pages = cost.held // slots
+        return sequences
 
 
 def _limits(params: list[SamplingParams], steps: int) -> Limits:

@@ -73,14 +73,15 @@ class SequenceState:
     @property
     def remaining(self) -> int:
         """Tokens that are not computed and have to be."""
-        spared = self.given_only and len(self.tokens) > 1
-        return self.length - spared - self.computed
+        count = len(self.tokens)
+        return count + self.ahead - (self.given_only and count > 1) - self.computed
 
     @property
     def runnable(self) -> bool:
         """Whether it has tokens to compute."""
-        ends = self.ahead > 0 and self.limit is not None and self.length >= self.limit
-        return self.finish_reason is None and self.remaining > 0 and not ends
+        if self.finish_reason is not None or self.remaining <= 0:
+            return False
+        return self.limit is None or not self.ahead or self.length < self.limit
 
     @property
     def awaits_leader(self) -> bool:
@@ -95,11 +96,14 @@ class SequenceState:
 
         Where generated tokens are computed again, the newest one is not: it has a step of its own.
         """
+        remaining = self.remaining
+        if remaining <= 1:
+            return min(remaining, most)
         cuts = [c for c in self.cuts if c > self.computed]
         if not self.given_only and self.computed < self.length - 1 >= self.prompt_end:
             cuts.append(self.length - 1)
         cut = min(cuts, default=self.length)
-        return min(cut - self.computed, self.remaining, most)
+        return min(cut - self.computed, remaining, most)
 
     def tokens_left(self, most: int) -> int:
         """Tokens to sample up to its limit, up to `most`."""
@@ -237,7 +241,7 @@ class Scheduler(Generic[State]):
         self.preemptions = 0
         self.survival = 1.0
         self.waiting: list[State] = []  # without a row, in their order
-        self.placed: list[State] = []  # with a row; idle ones among them
+        self.placed: list[State] = []  # with a row, in their order; idle ones among them
         self._free_rows = list(range(limits.rows - 1, -1, -1))
         self._seen = self._survived = 0.0
 
@@ -275,7 +279,7 @@ class Scheduler(Generic[State]):
         """Move a waiting sequence to a free row, behind what is cached of it."""
         self.remove(sequence)
         sequence.row, sequence.pages = self._free_rows.pop(), 0
-        self.placed.append(sequence)
+        insort(self.placed, sequence, key=lambda s: s.order)
         self.memory.restore(sequence)
 
     def observe(self, tokens: int, live: float) -> None:
@@ -361,25 +365,25 @@ class _Step(Generic[State]):
 
     def end_late(self, now: float) -> None:
         """End the sequences whose time is over."""
-        for sequence in self._scheduler.placed + self._scheduler.waiting:
-            late = sequence.deadline is not None and now >= sequence.deadline
-            if late and self._may_run(sequence):
+        known = self._scheduler.placed + self._scheduler.waiting
+        for sequence in [s for s in known if s.deadline is not None and now >= s.deadline]:
+            if self._may_run(sequence):
                 self._end(sequence, "timeout")
 
     def extend(self) -> None:
         """Plan the sequences that have rows: those that decode, then those with prompts."""
-        running = sorted(filter(self._may_run, self._scheduler.placed), key=lambda s: s.order)
-        for prefills in (False, True):
-            for sequence in running:
-                if (
-                    sequence.row is not None
-                    and (sequence.computed < sequence.prompt_end) == prefills
-                ):
-                    self._compute(sequence)
+        running = [s for s in self._scheduler.placed if self._may_run(s)]
+        decoding = [s for s in running if s.computed >= s.prompt_end]
+        prompts = [s for s in running if s.computed < s.prompt_end]
+        for sequence in decoding + prompts:
+            if sequence.row is not None:
+                self._compute(sequence)
 
     def admit(self) -> None:
         """Give rows to waiting sequences, in their order, while they are expected to fit."""
         scheduler = self._scheduler
+        if not scheduler.waiting or (scheduler.full and self._idle() is None):
+            return
         reserve = _WATERMARK * (self._limits.pages or 0)
         promised = self._promised()
         for sequence in scheduler.waiting.copy():
@@ -417,23 +421,33 @@ class _Step(Generic[State]):
         Snapshots are released and others are preempted if there is no page otherwise. A sequence
         for which the whole cache is too small ends.
         """
-        limits, memory = self._limits, self._scheduler.memory
-        chunk = min(limits.chunk, memory.max_tokens(sequence) or limits.chunk)
-        count = sequence.next_tokens(min(chunk, self._budget))
+        count = sequence.next_tokens(min(self._limits.chunk, self._budget))
+        if count > 1:
+            count = min(count, self._scheduler.memory.max_tokens(sequence) or count)
         if count == 0:
             return
+        pages = self._most_pages(sequence, count)
+        if pages > self._free(pages):
+            count = self._make_room(sequence, count)
+            pages = self._most_pages(sequence, count) if count else 0
+        if count:
+            self.plan.batch.append((sequence, count))
+            self.plan.pages += pages
+            self._budget -= count
+
+    def _make_room(self, sequence: State, count: int) -> int:
+        """How many of the next tokens there are pages for, once others have given up theirs."""
+        limits, memory = self._limits, self._scheduler.memory
         while (least := self._most_pages(sequence, 1)) > self._free(least):
             if not memory.reclaim() and not self._preempt(self._victim(sequence)):
                 if self._scheduler.placed == [sequence]:
                     self._end(sequence, "memory")
-                return
+                return 0
         most = self._most_pages(sequence, count)
         if most > self._free(most):
             spare = self._free(most) - most + limits.most_pages(count)
             count = max(1, limits.tokens_within(int(spare)))
-        self.plan.batch.append((sequence, count))
-        self.plan.pages += self._most_pages(sequence, count)
-        self._budget -= count
+        return count
 
     def _most_pages(self, sequence: State, count: int) -> int:
         """Most pages that the next tokens of a sequence with a row can take."""

@@ -30,6 +30,7 @@ class Sequence(SequenceState):
         logprobs: Of the generated tokens, if asked for.
         given: Tokens whose log-probabilities are wanted though they are not sampled.
         text: Of the generated tokens.
+        stops: Tokens that end it.
         started: When its prompt came, on the clock `time.monotonic`.
         advanced: When its newest generated token was known, on the same clock.
     """
@@ -43,6 +44,7 @@ class Sequence(SequenceState):
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     given: GivenTokens | None = None
     text: GeneratedText = field(default_factory=lambda: GeneratedText(None, [], ()))
+    stops: frozenset[int] = frozenset()
     started: float = 0.0
     advanced: float = 0.0
 
@@ -91,6 +93,7 @@ class Sequence(SequenceState):
         tokens: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
+        stops: frozenset[int],
         longest: int,
     ) -> None:
         """Append a prompt to all tokens so far; costs are counted from here on.
@@ -99,6 +102,7 @@ class Sequence(SequenceState):
             tokens: The prompt.
             params: How to continue it.
             tokenizer: Of the model; None gives no text.
+            stops: The model's end-of-text tokens.
             longest: Most tokens of a sequence.
         """
         self.params, self.prompt = params, tokens
@@ -113,6 +117,8 @@ class Sequence(SequenceState):
                 start=self.prompt_start + 1, end=self.prompt_end, top=params.prompt_logprobs
             )
         self.text = GeneratedText(tokenizer, self.tokens, params.stop)
+        stops = frozenset() if params.ignore_eos else stops
+        self.stops = stops | frozenset(params.stop_token_ids)
         self.meter.restart(traced=params.kv_trace)
         self.started = self.advanced = time.monotonic()
         if params.seed is not None:
@@ -138,25 +144,25 @@ class Sequence(SequenceState):
         before, output = self.tokens[: self.prompt_end], self.output
         return SamplingRow(self.params, self.seed, self.index, before, output)
 
-    def append(self, sampled: SampledToken, stops: frozenset[int]) -> None:
+    def append(self, sampled: SampledToken) -> None:
         """Add a sampled token, and end the sequence if it is the last one."""
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs._replace(text_offset=self.text.decoded))
-        self.extend([sampled.token], stops)
+        self.extend([sampled.token])
 
-    def extend(self, tokens: list[int], stops: frozenset[int]) -> int:
+    def extend(self, tokens: list[int]) -> int:
         """Add sampled tokens up to the last one of the sequence; how many these are.
 
         Args:
             tokens: At least one, and no more than its limit allows.
-            stops: Tokens that end it.
         """
-        ends = (taken for taken, token in enumerate(tokens, start=1) if token in stops)
-        taken = next(ends, len(tokens))
-        taken = self.text.add(tokens[:taken])
+        if not self.stops.isdisjoint(tokens):
+            last = next(i for i, token in enumerate(tokens) if token in self.stops)
+            tokens = tokens[: last + 1]
+        taken = self.text.add(tokens)
         self.tokens += tokens[:taken]
         self.advanced = time.monotonic()
-        if tokens[taken - 1] in stops or self.text.stopped:
+        if tokens[taken - 1] in self.stops or self.text.stopped:
             self.finish_reason = "stop"
         elif self.limit is not None and len(self.tokens) >= self.limit:
             self.finish_reason = "length"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dms_train.inference.devices import sent
 from dms_train.inference.policies.base import RequestSizes, Sequences
 
 
@@ -33,7 +34,7 @@ class RowRequests:
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """A request, or its next turn, takes a row."""
         self.known[row] = sizes
-        self._sizes[row] = torch.tensor(sizes, device=self._sizes.device)
+        self._sizes[row] = sent(list(sizes), self._sizes.device)
 
     def sequences(
         self, rows: Tensor, start: Tensor, end: Tensor, query: Tensor | None = None

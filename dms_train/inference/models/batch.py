@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dms_train.inference.devices import sent
+
 
 class Group(NamedTuple):
     """Sequences whose tokens enter the cache together; neighbours in the flat order.
@@ -78,8 +80,7 @@ class TokenBatch(NamedTuple):
             groups.append(_group(parts[:single], 0, device))
         if single < len(parts):
             groups.append(_group(parts[single:], single, device))
-        flat_position = torch.tensor(position, device=device)
-        return cls(torch.tensor(flat, device=device), flat_position, groups)
+        return cls(sent(flat, device), sent(position, device), groups)
 
 
 def _group(parts: list[tuple[int, int, list[int]]], start: int, device: torch.device) -> Group:
@@ -90,8 +91,8 @@ def _group(parts: list[tuple[int, int, list[int]]], start: int, device: torch.de
         [*range(first, first + length), *[-1] * (n - length)]
         for (_, first, _), length in zip(parts, lengths, strict=True)
     ]
-    rows = torch.tensor([row for row, _, _ in parts], device=device)
-    at = torch.tensor(position, device=device)
+    rows = sent([row for row, _, _ in parts], device)
+    at = sent(position, device)
     empty = all(first == 0 for _, first, _ in parts)
     group = Group(rows, at, slice(start, start + total), begins=empty)
     if min(lengths) == n:
@@ -102,6 +103,4 @@ def _group(parts: list[tuple[int, int, list[int]]], start: int, device: torch.de
         for begin, length in zip(begins, lengths, strict=True)
     ]
     target = [i * n + j for i, length in enumerate(lengths) for j in range(length)]
-    return group._replace(
-        source=torch.tensor(source, device=device), target=torch.tensor(target, device=device)
-    )
+    return group._replace(source=sent(source, device), target=sent(target, device))

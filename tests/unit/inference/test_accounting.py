@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dms_train.inference.accounting import GroupCounts
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from dms_train.method import accounting
@@ -95,6 +96,30 @@ def test_bytes_follow_compression(folder):
         llm.generate([ids], params)
     small, full = (found[name].kv.peak_allocated_bytes for name in ("compact", "dense"))
     assert small < full / 4
+
+
+def test_decode_steps_of_a_group_are_counted_one_by_one():
+    """Each sequence takes part in some of the steps; numbers are summed in plain Python."""
+    page, shape = 8, (5, 3, 4, 2)  # steps, layers, rows, KV heads
+    generator = torch.Generator().manual_seed(0)
+    reads, live = torch.randint(0, 40, (2, *shape), generator=generator, dtype=torch.int32)
+    rows, steps, prefill = [2, 0, 3], [5, 1, 3], [True, True, False]
+    numbers = (torch.tensor(x) for x in (rows, steps, prefill))
+    costs = GroupCounts(reads, live, page).costs(*numbers)
+    for cost, row, count, begins in zip(costs, rows, steps, prefill, strict=True):
+        read, kept = (
+            [x[:, row].flatten().tolist() for x in part[:count]] for part in (reads, live)
+        )
+        held = [
+            sum(-(-max(pair) // page) * page for pair in zip(*step, strict=True))
+            for step in zip(read, kept, strict=True)
+        ]
+        read, kept = list(map(sum, read)), list(map(sum, kept))
+        of_prompt = read[0] if begins else 0
+        assert cost[:2] == (of_prompt, sum(read) - of_prompt)
+        assert cost[2:6] == (kept[-1], held[-1], max(kept), max(held))
+        assert cost.lists.tolist() == live[count - 1, :, row].tolist()
+        assert cost.steps[:, :count].tolist() == [[sum(read[: i + 1]) for i in range(count)], kept]
 
 
 def test_turns_count_from_their_start(folder):

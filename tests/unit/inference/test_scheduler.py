@@ -207,6 +207,29 @@ def test_lower_priority_numbers_go_first_then_earlier_arrivals():
     assert [s.arrival for s in ended] == [3, 1, 2, 0]
 
 
+def test_sequences_with_rows_are_planned_in_their_order_not_that_of_their_rows():
+    cache = SimulatedCache(limits(rows=2), survival=1.0)
+    scheduler, states = cache.scheduler, [sequence(0, 4), sequence(1, 4, priority=-1)]
+    for state in states:
+        scheduler.add(state)
+        cache.run(scheduler.schedule(0.0))
+        for each in scheduler.placed:
+            each.tokens.append(0)
+    assert scheduler.schedule(0.0).batch == [(states[1], 1), (states[0], 1)]
+
+
+def test_a_step_computes_as_many_tokens_of_a_prompt_as_the_policy_takes():
+    cache, state = SimulatedCache(SMALL, survival=1.0), sequence(0, 7)
+    cache.most[id(state)] = 3
+    cache.scheduler.add(state)
+    counts = []
+    while state.remaining:
+        plan = cache.scheduler.schedule(0.0)
+        counts.append(plan.batch[0][1])
+        cache.run(plan)
+    assert counts == [3, 3, 1]
+
+
 @pytest.mark.parametrize("placed", [True, False])
 def test_a_sequence_ends_at_its_deadline(placed):
     cache = SimulatedCache(limits(rows=1), survival=1.0)
