@@ -123,6 +123,8 @@ def _documents(
     add("--documents", type=count, required=True, help="documents to write")
     add("--document-tokens", type=count, help="fill documents of this length with drawn ones")
     add("--long-share", type=_share, default=0.0, help="of them, that begin with a long one")
+    told = "tokens that the loss counts; answer: those behind prompts (%(default)s)"
+    add("--loss-on", choices=("all", "answer"), default="all", help=told)
     add("--seed", type=int, default=0)
     return parser
 
@@ -228,6 +230,7 @@ def _write_documents(args: argparse.Namespace, task: TokenTask) -> None:
         documents=args.documents,
         document_tokens=args.document_tokens,
         long_share=args.long_share,
+        answers_only=args.loss_on == "answer",
         seed=args.seed,
         workers=args.workers,
         overwrite=args.overwrite,

@@ -42,6 +42,11 @@ class Drawn(NamedTuple):
     prompt: int
     traits: tuple[str, ...] = ()
 
+    @property
+    def answer(self) -> npt.NDArray[np.uint8]:
+        """1 for each token behind the prompt, else 0."""
+        return (np.arange(len(self.tokens)) >= self.prompt).astype(np.uint8)
+
 
 class TokenTask(Protocol):
     """Draws training documents; picklable."""
@@ -67,6 +72,7 @@ class TokenShard:
         document_tokens: Length of every document, filled with drawn ones; None is one drawn each.
         long_share: Share of the filled documents that begin with a drawn one of at least half
             their length.
+        answers_only: Whether the loss counts the tokens behind prompts only.
         seed: Of all draws.
         workers: Processes.
         overwrite: Replace an existing shard.
@@ -77,6 +83,7 @@ class TokenShard:
     documents: int
     document_tokens: int | None = None
     long_share: float = 0.0
+    answers_only: bool = False
     seed: int = 0
     workers: int = 1
     overwrite: bool = False
@@ -111,15 +118,27 @@ class Tally(NamedTuple):
         self.traits.update(other.traits)
 
 
+class Filled(NamedTuple):
+    """A document of the shard, of one or several drawn ones.
+
+    Attributes:
+        tokens: uint16 [tokens].
+        answer: uint8 [tokens], 1 for what stands behind a prompt.
+    """
+
+    tokens: Tokens
+    answer: npt.NDArray[np.uint8]
+
+
 class Batch(NamedTuple):
     """Consecutive documents.
 
     Attributes:
-        documents: Their tokens.
+        documents: In order.
         tally: Of all that were drawn for them.
     """
 
-    documents: list[Tokens]
+    documents: list[Filled]
     tally: Tally
 
 
@@ -134,19 +153,23 @@ class DocumentDrawer:
         tally = Tally.empty()
         return Batch([self._document(number, tally) for number in chunk], tally)
 
-    def _document(self, number: int, tally: Tally) -> Tokens:
+    def _document(self, number: int, tally: Tally) -> Filled:
         rng = random.Random(f"{self._shard.seed} {number}")
         size = self._shard.document_tokens
         if size is None:
-            return self._draw(rng, tally).tokens
+            drawn = self._draw(rng, tally)
+            return Filled(drawn.tokens, drawn.answer)
         first = self._draw(rng, tally)
         if rng.random() < self._shard.long_share:
             first = self._long(rng, tally, first, (size + 1) // 2)
-        parts, filled = [first.tokens], len(first.tokens)
+        parts, filled = [first], len(first.tokens)
         while filled < size:
-            parts.append(self._draw(rng, tally).tokens)
-            filled += len(parts[-1])
-        return np.concatenate(parts)[:size]
+            parts.append(self._draw(rng, tally))
+            filled += len(parts[-1].tokens)
+        return Filled(
+            np.concatenate([part.tokens for part in parts])[:size],
+            np.concatenate([part.answer for part in parts])[:size],
+        )
 
     def _long(self, rng: random.Random, tally: Tally, drawn: Drawn, fewest: int) -> Drawn:
         """The next drawn document of at least `fewest` tokens, this one included."""
@@ -182,12 +205,13 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
         vocab_size=vocabulary.get_vocab_size(),
         eod_id=vocabulary.token_to_id(EOD),
         tokenizer_sha256=file_sha256(shard.tokenizer / "tokenizer.json"),
+        loss_mask=shard.answers_only,
         overwrite=shard.overwrite,
     )
     with writer, progress_bar(shard.documents) as advance:
         for batch in _batches(task, shard):
-            for tokens in batch.documents:
-                writer.add(tokens.astype(np.int32))
+            for document in batch.documents:
+                writer.add(document.tokens.astype(np.int32), document.answer)
             tally.merge(batch.tally)
             advance(len(batch.documents), f"{tally.lengths.total()} drawn")
         settings = {
@@ -195,6 +219,7 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
             "documents": shard.documents,
             "document_tokens": shard.document_tokens,
             "long_share": shard.long_share,
+            "loss_on": "answer" if shard.answers_only else "all",
             "seed": shard.seed,
         }
         return writer.finish((), {"settings": settings, "statistics": _statistics(tally)})

@@ -135,7 +135,7 @@ def _documents(settings: Settings, name: str, base: str, documents: int, *more: 
     out = ["--out", str(settings.root / folder), "--documents", str(count)]
     filled = ["--document-tokens", str(scale.context), *task.options(scale)]
     workers = [f"--workers={settings.workers}", "--overwrite"]
-    words = [*_DATA, task.command, *out, *filled, *more, *workers]
+    words = [*_DATA, task.command, *out, *filled, *task.documents, *more, *workers]
     return Step(name=folder, words=lambda: words)
 
 

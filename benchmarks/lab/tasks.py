@@ -19,6 +19,7 @@ class LabTask:
             scale; otherwise it is a short answer, generated once.
         long: Whether some documents fill half the context, so that samples of the retrofits can
             begin with them.
+        documents: Options of the command.
         options: Of both commands.
         problems: Of the second one alone.
         sinks: Tokens that `streaming_llm` keeps.
@@ -28,9 +29,13 @@ class LabTask:
     weight: int
     searches: bool = True
     long: bool = True
+    documents: tuple[str, ...] = ()
     options: Callable[[Scale], list[str]] = lambda scale: []
     problems: Callable[[Scale], list[str]] = lambda scale: []
     sinks: Callable[[Scale], int] = lambda scale: 4
+
+
+_ANSWERS = ("--loss-on", "answer")  # what is hidden at random cannot be predicted before
 
 
 def _context(scale: Scale) -> list[str]:
@@ -45,15 +50,20 @@ TASKS = {
         sinks=lambda scale: scale.numbers + 3,  # the prompt
     ),
     "arithmetic": LabTask(command="arithmetic", weight=3),
-    "lab_niah": LabTask(command="lab-niah", weight=2, searches=False, options=_context),
+    "lab_niah": LabTask(
+        command="lab-niah", weight=2, searches=False, documents=_ANSWERS, options=_context
+    ),
     "lab_variable_tracking": LabTask(
         command="lab-variable-tracking",
         weight=2,
         searches=False,
+        documents=_ANSWERS,
         options=_context,
         problems=lambda scale: ["--chains", str(min(40, scale.context // 32))],
     ),
-    "lab_linear_1d": LabTask(command="lab-linear-1d", weight=2, searches=False, long=False),
+    "lab_linear_1d": LabTask(
+        command="lab-linear-1d", weight=2, searches=False, long=False, documents=_ANSWERS
+    ),
 }
 
 

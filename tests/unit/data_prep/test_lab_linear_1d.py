@@ -7,6 +7,7 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dms_train.data.manifest import read_manifest
@@ -110,3 +111,22 @@ def test_the_answer_behind_the_working_is_scored() -> None:
     texts = [f"1 + 2 = 3 : 3 / 3 = 1 . ANS {document.gold[0]}", "ANS 101", document.gold[0]]
     marks = all_scorers()[found.scorer].marks(document, texts, AnswerChecker())
     assert [each.correct for each in marks] == [(True,), (False,), (False,)]
+
+
+def test_the_loss_counts_what_stands_behind_prompts(tmp_path: Path) -> None:
+    given = ["--documents", "8", "--document-tokens", "300", "--loss-on"]
+    for kind in ("answer", "all"):
+        assert main(["lab-linear-1d", "--out", str(tmp_path / kind), *given, kind]) == 0
+    counted, whole = (ShardReader(tmp_path / kind / "train") for kind in ("answer", "all"))
+    for number in range(8):
+        tokens, mask = counted[number]
+        assert np.array_equal(tokens, whole[number][0])
+        assert whole[number][1].all()
+        prompts = re.finditer(r"E [^?]+ \? [a-z] :", " ".join(decoded(tokens)))
+        words = " ".join(decoded(tokens))
+        expected = np.ones(len(tokens))
+        for prompt in prompts:
+            first = len(words[: prompt.start()].split())
+            expected[first : first + len(prompt.group().split())] = 0
+        last = len(words[: words.rfind("E ")].split())  # its prompt may be cut off
+        assert mask[:last].tolist() == expected[:last].tolist()
