@@ -22,7 +22,8 @@ from torch import Tensor
 from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.paged import PagedCache
 
-_BLOCK = 32
+_BLOCK = 32  # pages of a program
+_ROWS = 16  # fewest of a product on tensor cores
 _SCORES = 2**11  # that four warps hold
 
 
@@ -72,8 +73,8 @@ class Wanted(NamedTuple):
 @triton.jit
 def _bound_kernel(
     query_ptr, bounds_ptr, table_ptr, length_ptr, rows_ptr, score_ptr, heads, places, columns,
-    MULTIPLE: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    MULTIPLE: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -87,24 +88,28 @@ def _bound_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) * (BLOCK * MULTIPLE) < pages:
         channel = tl.arange(0, D_PAD)
-        lowest = tl.full([BLOCK, D_PAD], float("inf"), tl.float32)
-        highest = tl.full([BLOCK, D_PAD], float("-inf"), tl.float32)
+        head = tl.arange(0, R_PAD)
+        first = batch_list.to(tl.int64) * R + head
+        at = query_ptr + first[:, None] * D + channel[None, :]
+        query = tl.load(at, mask=(head < R)[:, None] & (channel < D)[None, :], other=0.0)
+        lowest = tl.full([BLOCK, D_PAD], float("inf"), bounds_ptr.dtype.element_ty)
+        highest = tl.full([BLOCK, D_PAD], float("-inf"), bounds_ptr.dtype.element_ty)
         for part in tl.static_range(MULTIPLE):
             place = column * MULTIPLE + part
             page = tl.load(table_ptr + kv_list * places + place, mask=place < pages, other=0)
             at = bounds_ptr + (page.to(tl.int64) * (2 * D))[:, None] + channel[None, :]
             inside = (place < pages)[:, None] & (channel < D)[None, :]
-            low = tl.load(at, mask=inside, other=float("inf")).to(tl.float32)
-            high = tl.load(at + D, mask=inside, other=float("-inf")).to(tl.float32)
+            low = tl.load(at, mask=inside, other=float("inf"))
+            high = tl.load(at + D, mask=inside, other=float("-inf"))
             lowest, highest = tl.minimum(lowest, low), tl.maximum(highest, high)
         known = (column * MULTIPLE < pages)[:, None] & (channel < D)[None, :]
         lowest, highest = tl.where(known, lowest, 0.0), tl.where(known, highest, 0.0)
-        for head in tl.static_range(R):
-            first = (batch_list * R + head).to(tl.int64)
-            query = tl.load(query_ptr + first * D + channel, mask=channel < D, other=0.0)
-            query = query.to(tl.float32)[None, :]
-            bound = tl.sum(tl.maximum(query * lowest, query * highest), 1)
-            tl.store(score_ptr + first * columns + column, bound, mask=column * MULTIPLE < pages)
+        # the larger product of a channel is that with the highest key where the query is positive
+        up, down = tl.maximum(query, 0.0).to(query.dtype), tl.minimum(query, 0.0).to(query.dtype)
+        bound = tl.dot(up, tl.trans(highest).to(up.dtype), input_precision="ieee")
+        bound = tl.dot(down, tl.trans(lowest).to(up.dtype), bound, input_precision="ieee")
+        inside = (head < R)[:, None] & (column * MULTIPLE < pages)[None, :]
+        tl.store(score_ptr + first[:, None] * columns + column[None, :], bound, mask=inside)
 
 
 @triton.jit
@@ -216,8 +221,9 @@ def select(
         MULTIPLE=wanted.multiple,
         PAGE=cache.page_slots,
         R=group,
+        R_PAD=max(_ROWS, triton.next_power_of_2(group)),
         D=d,
-        D_PAD=triton.next_power_of_2(d),
+        D_PAD=max(_ROWS, triton.next_power_of_2(d)),
         BLOCK=_BLOCK,
         OVERLAP=overlap,
         num_warps=4,
