@@ -22,7 +22,7 @@ from torch import Tensor
 from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.paged import PagedCache
 
-_BLOCK = 32  # pages of a program
+_BLOCK = 64  # pages of a program
 _ROWS = 16  # fewest of a product on tensor cores
 _SCORES = 2**11  # that four warps hold
 
