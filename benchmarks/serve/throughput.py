@@ -201,8 +201,7 @@ def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     for together in (1, min(512, count)):
         options = EngineOptions(
             device=str(device), policy="dms", max_num_seqs=together, max_model_len=longest + new,
-            prefill_chunk=2048, max_num_batched_tokens=2 * longest, cache_bytes=cache_bytes,
-            slab_pages=8,
+            prefill_chunk=2048, cache_bytes=cache_bytes, slab_pages=8,
         )  # fmt: skip
         engine = InferenceEngine(model, options)
         empty, begin = engine.allocated_bytes, time.perf_counter()
