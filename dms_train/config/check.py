@@ -34,6 +34,7 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         problems = [
             *_divided(config, world_size, architecture),
             *_lengths(config, architecture),
+            *_cuda_graph(config, world_size),
         ]
     if not problems and config.cluster.gpu is not None:
         problems = layouts.memory_problems(
@@ -65,6 +66,21 @@ def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
             f"method.window={window}: not below data.seq_length={length}, so nothing could be "
             "evicted; use a smaller window or longer samples"
         )
+
+
+def _cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
+    if "pretrain" not in config.stage.run or not config.stage.pretrain.cuda_graph:
+        return
+    where, granularity = "stage.pretrain.cuda_graph=true", config.parallel.recompute_granularity
+    if world_size > 1:
+        yield f"{where}: serves one process and there are {world_size}; set it to false"
+    if granularity is not None:
+        yield (
+            f"{where}: parallel.recompute_granularity={granularity} reads random states on the "
+            "host; set it to null"
+        )
+    if config.data.packing:
+        yield f"{where}: packed documents vary in number; set data.packing=false"
 
 
 def _stages(config: RunConfig) -> Iterator[str]:

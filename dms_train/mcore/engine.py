@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
+from dms_train.mcore.schedule.graph import PassGraph, serves
 from dms_train.mcore.schedule.step import PassContext, PassTotals, run_pass, to_device, token_scale
 from dms_train.method.base import MethodSpec
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
@@ -39,7 +41,8 @@ class TrainEngineOptions:
     """The parts of the configuration that the engine needs.
 
     Without `trains` no gradient buffers and no optimizer are built: for converters. `kernels` is a
-    configured name of the attention's backend.
+    configured name of the attention's backend. With `cuda_graph` the passes of `pretrain` are
+    replayed as a CUDA graph, on one process and without recomputation.
     """
 
     parallel: ParallelOptions
@@ -47,6 +50,7 @@ class TrainEngineOptions:
     seed: int
     trains: bool = True
     kernels: str = "auto"
+    cuda_graph: bool = False
 
 
 class McoreEngine:
@@ -68,6 +72,7 @@ class McoreEngine:
         self.spec = spec
         self.view = view
         self._options = options
+        self._graph = PassGraph(view.device) if options.cuda_graph else None
         backend = kernels.choose(options.kernels, view.device)
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = kernels.backend(backend)
@@ -82,7 +87,8 @@ class McoreEngine:
         self._optimizer: Any = None
         self._scheduler: Any = None
         if options.trains:
-            self._chunks = optim.data_parallel(self._config, self._chunks)
+            with self._stream():
+                self._chunks = optim.data_parallel(self._config, self._chunks)
             self._optimizer = optim.build_optimizer(options.optim, self._config, self._chunks)
 
     def _build_chunks(
@@ -116,11 +122,16 @@ class McoreEngine:
             self._optimizer, rate, self._options.optim.weight_decay
         )
 
+    def _stream(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._graph is None else self._graph.stream()
+
     def _context(self, plan: StepPlan, batches: list[Batch]) -> PassContext:
         scale = token_scale(batches, self.view)
         seed = self._options.seed
+        graph = self._graph if serves(plan) else None
+        run = self.on_microbatch, graph
         return PassContext(
-            self._method.layer, plan, self.architecture, self.view, seed, scale, self.on_microbatch
+            self._method.layer, plan, self.architecture, self.view, seed, scale, *run
         )
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> Tensor:
@@ -150,7 +161,8 @@ class McoreEngine:
                 chunk.train()
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        return self._run(plan, batches, forward_only=False)
+        with self._stream():
+            return self._run(plan, batches, forward_only=False)
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
         """Loss and gradient norm of a batch, finite or not; nothing is updated."""

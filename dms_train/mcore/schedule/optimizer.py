@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -44,7 +43,6 @@ def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    config.finalize_model_grads_func = finalize_model_grads
     if overlap:
         # one function, or one for each chunk of the interleaved schedule
         no_sync = [chunk.no_sync for chunk in wrapped]

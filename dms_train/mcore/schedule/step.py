@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore.footprint import own_memory
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.schedule.graph import PassGraph
 from dms_train.mcore.schedule.stage_tensor import stage_seq_length
 from dms_train.method.layer import MethodLayer
 from dms_train.method.noise import sample_keys
@@ -22,7 +24,7 @@ from dms_train.method.schedule import evicted_fraction
 
 
 class PassContext(NamedTuple):
-    """What the loss needs besides the model's output."""
+    """What a pass needs besides the model and the batches."""
 
     method: MethodLayer
     plan: StepPlan
@@ -31,6 +33,7 @@ class PassContext(NamedTuple):
     seed: int
     token_scale: Tensor  # number of microbatches over all data ranks / loss tokens of the step
     on_microbatch: Callable[[], None]
+    graph: PassGraph | None = None  # which runs forward and backward passes
 
 
 class PassTotals(NamedTuple):
@@ -147,15 +150,28 @@ def run_pass(
         The numbers of `PassTotals` over all ranks, float64 on this rank's device, so that the host
         need not wait for them yet.
     """
-    reports = run_schedule(
-        chunks,
-        batches,
-        _forward_step(context),
-        config,
-        has_teacher=has_teacher,
-        forward_only=forward_only,
-    )
-    view = context.view
+
+    def passes(batches: list[Batch], scale: Tensor) -> list[Any]:
+        forward_step = _forward_step(context._replace(token_scale=scale))
+        return run_schedule(
+            chunks,
+            batches,
+            forward_step,
+            config,
+            has_teacher=has_teacher,
+            forward_only=forward_only,
+        )
+
+    if context.graph is None or forward_only:
+        reports = passes(batches, context.token_scale)
+    else:
+        reports = context.graph.run(passes, batches, context.token_scale)
+    if not forward_only:
+        finalize_model_grads(chunks)
+    return _totals(reports, batches, context.view)
+
+
+def _totals(reports: list[Any], batches: list[Batch], view: ParallelView) -> Tensor:
     # seven sums, then one place for each rank's memory, so that one collective brings everything
     totals = torch.zeros(7 + view.world_size, dtype=torch.float64, device=view.device)
     if view.reports and reports:

@@ -16,6 +16,7 @@ PP = "parallel__pipeline_model_parallel_size"
 VP = "parallel__virtual_pipeline_model_parallel_size"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
+GRAPH = {"stage__run": ["pretrain"], "stage__pretrain": {"steps": 10, "cuda_graph": True}}
 TASKS = {"stage__evaluate": {"tasks": ["exam_sheets"]}}
 
 
@@ -56,6 +57,8 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__run": ["pretrain", "export", "evaluate"], **SCRATCH, **TASKS}),
         (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
         (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
+        (1, GRAPH),
+        (2, {**GRAPH, "stage__run": ["zero_neuron"]}),
     ],
 )
 def test_sound_configurations_pass(world_size, changes):
@@ -82,6 +85,13 @@ def test_sound_configurations_pass(world_size, changes):
         (3, {}, "micro_batch_size x data-parallel size = 1 x 3"),
         (1, {"data__seq_length": 129}, "the model reads at most 128 positions"),
         (1, {"method__window": 64}, "method.window=64: not below data.seq_length=64"),
+        (2, GRAPH, "stage.pretrain.cuda_graph=true: serves one process and there are 2"),
+        (
+            1,
+            {**GRAPH, "parallel__recompute_granularity": "full"},
+            "parallel.recompute_granularity=full reads random states",
+        ),
+        (1, {**GRAPH, "data__packing": True}, "set data.packing=false"),
     ],
 )
 def test_sizes_that_do_not_fit(world_size, changes, expected):
