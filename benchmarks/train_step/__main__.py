@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step [--shapes qwen2.5-1.5b] [--cases ours:lm,ours:distill,ours:dms]
         [--layouts dp1,tp2_sp,dp2] [--layers local,transformer_engine] [--peer-layers ...]
-        [--profile] [--output benchmarks/results]
+        [--cuda-graph] [--profile] [--output benchmarks/results]
 
 Every case runs in a process of its own (or in torchrun, where the layout takes several GPUs) with
 the settings of `launch/env.sh`, and is written to `train_step.json` in the device's folder as soon
@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=_words(LAYERS), default=["auto"], help="of ours")
     parser.add_argument("--peer-layers", type=_words(LAYERS[1:]), default=["local"])
     parser.add_argument("--recompute", choices=("selective", "full"))
+    parser.add_argument("--cuda-graph", action="store_true", help="for ours:lm on one GPU")
     parser.add_argument("--microbatches", type=int, default=1, help="of each data-parallel rank")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="kernels of one further step")
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     for case in _wanted(args):
         if not case.known:
-            parser.error(f"{case.label} in layout {case.layout.label}: the peer cannot do that")
+            parser.error(f"{case.label} in layout {case.layout.label}: not supported")
     return run_main(lambda: _run(args))
 
 
@@ -102,6 +103,7 @@ def _wanted(args: argparse.Namespace) -> Iterator[Case]:
                         layers=layers,
                         microbatches=args.microbatches,
                         recompute=args.recompute,
+                        cuda_graph=args.cuda_graph,
                         steps=args.steps,
                         profile=args.profile,
                     )

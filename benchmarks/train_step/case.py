@@ -98,7 +98,9 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     spec = PRESETS[case.kind if case.kind in METHODS else "dms"]
     if case.shape == "tiny" and spec.window:
         spec = spec.override(window=16)
-    options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1)
+    options = TrainEngineOptions(
+        parallel=parallel, optim=_OPTIM, seed=1, cuda_graph=case.cuda_graph
+    )
     engine = McoreEngine(
         architecture, spec, view, options, DeviceWeights(architecture, 1, view.device)
     )

@@ -71,12 +71,28 @@ _TINY = Architecture(
     layernorm_epsilon=1e-6,
     tie_word_embeddings=True,
 )
+# The teacher of `experiment=lab_teacher_s`.
+_LAB_S = Architecture(
+    family="llama",
+    num_layers=8,
+    hidden_size=384,
+    ffn_hidden_size=1024,
+    num_attention_heads=6,
+    num_query_groups=2,
+    kv_channels=64,
+    vocab_size=256,
+    max_position_embeddings=4096,
+    rotary_base=1e4,
+    layernorm_epsilon=1e-5,
+    tie_word_embeddings=False,
+)
 # Architecture, sequence length and samples of a microbatch.
 SHAPES: dict[str, tuple[Architecture, int, int]] = {
     "qwen2.5-1.5b": (_qwen2(28, 1536, 8960, (12, 2), tied=True), 8192, 1),
     "llama3.2-1b": (_llama3(16, 2048, 8192, 64, tied=True), 4096, 4),
     "qwen2.5-7b": (_qwen2(28, 3584, 18944, (28, 4), tied=False), 8192, 1),
     "llama3.1-8b": (_llama3(32, 4096, 14336, 128, tied=False), 8192, 1),
+    "lab-s": (_LAB_S, 2048, 32),
     "tiny": (_TINY, 128, 2),
 }
 
@@ -126,6 +142,7 @@ class Case:
         layers: `parallel.layers` of ours, `local` or `transformer_engine` of the peer.
         microbatches: Of one data-parallel rank in a step.
         recompute: `parallel.recompute_granularity`.
+        cuda_graph: `stage.pretrain.cuda_graph`.
         warmup: Steps before those that are measured.
         profile: Whether the kernels of a further step are profiled.
     """
@@ -137,6 +154,7 @@ class Case:
     layers: str = "auto"
     microbatches: int = 1
     recompute: str | None = None
+    cuda_graph: bool = False
     warmup: int = 3
     steps: int = 10
     profile: bool = False
@@ -151,8 +169,11 @@ class Case:
     def known(self) -> bool:
         """Whether the subject supports this. The peer has no method, no pipeline, KL of whole rows.
 
-        Its local layers have no sequence parallelism.
+        Its local layers have no sequence parallelism. A CUDA graph is of ours, for the LM loss on
+        one process.
         """
+        if self.cuda_graph and (self.subject, self.kind, self.layout.world) != ("ours", "lm", 1):
+            return False
         if self.subject == "ours":
             return True
         whole = self.kind == "lm" or self.layout.tp == 1
@@ -163,7 +184,8 @@ class Case:
     def label(self) -> str:
         """The row's name."""
         subject = "ours" if self.subject == "ours" else "megatron-core"
-        return f"{subject} ({self.layers}): {_LABELS[self.kind]}"
+        graph = ", CUDA graph" if self.cuda_graph else ""
+        return f"{subject} ({self.layers}{graph}): {_LABELS[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON form."""

@@ -22,6 +22,7 @@ from dms_train.kernels import api as kernels
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers import backend as layers
+from dms_train.mcore.schedule import graph
 from dms_train.observe import log
 from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.state_files import StateFiles
@@ -131,9 +132,11 @@ def _say_done(prepared: Prepared, state: TrainState, files: StateFiles) -> None:
 
 
 def _announce_kernels(config: RunConfig) -> None:
-    """Refuse a backend and layers that cannot train on this machine; log the one that is used."""
+    """Refuse what cannot train on this machine; log the backend that is used."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers.choose(config.parallel.layers, device)
+    if config.stage.uses_cuda_graph:
+        graph.require_gpu(device)
     name = kernels.choose(config.kernels, device)
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())
 

@@ -69,7 +69,7 @@ def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
 
 
 def _cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
-    if "pretrain" not in config.stage.run or not config.stage.pretrain.cuda_graph:
+    if not config.stage.uses_cuda_graph:
         return
     where, granularity = "stage.pretrain.cuda_graph=true", config.parallel.recompute_granularity
     if world_size > 1:

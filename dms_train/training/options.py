@@ -110,6 +110,11 @@ class StageOptions:
     hold: HoldOptions
     export: ExportOptions
 
+    @property
+    def uses_cuda_graph(self) -> bool:
+        """Whether a stage that runs replays its passes as a CUDA graph."""
+        return "pretrain" in self.run and self.pretrain.cuda_graph
+
     def check(self, path: str) -> Iterator[str]:
         """One line for stages that are unknown, or that cannot follow each other."""
         if not self.run:

@@ -21,7 +21,7 @@ from dms_train.method.plan import StepPlan
 Passes = Callable[[list[Batch], Tensor], list[Any]]
 
 _OPTION = "stage.pretrain.cuda_graph=true"
-_EAGER_STEPS = 3  # kernels are compiled, plans chosen and constants made before the capture
+_EAGER_STEPS = 2  # kernels are compiled, plans chosen and constants made before the capture
 
 
 class StepInputs:
@@ -80,9 +80,7 @@ class PassGraph:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            name = device.type.upper()
-            raise ModelError(f"{_OPTION}: needs a GPU and training runs on the {name}")
+        require_gpu(device)
         self._stream = torch.cuda.Stream(device)
         self._eager_steps = 0
         self._captured: _Captured | None = None
@@ -129,6 +127,13 @@ class PassGraph:
         except RuntimeError as error:
             raise ModelError(f"{_OPTION}: cannot be captured ({error}); set it to false") from error
         return _Captured(graph, inputs, reports)
+
+
+def require_gpu(device: torch.device) -> None:
+    """ModelError where the training computes on another device."""
+    if device.type != "cuda":
+        name = device.type.upper()
+        raise ModelError(f"{_OPTION}: needs a GPU and training runs on the {name}; set it to false")
 
 
 def serves(plan: StepPlan) -> bool:

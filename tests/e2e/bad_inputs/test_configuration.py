@@ -271,6 +271,18 @@ CASES = {
         kind="error",
         facts=("parallel.layers=transformer_engine", "GPU", "parallel.layers=auto", "use"),
     ),
+    "cuda-graph-on-cpu": Case(
+        done="`stage=pretrain stage.pretrain.cuda_graph=true` without a GPU",
+        arrange=train("stage=pretrain", "stage.pretrain.cuda_graph=true"),
+        kind="error",
+        facts=("stage.pretrain.cuda_graph=true", "CPU", "GPU", "false"),
+    ),
+    "cuda-graph-of-packed-documents": Case(
+        done="`stage=pretrain stage.pretrain.cuda_graph=true data.packing=true`",
+        arrange=train("stage=pretrain", "stage.pretrain.cuda_graph=true", "data.packing=true"),
+        kind="config error",
+        facts=("stage.pretrain.cuda_graph=true", "data.packing=false"),
+    ),
     "several-problems": Case(
         done="`optim.lr=0 run.log_interval=0`: a line for each problem",
         arrange=train("optim.lr=0", "run.log_interval=0"),

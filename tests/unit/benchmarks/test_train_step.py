@@ -112,7 +112,7 @@ def test_cases_that_the_peer_supports(changes: dict[str, object], supported: boo
 def test_what_the_peer_cannot_do_is_refused_before_anything_runs(capsys) -> None:
     with pytest.raises(SystemExit):
         train_step.main(["--cases", "peer:lm,peer:dms"])
-    assert "teacher + KL + DMS in layout dp1: the peer cannot do that" in capsys.readouterr().err
+    assert "teacher + KL + DMS in layout dp1: not supported" in capsys.readouterr().err
 
 
 def test_the_page_names_the_command_that_measured_a_row() -> None:
