@@ -109,6 +109,22 @@ def test_cases_that_the_peer_supports(changes: dict[str, object], supported: boo
     assert case(**peer).known
 
 
+@pytest.mark.parametrize(
+    ("changes", "supported"),
+    [
+        ({"kind": "lm"}, True),
+        ({"kind": "distill"}, False),
+        ({"kind": "lm", "subject": "peer"}, False),
+        ({"kind": "lm", "layout": Layout(dp=2)}, False),
+    ],
+)
+def test_cases_with_a_cuda_graph(changes: dict[str, object], supported: bool) -> None:
+    graph = case(cuda_graph=True, **changes)
+    assert graph.known == supported
+    assert graph.setting != case(**changes).setting
+    assert Case.from_dict(graph.to_dict()) == graph
+
+
 def test_what_the_peer_cannot_do_is_refused_before_anything_runs(capsys) -> None:
     with pytest.raises(SystemExit):
         train_step.main(["--cases", "peer:lm,peer:dms"])
