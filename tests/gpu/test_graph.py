@@ -92,7 +92,7 @@ def test_replayed_steps_are_those_of_eager_passes(view: ParallelView, dtype: str
         assert b.loss == pytest.approx(a.loss, rel=bar)
     assert replayed.loss_of_loaded == pytest.approx(eager.loss_of_loaded, rel=bar)
     losses = [step.loss for step in eager.steps]
-    assert len({round(loss, 3) for loss in losses if math.isfinite(loss)}) == STEPS - 1
+    assert len({loss for loss in losses if math.isfinite(loss)}) == STEPS - 1  # other data each
 
 
 def test_a_stage_after_pretrain_computes_eagerly(view: ParallelView) -> None:
