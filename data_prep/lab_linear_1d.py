@@ -2,8 +2,8 @@
 
 A document is an equation, the working and the answer:
 
-    E 7 * q - 3 + 2 * q = 40 + 4 * q + 9 ? q :
-    7 + 2 = 9 . 9 - 4 = 5 : 3 + 40 = 43 . 43 + 9 = 52 : ...
+    E 7 * q - 3 + 2 * q = 48 + 4 * q + 9 ? q :
+    7 + 2 = 9 . 9 - 4 = 5 : 3 + 48 = 51 . 51 + 9 = 60 : ...
 
 The terms with the unknown are collected on the left, in the order in which they stand, and the
 numbers on the right; the right side over the left one is the answer:

@@ -7,11 +7,11 @@ their value; the answer has the value and all names of a chain in order:
     VAR 5 91 > p a . ... ? 17 42 , 5 91 : ANS 17 42 > q d > x m , 5 91 > p a <eod>
 
 It follows RULER where the words allow: a name is two letters, a value two numbers below 100, and
-the noise is RULER's text; what is assigned stands before its name, as in the answer. Training
-documents have 0 to 4 hops, at most 40 assignments, and ask for 1 to all of their chains, so that a
-long text teaches more than one answer; their lengths go from 128 tokens to the context, with a
-uniform logarithm. Problems fill the context and ask for one chain. An answer is right when all of
-its names are, where RULER counts each.
+the noise is RULER's text. The value stands before the name that takes it, in the text and in the
+answer. Training documents have 0 to 4 hops, at most 40 assignments, and ask for 1 to all of their
+chains, so that a long text teaches more than one answer; their lengths go from 128 tokens to the
+context, with a uniform logarithm. Problems fill the context and ask for one chain. An answer is
+right when the whole chain is, where RULER counts each name.
 
 What a solver must remember: every assignment, until its value is asked for. The names of an asked
 chain are held out by a hash (`haystacks`).

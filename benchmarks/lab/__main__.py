@@ -235,7 +235,9 @@ def _settings(args: argparse.Namespace) -> Settings:
     if args.policies is not None:
         scale = replace(scale, policies=args.policies)
     if twice := set(args.also) & set(scale.methods):
-        raise EvaluationError(f"--also {','.join(twice)}: {args.scale} retrofits with it anyway")
+        raise EvaluationError(
+            f"--also {','.join(sorted(twice))}: {args.scale} retrofits with it anyway"
+        )
     return Settings(
         scale=scale,
         root=args.folder or Path("outputs/lab") / args.scale,

@@ -5,7 +5,8 @@
 prints a table for each task of short answers: the share that is right with a 95 % interval over the
 problems, of all seeds together, the least and the most of a seed, and the tokens that a KV head
 holds at most, the mean over the problems. Policies are not trained and have no seeds; they are run
-on the teacher with as many tokens as DMS of the first seed holds.
+on the teacher with as many tokens as DMS of the first seed holds. All rows are over the problems
+that every run has evaluated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks.lab.differences import chain_scores, over_seeds
@@ -34,7 +35,7 @@ def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
 
     Args:
         folder: Of the lab.
-        task: Of `TASKS`, not Countdown.
+        task: Of `TASKS`, of short answers.
 
     Returns:
         The teacher, if it was evaluated; and retrofits (under the names in `_METHODS`) and policies
@@ -55,15 +56,34 @@ def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
     return (load([named["teacher"]]) if "teacher" in named else None), found
 
 
-def cell(runs: Sequence[RunResult]) -> str:
+def cell(runs: Sequence[RunResult], problems: Collection[str]) -> str:
     """`0.993 [0.985, 0.998], 0.990 to 0.995; 101`."""
-    mean, each = over_seeds([chain_scores(run, 0) for run in runs])
+    scores = [chain_scores(run, 0) for run in runs]
+    mean, each = over_seeds([{name: own[name] for name in problems} for own in scores])
     spread = f", {min(each):.3f} to {max(each):.3f}" if len(each) > 1 else ""
-    tokens = statistics.mean(run.points()[0].peak_tokens for run in runs)
+    tokens = statistics.mean(
+        measure.peak_tokens
+        for run in runs
+        for name, measure in zip(run.documents, run.measures(0, 1), strict=True)
+        if name in problems
+    )
     return f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]{spread}; {tokens:,.0f}"
 
 
-def table(teacher: RunResult, found: Runs) -> list[str]:
+def common_problems(teacher: RunResult, found: Runs) -> list[str]:
+    """Those that every run has evaluated.
+
+    Raises:
+        EvaluationError: There is none.
+    """
+    every = [teacher, *(run for runs in found.values() for run in runs)]
+    names = set.intersection(*(set(chain_scores(run, 0)) for run in every))
+    if not names:
+        raise EvaluationError(f"{teacher.folders[0]}: no problem has been evaluated by every run")
+    return sorted(names)
+
+
+def table(teacher: RunResult, found: Runs, problems: Collection[str]) -> list[str]:
     """Markdown, a line for each method and a column for each ratio."""
     ratios = sorted({cr for _, cr in found})
     present = {name for name, _ in found}
@@ -72,22 +92,24 @@ def table(teacher: RunResult, found: Runs) -> list[str]:
     lines = [
         "| | " + " | ".join(f"CR {cr}" for cr in ratios) + " |",
         "|---" * (len(ratios) + 1) + "|",
-        f"| original | {cell([teacher])} |" + " |" * (len(ratios) - 1),
+        f"| original | {cell([teacher], problems)} |" + " |" * (len(ratios) - 1),
     ]
     for name in names:
-        cells = [cell(found[name, cr]) if (name, cr) in found else "" for cr in ratios]
+        runs = [found.get((name, cr)) for cr in ratios]
+        cells = ["" if each is None else cell(each, problems) for each in runs]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
 
 def _run(folder: Path) -> int:
     shown = 0
-    for task in TASKS:
+    for task in (name for name, task in TASKS.items() if not task.searches):
         teacher, found = runs_of(folder, task)
         if teacher is None or not found:
             continue
-        print(f"\n{teacher.title}, {len(chain_scores(teacher, 0))} problems\n")
-        print("\n".join(table(teacher, found)))
+        problems = common_problems(teacher, found)
+        print(f"\n{teacher.title}, {len(problems)} problems\n")
+        print("\n".join(table(teacher, found, problems)))
         shown += 1
     if not shown:
         raise EvaluationError(f"{folder}: no folder of a lab that has evaluated its teacher")

@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {
         "device": device_name(device),
         "versions": versions(device),
-        "command": "python -m benchmarks.policies_decode",
+        "command": " ".join(["python -m benchmarks.policies_decode", *args.policies]),
         "copy_bytes_per_s": ceilings(device)["copy_bytes_per_s"],
         **sizes._asdict(),
         "cases": [],

@@ -65,7 +65,9 @@ def _before(file: Path, step: int) -> Prepared:
     config = read_frozen(folder / CONFIG_FILE)
     # as written it may be relative to where the run was started
     run = replace(config.run, dir=str(folder), resume="auto")
-    prepared = prepare(replace(config, run=run))
+    # every microbatch is computed in the same way, on any machine
+    stage = replace(config.stage, pretrain=replace(config.stage.pretrain, cuda_graph=False))
+    prepared = prepare(replace(config, run=run, stage=stage))
     if not prepared.start.resumes:
         return prepared
     start = run_folder.resume_point(prepared.config, prepared.start, before=f"step_{step:08d}")

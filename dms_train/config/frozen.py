@@ -19,6 +19,7 @@ _FREE = (
     "parallel.layers",
     "stage.validate",
     "stage.evaluate",
+    "stage.pretrain.cuda_graph",
     "data.micro_batch_size",
     "data.cache_dir",
 )

@@ -118,6 +118,8 @@ class McoreEngine:
 
     def begin_stage(self, rate: LearningRate) -> None:
         """Set the learning-rate schedule that `StepPlan.stage_step` counts on."""
+        if self._graph is not None:
+            self._graph.release()
         self._scheduler = optim.build_scheduler(
             self._optimizer, rate, self._options.optim.weight_decay
         )

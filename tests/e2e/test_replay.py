@@ -31,8 +31,8 @@ def words(folder: Path, run: Path) -> list[str]:
         "data.micro_batch_size=1",
         f"data.global_batch_size={BATCH}",
         "method.window=4",
-        "stage.run=[zero_neuron]",
-        f"stage.zero_neuron.steps={STEPS}",
+        "stage.run=[pretrain]",
+        f"stage.pretrain.steps={STEPS}",
         "run.max_skipped_steps=1",
         "run.save_interval=1",
         "run.eval_samples=0",
@@ -90,6 +90,10 @@ def test_the_samples_that_are_not_finite_are_reported(
     first = described["samples"][0]
     assert described["step"] == expected[0] // BATCH + 1
     assert described["samples"] == list(range(first, first + BATCH))
+    frozen = run / "config.yaml"
+    text = frozen.read_text()
+    assert "cuda_graph: false" in text
+    frozen.write_text(text.replace("cuda_graph: false", "cuda_graph: true"))  # as on a GPU
     shown, log = io.StringIO(), io.StringIO()
     monkeypatch.chdir(data)  # where run.dir=run is another folder
     with redirect_stdout(shown), redirect_stderr(log):

@@ -110,6 +110,7 @@ def test_a_stage_after_pretrain_computes_eagerly(view: ParallelView) -> None:
         engine = McoreEngine(architecture, PRESETS["dms"], view, options, source)
         for number in range(5):
             engine.forward_backward(StepPlan(step=number, loss="lm"), tiny.microbatches(0, 1))
+        assert (engine._graph is not None and engine._graph._captured is not None) == cuda_graph
         plan = StepPlan(step=5, loss="lm", neuron_scale=0.5)
         norms.append(engine.gradients(plan, tiny.microbatches(0, 1)))
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)

@@ -10,7 +10,7 @@ from dms_train.evaluation.tasks.word_problems import WordProblems
 
 
 class LabNiah(WordProblems):
-    """The three numbers of a key that training never showed."""
+    """A key that training never showed, with its three numbers."""
 
     name = "lab_niah"
     title = "NIAH (lab)"

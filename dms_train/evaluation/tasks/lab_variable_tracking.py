@@ -11,7 +11,7 @@ from dms_train.evaluation.tasks.word_problems import WordProblems
 
 
 class LabVariableTracking(WordProblems):
-    """All variables of one value, in order; training never showed their names."""
+    """A value with its variables, in order; training never showed their names."""
 
     name = "lab_variable_tracking"
     title = "VT (lab)"

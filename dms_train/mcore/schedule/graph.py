@@ -50,7 +50,11 @@ class StepInputs:
         own, given = _tensors(self.batches, self.scale), _tensors(batches, scale)
         shapes = [[tuple(tensor.shape) for tensor in each] for each in (own, given)]
         if shapes[0] != shapes[1]:
-            raise ModelError(f"{_OPTION}: captured for {shapes[0]}, called with {shapes[1]}")
+            kinds = [f"{len(each) // 4} of shape {list(each[1])}" for each in shapes]
+            raise ModelError(
+                f"{_OPTION}: the microbatches of a step changed from {kinds[0]} to {kinds[1]}; set "
+                "it to false"
+            )
         torch._foreach_copy_(own, given)
 
 
@@ -94,9 +98,15 @@ class PassGraph:
         """
         outer = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+
+    def release(self) -> None:
+        """Give back the memory of the graph; the next steps run eagerly and capture another."""
+        self._captured, self._eager_steps = None, 0
 
     def run(self, passes: Passes, batches: list[Batch], scale: Tensor) -> list[Any]:
         """The reports of `passes`; valid until the next call. To be called inside `stream`.

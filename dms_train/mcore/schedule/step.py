@@ -166,6 +166,7 @@ def run_pass(
         reports = passes(batches, context.token_scale)
     else:
         reports = context.graph.run(passes, batches, context.token_scale)
+        context.on_microbatch()  # a replay calls nothing on the host
     if not forward_only:
         finalize_model_grads(chunks)
     return _totals(reports, batches, context.view)

@@ -27,7 +27,8 @@ def lab(tmp_path: Path) -> Path:
     run("seed1_cr2_lab_niah", "yyyn", 1000)
     run("seed2_cr2_lab_niah", "yyyy", 1100)
     run("seed1_cr4_lab_niah", "yynn", 500)
-    run("seed1_dmc_cr2_lab_niah", "ynnn", 900)
+    run("seed1_dmc_cr2_lab_niah", "ynnny", 900)  # the teacher lacks the last one
+    run("seed1_cr2_lab_countdown", "nnnn", 1)
     run("h2o_as_cr2_lab_niah", "nnnn", 1000)
     run("seed1_window_4_cr2_lab_niah", "nnnn", 1)
     run("teacher_lab_variable_tracking", "yyyy", 2000)  # without retrofits: no table

@@ -43,7 +43,7 @@ def test_inputs_take_another_step_at_the_same_addresses() -> None:
 )
 def test_inputs_of_other_shapes_are_refused(other: list) -> None:
     inputs = StepInputs(tiny.microbatches(0, 1, groups=2), scale(1.0))
-    with pytest.raises(ModelError, match="captured for"):
+    with pytest.raises(ModelError, match="changed from"):
         inputs.fill(other, scale(1.0))
 
 
