@@ -86,8 +86,8 @@ def drawn_counts(
     Args:
         rng: Draws both, uniformly from 1 on.
         most: Of the hidden ones.
-        fits: Whether a document has room for so many, and for questions after so many of them; it
-            has for one.
+        fits: Whether a document is long enough for so many and for questions about so many of them;
+            for one it is.
     """
     count = rng.randint(1, max(n for n in range(1, most + 1) if n == 1 or fits(n, 1)))
     return count, rng.randint(1, max(n for n in range(1, count + 1) if n == 1 or fits(count, n)))

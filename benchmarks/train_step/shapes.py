@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dms_train.cli.config_source import compose
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.hf.architecture import Architecture, RopeScaling
 
@@ -71,28 +72,22 @@ _TINY = Architecture(
     layernorm_epsilon=1e-6,
     tie_word_embeddings=True,
 )
-# The teacher of `experiment=lab_teacher_s`.
-_LAB_S = Architecture(
-    family="llama",
-    num_layers=8,
-    hidden_size=384,
-    ffn_hidden_size=1024,
-    num_attention_heads=6,
-    num_query_groups=2,
-    kv_channels=64,
-    vocab_size=256,
-    max_position_embeddings=4096,
-    rotary_base=1e4,
-    layernorm_epsilon=1e-5,
-    tie_word_embeddings=False,
-)
+
+
+def _of_experiment(name: str) -> tuple[Architecture, int, int]:
+    """What an experiment pretrains."""
+    config = compose([f"experiment={name}"])
+    assert config.model.architecture is not None
+    return config.model.architecture, config.data.seq_length, config.data.micro_batch_size
+
+
 # Architecture, sequence length and samples of a microbatch.
 SHAPES: dict[str, tuple[Architecture, int, int]] = {
     "qwen2.5-1.5b": (_qwen2(28, 1536, 8960, (12, 2), tied=True), 8192, 1),
     "llama3.2-1b": (_llama3(16, 2048, 8192, 64, tied=True), 4096, 4),
     "qwen2.5-7b": (_qwen2(28, 3584, 18944, (28, 4), tied=False), 8192, 1),
     "llama3.1-8b": (_llama3(32, 4096, 14336, 128, tied=False), 8192, 1),
-    "lab-s": (_LAB_S, 2048, 32),
+    "lab-s": _of_experiment("lab_teacher_s"),
     "tiny": (_TINY, 128, 2),
 }
 

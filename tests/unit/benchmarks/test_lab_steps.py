@@ -1,0 +1,222 @@
+"""The steps of the lab: their commands compose, in an order in which each finds what it needs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import __main__ as lab
+from benchmarks.lab.scales import SCALES, VARIANTS
+from benchmarks.lab.steps import Settings, Step, as_text, long_steps, steps
+from dms_train.checkpoints_tools import pool_kv_heads
+from dms_train.cli.config_source import compose, compose_evaluation
+from dms_train.config.check import check
+from dms_train.data_prep import prepare as data
+from dms_train.export.kv_pooling import with_kv_heads
+from dms_train.method.dmc.spec import DMCOptions
+from dms_train.method.dms.spec import DMSOptions
+
+HF = Path("exports") / "final" / "hf"
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return ["toy", "--folder", str(folder), "--device", "cpu", "--workers", "1", *more]
+
+
+def test_every_scale_names_policies_that_take_a_budget() -> None:
+    for scale in SCALES.values():
+        lab.check_policies(scale)
+
+
+def before_evaluations(settings: Settings) -> list[Step]:
+    """Steps whose command needs no result."""
+    found = steps(settings)
+    return [s for s in found if not any(need.startswith("evaluate_") for need in s.needs)]
+
+
+def test_marks_store_what_changes_the_results(tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args(words(tmp_path)))
+
+    def stored(changed: Settings) -> list[str]:
+        return [as_text(step.words()) for step in before_evaluations(changed)]
+
+    assert stored(settings) == stored(replace(settings, rows=3, workers=9, gpus=2))
+    assert stored(settings) != stored(replace(settings, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("scale", "tasks"),
+    [
+        ("s", ("countdown", "lab_niah")),
+        ("m", ("arithmetic",)),
+        ("l", ("lab_variable_tracking",)),
+        ("recall", SCALES["recall"].tasks),
+    ],
+)
+def test_the_commands_of_every_scale_compose(
+    scale: str, tasks: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = Settings(
+        scale=SCALES[scale],
+        root=tmp_path,
+        tasks=tasks,
+        seeds=(1, 2),
+        also=tuple(name for name in VARIANTS if name not in SCALES[scale].methods),
+        device="cpu",
+        gpus=2,
+        rows=64,
+        workers=1,
+    )
+    found = before_evaluations(settings)
+    seeds = 2 * len(SCALES[scale].methods) * len(SCALES[scale].retrofits)
+    trained = 2 + seeds + len(settings.also)  # 2: the teacher and gqa
+    count = (3 + trained) * len(tasks) + trained + 1  # 1: the means of KV heads
+    assert len({step.name for step in found}) == len(found) == count
+    known: set[str] = set()
+    for step in found:  # every step stands behind those that it needs
+        assert known.issuperset(step.needs)
+        known.add(step.name)
+    teacher = None
+    prefixes = []
+    for step in found[: 3 * len(tasks)]:
+        given = data._parser().parse_args(step.words()[2:])
+        if step.name.startswith("data"):
+            prefixes.append(str(given.out / "train"))
+            assert given.document_tokens == SCALES[scale].context
+    for step in found[3 * len(tasks) :]:
+        words = step.words()
+        if words[:2] == ["-m", "dms_train"]:
+            config = compose(words[2:])
+            teacher = teacher or config.model.architecture
+            check(config, world_size=step.ranks, architecture=teacher)
+            assert SCALES[scale].context == config.data.seq_length
+            assert set(config.data.paths) <= set(prefixes)
+            assert len(config.data.paths) == len(tasks)
+        elif step.name != "gqa_means":
+            compose_evaluation(words[2:])
+
+
+@pytest.mark.parametrize(("scale", "heads"), [("s", 1), ("m", 1), ("l", 2), ("toy", 1)])
+def test_gqa_trains_and_retrofits_the_means_of_kv_heads(scale: str, heads: int, tmp_path) -> None:
+    given = [scale, *words(tmp_path, "--also", "gqa,dmc")[1:]]
+    made = {step.name: step for step in steps(lab._settings(lab._parser().parse_args(given)))}
+    architecture = compose(made["teacher"].words()[2:]).model.architecture
+    pooled = pool_kv_heads._parse(made["gqa_means"].words()[2:])
+    assert pooled.model == str(tmp_path / "teacher" / HF)
+    assert with_kv_heads(architecture, pooled.kv_heads).num_query_groups == heads
+    trained = compose(made["gqa"].words()[2:])
+    assert (trained.model.path, trained.model.architecture) == (str(pooled.out), None)
+    assert trained.stage.run == ("pretrain", "export")
+    assert trained.stage.pretrain.steps > trained.optim.lr_warmup_steps
+    assert trained.stage.pretrain.min_lr_ratio == 0
+    first = f"seed1234_{{}}_cr{SCALES[scale].retrofits[0].cr}"
+    for name, base in (("gqa", trained.run.dir), ("dmc", tmp_path / "teacher")):
+        step = made[first.format(name)]
+        assert compose(step.words()[2:]).model.path == str(Path(base) / HF)
+        assert Path(base).name in step.needs
+    evaluated = compose_evaluation(made["evaluate_gqa"].words()[2:])
+    assert evaluated.model.path == str(Path(trained.run.dir) / HF)
+    assert evaluated.sweep.widths == (1,)
+
+
+def test_both_methods_are_annealed_from_ratio_to_ratio(tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args(["recall", *words(tmp_path)[1:]]))
+    assert settings.tasks == SCALES["recall"].tasks
+    made = {step.name: step for step in steps(settings)}
+    for prefix, method in (("", DMSOptions), ("dmc_", DMCOptions)):
+        before = None
+        for cr in (2, 3, 4):
+            config = compose(made[f"seed1234_{prefix}cr{cr}"].words()[2:])
+            assert (type(config.method), config.stage.retrofit.target_cr) == (method, cr)
+            assert config.run.load == before
+            before = config.run.dir
+    policies = {name for name in made if "_as_cr" in name}
+    assert len(policies) == 3 * 3 * 3  # policies, ratios, tasks
+
+
+def test_documents_that_fill_no_sample_are_not_asked_to(tmp_path: Path) -> None:
+    given = ["recall", *words(tmp_path)[1:]]
+    found = steps(lab._settings(lab._parser().parse_args(given)))
+    made = {step.name: step.words() for step in found if step.name.startswith("data_long")}
+    assert "--long-share" in made["data_long_lab_niah"]
+    assert "--long-share" not in made["data_long_lab_linear_1d"]
+    seeds = [words[words.index("--seed") + 1] for words in made.values()]
+    assert seeds == ["1", "1", "1"]
+
+
+@pytest.mark.parametrize("scale", ["s", "m", "l", "recall", "toy"])
+def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scale, tmp_path):
+    settings = lab._settings(lab._parser().parse_args([scale, *words(tmp_path)[1:]]))
+    found, sizes, own = long_steps(settings), SCALES[scale], tmp_path / "long"
+    made = {step.name: step for step in found}
+    assert len(made) == len(found)
+    known: set[str] = set()
+    for step in found:
+        assert known.issuperset(step.needs)
+        known.add(step.name)
+    first = compose(next(s for s in steps(settings) if s.name == "teacher").words()[2:])
+    trained = compose(made["teacher"].words()[2:])
+    assert trained.model.path == str(settings.teacher)
+    assert trained.data.seq_length == 4 * first.data.seq_length == 4 * sizes.context
+    tokens = [c.data.seq_length * c.data.global_batch_size for c in (first, trained)]
+    assert tokens[0] == tokens[1]
+    longer = trained.model.with_context(first.model.architecture)
+    assert longer.max_position_embeddings > trained.data.seq_length
+    check(trained, world_size=1, architecture=longer)
+    for path in trained.data.paths:
+        given = data._parser().parse_args(made[Path(path).parent.name].words()[2:])
+        assert (str(given.out / "train"), given.context) == (path, 4 * sizes.context)
+        assert given.document_tokens == 4 * sizes.context
+        used = trained.stage.pretrain.steps * trained.data.global_batch_size
+        assert 2 * given.documents >= used / 0.98
+    for cr in sizes.long_ratios:
+        config = compose(made[f"seed1234_cr{cr}"].words()[2:])
+        assert config.model.path == str(Path(trained.run.dir) / HF)
+        assert config.data.seq_length == sizes.context
+        check(config, world_size=1, architecture=longer)
+    contexts = {sizes.context * times for times in (1, 2, 4)}
+    models = {str(own / "teacher" / HF)} | {
+        str(own / "retrofit" / "seed1234" / f"cr{cr}" / HF) for cr in sizes.long_ratios
+    }
+    seen = set()
+    for name in (name for name in made if name.startswith("evaluate")):
+        config = compose_evaluation(made[name].words()[2:])
+        problems = next(made[need] for need in made[name].needs if need.startswith("problems"))
+        assert problems.words()[2] == f"{config.task.name.replace('_', '-')}-problems"
+        given = data._parser().parse_args(problems.words()[2:])
+        assert str(given.out) == config.task.path
+        seen.add((config.task.name, given.context, config.model.path))
+    assert seen == set(itertools.product(("lab_niah", "lab_variable_tracking"), contexts, models))
+
+
+def test_the_report_has_one_line_for_a_method(tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args(words(tmp_path)))
+    shown = ["teacher", "seed1234_cr4", "seed1234_dmc_cr4", "teacher_lab_niah", "tova_as_cr4"]
+    others = ["gqa", "gqa_lab_niah", "seed1234_gqa_cr4", "seed1234_window_4_cr4_lab_niah"]
+    others += ["seed1234_dmc_4x_cr4", "seed7_cr4", "seed12345_cr4"]
+    for name in (*shown, *others):
+        (tmp_path / "eval" / name).mkdir(parents=True)
+        (tmp_path / "eval" / name / "summary.json").touch()
+    report = next(step for step in steps(settings) if step.name == "report").words()
+    folders = {Path(word).name for word in report if word.startswith(str(tmp_path / "eval"))}
+    assert folders == set(shown)
+
+
+def test_a_mixture_has_as_many_samples_as_one_task(tmp_path: Path) -> None:
+    """Samples of a task are in the ratio of its weight, on the disk and in the training."""
+    given = words(tmp_path, "--tasks", "arithmetic,lab_niah,countdown")
+    settings = replace(lab._settings(lab._parser().parse_args(given)), scale=SCALES["s"])
+    made = {step.name: step for step in steps(settings)}
+    names = ["data_arithmetic", "data_lab_niah", "data"]
+    options = [data._parser().parse_args(made[name].words()[2:]) for name in names]
+    teacher = compose(made["teacher"].words()[2:])
+    assert teacher.data.paths == tuple(str(each.out / "train") for each in options)
+    assert teacher.data.weights == (3, 2, 4)
+    counts = [each.documents for each in options]
+    assert sum(counts) == pytest.approx(SCALES["s"].documents, abs=3)
+    for count, weight in zip(counts, teacher.data.weights, strict=True):
+        assert count == pytest.approx(SCALES["s"].documents * weight / 9, abs=1)
+    assert teacher.model.tokenizer == f"{tmp_path}/data_arithmetic/tokenizer"
