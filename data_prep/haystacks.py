@@ -18,7 +18,6 @@ from dms_train.data.errors import DataError
 from dms_train.data_prep.lab_words import ADJECTIVES, ADVERBS, ID, LETTERS, NOUNS, VERBS, encoded
 from dms_train.data_prep.token_documents import EOD, Tokens
 
-SHORTEST = 128  # tokens of a document
 Name = tuple[int, int]  # token ids
 
 
@@ -67,30 +66,43 @@ def problem_names(rng: random.Random, asked: int, others: int) -> list[Name]:
     return [*rng.sample(HELD_OUT_NAMES, asked), *rng.sample(TRAINING_NAMES, others)]
 
 
-def drawn_size(rng: random.Random, context: int) -> int:
-    """Tokens of a training document, from `SHORTEST` to `context`, their logarithm uniform.
-
-    Raises:
-        DataError: The context is shorter.
-    """
-    if context < SHORTEST:
-        raise DataError(f"--context {context}: documents have at least {SHORTEST} tokens")
-    return round(math.exp(rng.uniform(math.log(SHORTEST), math.log(context))))
-
-
 def drawn_counts(
     rng: random.Random, most: int, fits: Callable[[int, int], bool]
 ) -> tuple[int, int]:
-    """How many things a document hides, and how many of them it asks for.
+    """How many things a document hides, with a uniform logarithm, and how many it asks for.
 
     Args:
-        rng: Draws both, uniformly from 1 on.
+        rng: Draws both, from 1 on.
         most: Of the hidden ones.
         fits: Whether a document is long enough for so many and for questions about so many of them;
             for one it is.
     """
-    count = rng.randint(1, max(n for n in range(1, most + 1) if n == 1 or fits(n, 1)))
+    largest = max(n for n in range(1, most + 1) if n == 1 or fits(n, 1))
+    count = int(_log_uniform(rng, 1, largest + 1))
     return count, rng.randint(1, max(n for n in range(1, count + 1) if n == 1 or fits(count, n)))
+
+
+def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
+    """Lines of filler of a training document, from none to a full context.
+
+    The tokens of the document have a uniform logarithm: every length is trained on, and what is
+    hidden in short documents is learned first.
+
+    Args:
+        rng: Draws the number.
+        context: Most tokens of the document.
+        taken: Tokens beside the filler.
+        line: Tokens of a line.
+
+    Raises:
+        DataError: What must be hidden does not fit.
+    """
+    most = lines_that_fit(context, taken, line)
+    return min(most, int(_log_uniform(rng, taken, context + 1) - taken) // line)
+
+
+def _log_uniform(rng: random.Random, low: float, high: float) -> float:
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 def lines_that_fit(context: int, taken: int, line: int) -> int:

@@ -8,9 +8,8 @@ A document hides needles between sentences and asks for some of them, in random 
 It follows RULER's `niah_single_2` where the words allow: keys are two letters, values three
 numbers below 100, the text is made of 4,096 sentences, and an answer repeats its key. Training
 documents have 1 to 64 needles and ask for 1 to all of them, so that a long text teaches more than
-one answer; their lengths go from 128 tokens to the context, with a uniform logarithm. Problems fill
-the context, ask for one needle at one of RULER's 40 depths, and their other needles have other
-keys.
+one answer; they have no filler to as much as fits into the context. Problems fill the context, ask
+for one needle at one of RULER's 40 depths, and their other needles have other keys.
 
 What a solver must remember: the keys and values, a few tokens of a long text. Asked keys are held
 out by a hash (`haystacks`).
@@ -31,7 +30,7 @@ from dms_train.data_prep.haystacks import (
     answered,
     asked,
     drawn_counts,
-    drawn_size,
+    drawn_lines,
     lines_that_fit,
     problem_names,
     scattered,
@@ -100,12 +99,11 @@ class LabNiah:
         Raises:
             DataError: The context is too short.
         """
-        size = drawn_size(rng, self.context)
         count, questions = drawn_counts(
-            rng, MOST_NEEDLES, lambda n, asked: _tokens(n, asked) <= size
+            rng, MOST_NEEDLES, lambda n, asked: _tokens(n, asked) <= self.context
         )
         needles = _needles(rng, rng.sample(TRAINING_NAMES, count))
-        lines = lines_that_fit(size, _tokens(count, questions), SENTENCES.shape[1])
+        lines = drawn_lines(rng, self.context, _tokens(count, questions), SENTENCES.shape[1])
         text = _text(rng, needles, [rng.randint(0, lines) for _ in needles], lines)
         chosen = rng.sample(needles, questions)
         prompt = asked("N", text, [needle.key for needle in chosen])

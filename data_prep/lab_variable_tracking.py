@@ -9,9 +9,9 @@ their value; the answer has the value and all names of a chain in order:
 It follows RULER where the words allow: a name is two letters, a value two numbers below 100, and
 the noise is RULER's text. The value stands before the name that takes it, in the text and in the
 answer. Training documents have 0 to 4 hops, at most 40 assignments, and ask for 1 to all of their
-chains, so that a long text teaches more than one answer; their lengths go from 128 tokens to the
-context, with a uniform logarithm. Problems fill the context and ask for one chain. An answer is
-right when the whole chain is, where RULER counts each name.
+chains, so that a long text teaches more than one answer; they have no noise to as much as fits into
+the context. Problems fill the context and ask for one chain. An answer is right when the whole
+chain is, where RULER counts each name.
 
 What a solver must remember: every assignment, until its value is asked for. The names of an asked
 chain are held out by a hash (`haystacks`).
@@ -32,7 +32,7 @@ from dms_train.data_prep.haystacks import (
     answered,
     asked,
     drawn_counts,
-    drawn_size,
+    drawn_lines,
     lines_that_fit,
     problem_names,
     scattered,
@@ -124,13 +124,13 @@ class LabVariableTracking:
         Raises:
             DataError: The context is too short.
         """
-        size, length = drawn_size(rng, self.context), rng.randint(1, MOST_HOPS + 1)
+        length = rng.randint(1, MOST_HOPS + 1)
         most = MOST_ASSIGNMENTS // length
         count, questions = drawn_counts(
-            rng, most, lambda n, asked: _tokens(n, length, asked) <= size
+            rng, most, lambda n, asked: _tokens(n, length, asked) <= self.context
         )
         chains = _chains(rng, rng.sample(TRAINING_NAMES, count * length), length)
-        noise = lines_that_fit(size, _tokens(count, length, questions), NOISE.size)
+        noise = drawn_lines(rng, self.context, _tokens(count, length, questions), NOISE.size)
         chosen = rng.sample(chains, questions)
         prompt = asked("V", _text(rng, chains, noise), [chain.value for chain in chosen])
         return Drawn(answered(prompt, [chain.answer for chain in chosen]), prompt=len(prompt))

@@ -66,8 +66,11 @@ class Scale:
         micro_batch: Samples of a forward pass of the retrofit.
         numbers: Of a Countdown prompt.
         tasks: That the teacher learns unless others are chosen.
-        documents: Training documents of the teacher, each of `context` tokens; those of all tasks.
-        long_documents: Likewise of the retrofits, most of which begin with a long search.
+        documents: Training documents of the teacher, those of all tasks.
+        long_documents: Of the retrofits.
+        packing: Whether a document is one example, and samples keep their documents apart.
+            Otherwise a document has `context` tokens of several examples, and most of those of the
+            retrofits begin with a long one.
         retrofits: One after the other, each from the one before.
         methods: Of the retrofits; those of the second one are the variant of its name.
         long_ratios: Compression ratios of the retrofits that are evaluated at longer contexts.
@@ -91,6 +94,7 @@ class Scale:
     tasks: tuple[str, ...] = ("countdown",)
     documents: int
     long_documents: int
+    packing: bool = False
     retrofits: tuple[Retrofit, ...] = (
         Retrofit(cr=4, steps_per_cr=100),
         Retrofit(cr=8, steps_per_cr=75),
@@ -150,14 +154,16 @@ SCALES = {
         context=2048,
         numbers=4,
         tasks=("lab_niah", "lab_variable_tracking", "lab_linear_1d"),
-        documents=288_000,
-        long_documents=46_000,
+        documents=480_000,
+        long_documents=96_000,
+        packing=True,
         retrofits=tuple(Retrofit(cr=cr, steps_per_cr=100, hold=100) for cr in (2, 3, 4)),
         methods=(DMS, "dmc"),
         long_ratios=(2, 4),
         policies=("h2o", "tova", "quest"),
         budget_ratios=(2, 3, 4),
         lengths=(1,),
+        teacher=("optim.lr=5e-4", "stage.pretrain.steps=5000"),
     ),
     "toy": Scale(
         experiment="lab_teacher_s",

@@ -25,7 +25,10 @@ _HAYSTACKS = ("lab_niah", "lab_variable_tracking")
 _CONTEXTS = (1, 2, 4)  # times that of the teacher
 _VALIDATION = 200  # documents more than a training takes, so that its validation split has some
 # whatever their values
-_SAME_RESULTS = ("--workers=", "model.max_num_seqs=", "data.micro_batch_size=")
+_SAME_RESULTS = (
+    *("--workers=", "model.max_num_seqs=", "data.micro_batch_size="),
+    "stage.pretrain.cuda_graph=",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,7 @@ def _data(settings: Settings, name: str) -> list[Step]:
 
 def _long_data(settings: Settings, name: str) -> Step:
     """Documents of the retrofits."""
-    more = _LONG if TASKS[name].long else _OTHERS
+    more = _LONG if TASKS[name].long and not settings.scale.packing else _OTHERS
     return _documents(settings, name, "data_long", settings.scale.long_documents, *more)
 
 
@@ -133,9 +136,10 @@ def _documents(settings: Settings, name: str, base: str, documents: int, *more: 
     scale, task, folder = settings.scale, TASKS[name], named(base, name)
     count = math.ceil(documents * _share(settings, name))
     out = ["--out", str(settings.root / folder), "--documents", str(count)]
-    filled = ["--document-tokens", str(scale.context), *task.options(scale)]
+    filled = [] if scale.packing else ["--document-tokens", str(scale.context)]
+    options = [*filled, *task.options(scale), *task.documents, *more]
     workers = [f"--workers={settings.workers}", "--overwrite"]
-    words = [*_DATA, task.command, *out, *filled, *task.documents, *more, *workers]
+    words = [*_DATA, task.command, *out, *options, *workers]
     return Step(name=folder, words=lambda: words)
 
 
@@ -159,10 +163,11 @@ def _problems(settings: Settings, task: str, base: str = "problems") -> Path:
 def _blend(settings: Settings, base: str) -> list[str]:
     """The data of all tasks, of a training."""
     paths = ",".join(f"{settings.root}/{named(base, task)}/train" for task in settings.tasks)
-    if len(settings.tasks) == 1:
-        return [f"data.paths=[{paths}]"]
-    weights = ",".join(str(TASKS[task].weight) for task in settings.tasks)
-    return [f"data.paths=[{paths}]", f"data.weights=[{weights}]"]
+    found = [f"data.paths=[{paths}]"]
+    if len(settings.tasks) > 1:
+        weights = ",".join(str(TASKS[task].weight) for task in settings.tasks)
+        found.append(f"data.weights=[{weights}]")
+    return [*found, "data.packing=true"] if settings.scale.packing else found
 
 
 def _needed(settings: Settings, base: str) -> tuple[str, ...]:
@@ -191,6 +196,8 @@ def _teacher(settings: Settings) -> Step:
         ranks = _largest_divisor(data.global_batch_size, settings.gpus)
         own = data.global_batch_size // ranks
         words.append(f"data.micro_batch_size={_largest_divisor(own, data.micro_batch_size)}")
+    elif settings.gpus and not settings.scale.packing:
+        words.append("stage.pretrain.cuda_graph=true")
     needs = _needed(settings, "data")
     return Step(name="teacher", words=lambda: words, needs=needs, ranks=ranks)
 
@@ -240,8 +247,9 @@ def long_steps(settings: Settings) -> list[Step]:
     documents = batch * scale.long_steps + _VALIDATION * len(_HAYSTACKS)
     teacher = Step(name="teacher", words=lambda: words, needs=_needed(own, "data"))
     trained = [teacher, *_retrofits(own, settings.seeds[0])]
+    more = _OTHERS if scale.packing else _LONG
     return [
-        *(_documents(longest, task, "data", documents, *_LONG) for task in _HAYSTACKS),
+        *(_documents(longest, task, "data", documents, *more) for task in _HAYSTACKS),
         *(_long_data(own, task) for task in _HAYSTACKS),
         *trained,
         *(step for task in _HAYSTACKS for step in _at_each_context(own, task, trained)),

@@ -85,7 +85,8 @@ def test_the_commands_of_every_scale_compose(
         given = data._parser().parse_args(step.words()[2:])
         if step.name.startswith("data"):
             prefixes.append(str(given.out / "train"))
-            assert given.document_tokens == SCALES[scale].context
+            filled = None if SCALES[scale].packing else SCALES[scale].context
+            assert given.document_tokens == filled
     for step in found[3 * len(tasks) :]:
         words = step.words()
         if words[:2] == ["-m", "dms_train"]:
@@ -97,6 +98,18 @@ def test_the_commands_of_every_scale_compose(
             assert len(config.data.paths) == len(tasks)
         elif step.name != "gqa_means":
             compose_evaluation(words[2:])
+
+
+@pytest.mark.parametrize(
+    ("scale", "gpus", "graph"),
+    [("s", 0, False), ("s", 1, True), ("s", 2, False), ("recall", 1, False)],
+)
+def test_a_teacher_is_captured_on_one_gpu(scale: str, gpus: int, graph: bool, tmp_path) -> None:
+    settings = lab._settings(lab._parser().parse_args([scale, *words(tmp_path)[1:]]))
+    teacher = next(s for s in steps(replace(settings, gpus=gpus)) if s.name == "teacher")
+    config = compose(teacher.words()[2:])
+    assert config.stage.pretrain.cuda_graph == graph
+    check(config, world_size=teacher.ranks, architecture=config.model.architecture)
 
 
 @pytest.mark.parametrize(("scale", "heads"), [("s", 1), ("m", 1), ("l", 2), ("toy", 1)])
@@ -138,13 +151,29 @@ def test_both_methods_are_annealed_from_ratio_to_ratio(tmp_path: Path) -> None:
 
 
 def test_documents_that_fill_no_sample_are_not_asked_to(tmp_path: Path) -> None:
-    given = ["recall", *words(tmp_path)[1:]]
+    given = ["s", *words(tmp_path)[1:], "--tasks", "lab_niah,lab_linear_1d"]
     found = steps(lab._settings(lab._parser().parse_args(given)))
     made = {step.name: step.words() for step in found if step.name.startswith("data_long")}
     assert "--long-share" in made["data_long_lab_niah"]
     assert "--long-share" not in made["data_long_lab_linear_1d"]
     seeds = [words[words.index("--seed") + 1] for words in made.values()]
-    assert seeds == ["1", "1", "1"]
+    assert seeds == ["1", "1"]
+
+
+def test_documents_are_kept_apart_in_all_trainings_or_fill_their_samples(tmp_path: Path) -> None:
+    for scale in ("s", "recall"):
+        settings = lab._settings(lab._parser().parse_args([scale, *words(tmp_path)[1:]]))
+        packing = SCALES[scale].packing
+        assert packing == (scale == "recall")
+        every = [*before_evaluations(settings), *long_steps(settings)]
+        made = {step.name: step.words() for step in every}
+        trained = [compose(each[2:]) for each in made.values() if each[:2] == ["-m", "dms_train"]]
+        assert len(trained) > len(SCALES[scale].retrofits)
+        assert all(config.data.packing == packing for config in trained)
+        for name in (name for name in made if name.startswith("data")):
+            given = data._parser().parse_args(made[name][2:])
+            assert (given.document_tokens is None) == packing
+            assert not packing or given.long_share == 0
 
 
 @pytest.mark.parametrize("scale", ["s", "m", "l", "recall", "toy"])
@@ -169,7 +198,7 @@ def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scal
     for path in trained.data.paths:
         given = data._parser().parse_args(made[Path(path).parent.name].words()[2:])
         assert (str(given.out / "train"), given.context) == (path, 4 * sizes.context)
-        assert given.document_tokens == 4 * sizes.context
+        assert given.document_tokens == (None if sizes.packing else 4 * sizes.context)
         used = trained.stage.pretrain.steps * trained.data.global_batch_size
         assert 2 * given.documents >= used / 0.98
     for cr in sizes.long_ratios:

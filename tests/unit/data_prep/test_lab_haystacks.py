@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -73,6 +74,11 @@ def chain_answers(prompt: str) -> list[str]:
     return [" > ".join([value, *chains[value]]) for value in asked]
 
 
+def hidden_tokens(prompt: str) -> int:
+    """Of the lines that hide something."""
+    return 8 * len(NEEDLE.findall(prompt)) + 7 * len(ASSIGNMENT.findall(prompt))
+
+
 TASKS = [(LabNiah, niah_answers), (LabVariableTracking, chain_answers)]
 
 
@@ -80,20 +86,28 @@ TASKS = [(LabNiah, niah_answers), (LabVariableTracking, chain_answers)]
 @pytest.mark.parametrize("context", [128, 2048])
 def test_the_answers_of_a_document_are_those_of_its_text(kind, answers, context) -> None:
     rng = random.Random(context)
-    sizes, names = [], set()
-    for _ in range(150):
+    fullness, bare, names = [], 0, set()
+    for _ in range(300):
         drawn = kind(context=context).draw(rng)
         words = decoded(drawn.tokens)
         prompt = " ".join(words[: drawn.prompt])
         told = " ".join(words[drawn.prompt :])
         assert told == f"ANS {' , '.join(answers(prompt))} <eod>"
-        sizes.append(len(words))
+        assert len(words) <= context
+        line = 6 if kind is LabNiah else 24
+        filler = len(parts(prompt, words[0])[0].split()) - hidden_tokens(prompt)
+        assert filler % line == 0
+        bare += filler == 0
+        taken = len(words) - filler
+        # the place of the length in the logarithm's range, in the middle of a line
+        if context == 2048:
+            fullness.append(math.log(1 + (filler + line / 2) / taken) / math.log(context / taken))
         names |= set(re.findall(r"(?:KEY|>) ([a-z] [a-z])", prompt))
-    assert max(sizes) <= context
-    assert min(sizes) > 128 - 24
     assert not any(map(held_out, names))
-    halves = np.mean(np.array(sizes) > 512)  # half of the logarithm's range
-    assert context == 128 or halves == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(150) + 0.02)
+    assert bare > 0
+    if context == 2048:
+        halves = np.mean(np.array(fullness) > 0.5)
+        assert halves == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(300) + 0.02)
 
 
 def test_documents_have_all_numbers_of_needles_hops_and_questions() -> None:
@@ -110,6 +124,8 @@ def test_documents_have_all_numbers_of_needles_hops_and_questions() -> None:
         chains[hops, len(asked)] += 1
         longest = max(longest, len(found) * (hops + 1))
     assert {count for count, _ in needles} >= {*range(1, 12)}
+    few = sum(times for (count, _), times in needles.items() if count < 8)
+    assert few / 400 == pytest.approx(math.log(8) / math.log(65), abs=0.1)
     assert {asked for count, asked in needles if count == 2} == {1, 2}
     assert 50 < max(asked for _, asked in needles) <= max(n for n, _ in needles) <= 64
     assert {hops for hops, _ in chains} == {*range(5)}
@@ -213,7 +229,10 @@ def test_a_shard_depends_on_the_seed_and_not_on_the_workers(command, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lab-niah --documents 1 --context 100", "--context 100: documents have at least 128"),
+        (
+            "lab-niah --documents 1 --context 20",
+            "--context 20: a problem without its filler has 21 tokens; raise it, or hide less",
+        ),
         (
             "lab-niah-problems --problems 1 --context 128 --needles 30",
             "--context 128: a problem without its filler has 253 tokens; raise it, or hide less",
@@ -222,7 +241,10 @@ def test_a_shard_depends_on_the_seed_and_not_on_the_workers(command, tmp_path: P
             "lab-niah-problems --problems 1 --context 8192 --needles 700",
             "699 names are needed and there are 634; hide less",
         ),
-        ("lab-variable-tracking --documents 1 --context 100", "--context 100: documents have"),
+        (
+            "lab-variable-tracking --documents 1 --context 12",
+            "--context 12: a problem without its filler has",
+        ),
         (
             "lab-variable-tracking-problems --problems 1 --context 256",
             "--context 256: a problem without its filler has 292 tokens; raise it, or hide less",
