@@ -78,15 +78,16 @@ def drawn_counts(
             for one it is.
     """
     largest = max(n for n in range(1, most + 1) if n == 1 or fits(n, 1))
-    count = int(_log_uniform(rng, 1, largest + 1))
+    count = int(math.exp(rng.uniform(0, math.log(largest + 1))))
     return count, rng.randint(1, max(n for n in range(1, count + 1) if n == 1 or fits(count, n)))
 
 
 def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
     """Lines of filler of a training document, from none to a full context.
 
-    The tokens of the document have a uniform logarithm: every length is trained on, and what is
-    hidden in short documents is learned first.
+    Short documents are the most frequent ones, because a model learns from them first what to look
+    for: between the length without filler and the context, the logarithm of a document's length is
+    distributed like the square of a uniform number.
 
     Args:
         rng: Draws the number.
@@ -98,11 +99,8 @@ def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
         DataError: What must be hidden does not fit.
     """
     most = lines_that_fit(context, taken, line)
-    return min(most, int(_log_uniform(rng, taken, context + 1) - taken) // line)
-
-
-def _log_uniform(rng: random.Random, low: float, high: float) -> float:
-    return math.exp(rng.uniform(math.log(low), math.log(high)))
+    size = taken * ((context + 1) / taken) ** rng.random() ** 2
+    return min(most, int(size - taken) // line)
 
 
 def lines_that_fit(context: int, taken: int, line: int) -> int:

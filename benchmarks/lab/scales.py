@@ -163,7 +163,7 @@ SCALES = {
         policies=("h2o", "tova", "quest"),
         budget_ratios=(2, 3, 4),
         lengths=(1,),
-        teacher=("optim.lr=5e-4", "stage.pretrain.steps=5000"),
+        teacher=("optim.lr=7e-4", "stage.pretrain.steps=5000"),
     ),
     "toy": Scale(
         experiment="lab_teacher_s",
