@@ -6,8 +6,9 @@
   without eviction, each with as many sequences as fit.
 - fork: 8 chains from one prompt of 8,192 tokens, beside one chain.
 - chains: 3,200 sampled chains of 204 to 2,048 tokens on a model of 12.7M weights, from 40 prompts.
-- requests: 1,000 requests of 1 to 16,384 tokens on a small model in float32, one at a time and all
-  together in a cache that holds a third of them. Their tokens are compared.
+- requests: 1,000 requests of 1 to 16,384 tokens, half of them but at most 1,024 generated, on a
+  small model in float32, one at a time and all together in a cache that holds a third of them.
+  Their tokens are compared.
 
 Writes `throughput.json` into the folder of the device. Weights are random; every number is that of
 one run after a warm-up.
@@ -192,12 +193,13 @@ def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     count, longest, new = (1000, 16384, 1024) if device.type == "cuda" else (12, 900, 128)
     model = random_model("small", KEPT, device, torch.float32)
     draw, vocab = random.Random(0), model.architecture.vocab_size
-    # the shortest first: many are admitted together, and then need more than they had
-    lengths = sorted(round(longest ** draw.random()) for _ in range(count))
-    work = [
-        ([draw.randrange(vocab) for _ in range(n)], round(new ** draw.uniform(0.5, 1)))
-        for n in lengths
-    ]
+    # the longest first: where they end, many short ones are admitted, which double their length
+    lengths = sorted((round(longest ** draw.random()) for _ in range(count)), reverse=True)
+    work = []
+    for tokens in lengths:
+        generated = max(1, min(tokens // 2, new))
+        prompt = [draw.randrange(vocab) for _ in range(max(1, tokens - generated))]
+        work.append((prompt, generated))
     found, seconds, cache_bytes, preemptions, held = [], [], 2**30, 0, 0
     for together in (1, count):
         options = EngineOptions(
@@ -216,7 +218,7 @@ def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
         del engine
     return {
         "requests": count,
-        "prompt_tokens": sum(lengths),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in work),
         "new_tokens": sum(map(len, found[0])),
         "equal": sum(a == b for a, b in zip(*found, strict=True)),
         "preemptions": preemptions,
