@@ -286,7 +286,7 @@ class Meter:
             peak_live_bytes=self._peak[0] * slot_bytes,
             allocated_bytes=self._last[1] * slot_bytes,
             peak_allocated_bytes=self._peak[1] * slot_bytes,
-            cr_factors=self.tokens / torch.from_numpy(self._live).double().clamp(min=1),
+            cr_factors=torch.from_numpy(self.tokens / np.maximum(self._live, 1).astype(np.float64)),
             trace=self._report_trace() if self._traced else None,
         )
 
@@ -307,7 +307,7 @@ class TotalMeter:
         self._cache, self._rows = cache, rows
         self._requests = self._tokens = 0
         self._reads = self._prefill_reads = 0.0
-        self._held: Tensor | None = None  # float64 [l, h], summed over finished requests
+        self._held: NDArray[Any] | None = None  # float64 [l, h], summed over finished requests
         self._peak_tokens, self._peak_bytes = 0.0, 0
 
     def step(self, live: Tensor | None = None) -> None:
@@ -329,7 +329,7 @@ class TotalMeter:
         self._reads += request.kv_reads
         self._prefill_reads += request.prefill_reads
         if request.tokens:
-            held = request.tokens / request.cr_factors
+            held = request.tokens / request.cr_factors.numpy()  # quicker than torch for so few
             self._held = held if self._held is None else self._held + held
 
     def report(self) -> TotalKV | None:
@@ -346,5 +346,5 @@ class TotalMeter:
             peak_live_bytes=self._peak_bytes,
             allocated_bytes=self._cache.allocated_bytes,
             peak_allocated_bytes=self._cache.peak_bytes,
-            cr_factors=self._tokens / self._held,
+            cr_factors=torch.from_numpy(self._tokens / self._held),
         )

@@ -169,7 +169,7 @@ class InferenceEngine:
         Nothing is generated. The prompt is computed once, with the cache as the model has it when
         it generates; the continuations start from there. `step` returns the request when it has
         finished: `outputs` has an entry for each continuation, with its tokens and their
-        `logprobs`, each with the most likely token in `top`.
+        `scores`.
 
         Args:
             prompt: As in `add_request`.
@@ -186,7 +186,7 @@ class InferenceEngine:
             raise InferenceError("a continuation is empty; give at least one token")
         for continuation in continuations:
             self._require_ids("a continuation", continuation)
-        params = SamplingParams(n=len(continuations), max_tokens=longest, logprobs=1)
+        params = SamplingParams(n=len(continuations), max_tokens=longest)
         request = self._request(params)
         request.final_only = True
         self._add_prompt(request, prompt, params, new_tokens=longest - 1)
@@ -465,9 +465,8 @@ class InferenceEngine:
             if sequence.given_only and not sequence.remaining:
                 self._observe(sequence)
                 sequence.finish_reason = "length"
-        ready = [i for i, (s, _) in enumerate(batch) if not s.remaining and not s.given_only]
-        chosen = [batch[index][0] for index in ready]
-        sampled = sample(logits[ready], [s.sampling_row() for s in chosen])
+        chosen = [sequence for sequence, _ in batch if sequence.is_sampled]
+        sampled = sample(logits, [s.sampling_row() for s in chosen]) if chosen else []
         for sequence, token in zip(chosen, sampled, strict=True):
             self._observe(sequence)
             sequence.append(token)
@@ -526,4 +525,5 @@ class InferenceEngine:
             logprobs=None if sequence.params.logprobs is None else list(sequence.logprobs),
             kv=sequence.meter.report(),
             seconds=sequence.advanced - sequence.started,
+            scores=sequence.scores,
         )

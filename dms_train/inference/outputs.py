@@ -22,6 +22,18 @@ class TokenLogprobs(NamedTuple):
     text_offset: int = 0
 
 
+class GivenScores(NamedTuple):
+    """Scores of given tokens, in their order.
+
+    Attributes:
+        logprobs: Log-probability of each, before temperature, penalties and bias.
+        greedy: Whether temperature 0 takes it.
+    """
+
+    logprobs: list[float]
+    greedy: list[bool]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One continuation.
@@ -35,6 +47,8 @@ class CompletionOutput:
         finish_reason: `stop`, `length`, `timeout` (the request's time was over), `memory` (the
             cache cannot hold it), or None while it runs.
         logprobs: One entry for each of `token_ids`; None unless asked for.
+        scores: Of `token_ids` that were given to `InferenceEngine.add_scoring`; None for generated
+            ones.
         kv: What the cache has cost so far.
         seconds: From `add_request`, or the turn of a conversation, to the newest generated token.
     """
@@ -46,6 +60,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None
     kv: RequestKV = field(compare=False)
     seconds: float = field(compare=False)
+    scores: GivenScores | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

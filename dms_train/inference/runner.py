@@ -115,10 +115,11 @@ class ModelRunner:
 
         Args:
             batch: Sequences with rows and how many tokens each computes.
-            every: Return the logits of every token instead of each sequence's last.
+            every: Return the logits of every token, of a batch of one sequence.
 
         Returns:
-            float [b, vocab] in the order of the batch; of one sequence with `every`, [n, vocab].
+            float [b, vocab] behind the last token of each sequence that `is_sampled` then, in the
+            order of the batch; with `every`, [n, vocab].
         """
         # one token each, then parts of prompts
         order = sorted(range(len(batch)), key=lambda i: (batch[i][1] > 1, batch[i][0].row))
@@ -127,9 +128,10 @@ class ModelRunner:
         hidden = self._forward(ordered)
         score(self.model.decoder, hidden, wanted)
         if not every:
-            ends = list(accumulate(batch[i][1] for i in order))
-            last = [end - 1 for _, end in sorted(zip(order, ends, strict=True))]
-            hidden = hidden[sent(last, self._device)]
+            ends = accumulate(batch[i][1] for i in order)
+            places = sorted(zip(order, ends, strict=True))
+            last = [end - 1 for i, end in places if batch[i][0].is_sampled]
+            hidden = hidden[sent(last, self._device)] if last else hidden[:0]
         return self.model.decoder.logits(hidden)
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> Tensor:
@@ -160,7 +162,8 @@ class ModelRunner:
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether `launch` takes the next token of a sequence, which is sampled in a plain way."""
-        if self._graphs is None or sequence.remaining != 1 or not sequence.params.plain:
+        plain = sequence.params.plain and not sequence.given_only
+        if self._graphs is None or sequence.remaining != 1 or not plain:
             return False
         ahead = sequence.computed - sequence.prompt_end
         return ahead >= 0 or (ahead == -1 and self._decodes_prompts)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
+from dms_train.inference.token_scores import HostScores, token_scores
 from dms_train.kernels.layers.sampling_limits import WEIGHT_BITS
 from dms_train.method.splitmix import GOLDEN, mix, uniform
 
@@ -154,26 +155,6 @@ def _logprobs(logits: Tensor, tokens: Tensor, rows: list[SamplingRow]) -> dict[i
     if not tops:
         return {}
     places = list(tops)
-    found = token_logprobs(logits[places], tokens[places], list(tops.values()))
-    return dict(zip(places, found, strict=True))
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, tops: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of given tokens and of the most likely ones.
-
-    Args:
-        logits: [b, vocab].
-        tokens: int64 [b].
-        tops: How many of the most likely tokens to return for each row. The first one is that of
-            the argmax, which temperature 0 takes, also where several have the same logit.
-    """
-    shares = logits.float().log_softmax(-1)
-    own = shares.gather(1, tokens[:, None])[:, 0].tolist()
-    values, ids = (x.tolist() for x in shares.topk(min(max(tops), shares.shape[1])))
-    best = logits.argmax(-1).tolist()
-    found = []
-    for row, top in enumerate(tops):
-        first = [(best[row], values[row][0])] if top else []
-        ranked = dict([*first, *zip(ids[row], values[row], strict=True)])
-        found.append(TokenLogprobs(own[row], dict(list(ranked.items())[:top])))
-    return found
+    found = token_scores(logits[places], tokens[places], max(tops.values()))
+    entries = HostScores.of(found.cpu()).entries(list(tops.values()))
+    return dict(zip(places, entries, strict=True))

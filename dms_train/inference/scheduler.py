@@ -84,6 +84,11 @@ class SequenceState:
         return self.limit is None or not self.ahead or self.length < self.limit
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether its next token is sampled now: all others are computed."""
+        return not self.remaining and not self.given_only
+
+    @property
     def awaits_leader(self) -> bool:
         """Whether another sequence is about to compute its prompt."""
         leader = self.leader

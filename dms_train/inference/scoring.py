@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dms_train.inference.devices import sent
 from dms_train.inference.given_tokens import GivenTokens
 from dms_train.inference.models.decoder import Decoder
-from dms_train.inference.sampler import token_logprobs
 from dms_train.inference.sequence import Sequence
+from dms_train.inference.token_scores import HostScores, token_scores
 
 _BLOCK_LOGITS = 2**25  # of these many fp32 numbers, 128 MiB, log-probabilities are taken at a time
 
 
 class WantedLogits(NamedTuple):
-    """A token of a forward pass whose logits are wanted.
+    """Neighbouring tokens of a forward pass whose logits are wanted.
 
     Attributes:
-        place: Of the token in the pass.
-        following: The token behind it, which is scored.
-        given: Takes the result.
+        places: Of the tokens in the pass.
+        following: The token behind each of them, which is scored.
+        given: Takes the results.
     """
 
-    place: int
-    following: int
+    places: range
+    following: list[int]
     given: GivenTokens
 
 
@@ -38,10 +40,12 @@ def wanted_logits(batch: list[tuple[Sequence, int]]) -> list[WantedLogits]:
     found, begin = [], 0
     for sequence, count in batch:
         if sequence.given is not None:
-            shift = begin - sequence.computed
-            for position in sequence.given.positions(sequence.computed, count):
-                following = sequence.tokens[position + 1]
-                found.append(WantedLogits(shift + position, following, sequence.given))
+            positions = sequence.given.positions(sequence.computed, count)
+            if positions:
+                shift = begin - sequence.computed
+                places = range(positions.start + shift, positions.stop + shift)
+                following = sequence.tokens[positions.start + 1 : positions.stop + 1]
+                found.append(WantedLogits(places, following, sequence.given))
         begin += count
     return found
 
@@ -49,18 +53,33 @@ def wanted_logits(batch: list[tuple[Sequence, int]]) -> list[WantedLogits]:
 def score(decoder: Decoder, hidden: Tensor, wanted: list[WantedLogits]) -> None:
     """Append the log-probabilities that are wanted to their `GivenTokens`.
 
-    Logits are computed for these tokens only, in blocks of bounded size.
+    Logits are computed for these tokens only, in blocks of bounded size. All results are copied to
+    the host at once.
 
     Args:
         decoder: Of the pass.
         hidden: Its last hidden states, [t, hidden].
         wanted: From `wanted_logits`, in the order of the tokens.
     """
+    if not wanted:
+        return
+    numbers = [(np.arange(w.places.start, w.places.stop), np.array(w.following)) for w in wanted]
+    places, tokens = sent(np.concatenate(numbers, 1), hidden.device)
+    most = max(item.given.top or 0 for item in wanted)
     block = max(1, _BLOCK_LOGITS // decoder.architecture.vocab_size)
-    for begin in range(0, len(wanted), block):
-        part = wanted[begin : begin + block]
-        places, tokens = torch.tensor([item[:2] for item in part], device=hidden.device).T
-        logits = decoder.logits(hidden[places])
-        scores = token_logprobs(logits, tokens, [item.given.top for item in part])
-        for item, entry in zip(part, scores, strict=True):
-            item.given.found.append(entry)
+    parts = [
+        token_scores(decoder.logits(hidden[some]), following, most)
+        for some, following in zip(places.split(block), tokens.split(block), strict=True)
+    ]
+    found = torch.cat(parts).cpu().split([len(item.places) for item in wanted])
+    for item, rows in zip(wanted, found, strict=True):
+        _note(item, HostScores.of(rows))
+
+
+def _note(item: WantedLogits, found: HostScores) -> None:
+    """Append the results of neighbouring tokens."""
+    given = item.given
+    given.scores.logprobs.extend(found.logprobs[:, 0].tolist())
+    given.scores.greedy.extend((found.ids[:, 0] == torch.tensor(item.following)).tolist())
+    if given.top is not None:
+        given.entries.extend(found.entries([given.top] * len(item.following)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dms_train.inference.accounting import Meter
 from dms_train.inference.given_tokens import GivenTokens
 from dms_train.inference.options import SamplingParams
-from dms_train.inference.outputs import TokenLogprobs
+from dms_train.inference.outputs import GivenScores, TokenLogprobs
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.sampler import SampledToken, SamplingRow, signed_seed
 from dms_train.inference.scheduler import SequenceState
@@ -69,7 +69,14 @@ class Sequence(SequenceState):
         """Of the tokens of the prompt so far, None for the first one; None unless asked for."""
         if self.given is None or self.params.prompt_logprobs is None:
             return None
-        return [None, *self.given.found]
+        return [None, *self.given.entries]
+
+    @property
+    def scores(self) -> GivenScores | None:
+        """Of the tokens that follow the prompt; None if they are sampled."""
+        if self.given is None or self.given.top is not None:
+            return None
+        return self.given.scores
 
     @property
     def prefilling(self) -> bool:
@@ -132,12 +139,7 @@ class Sequence(SequenceState):
         """
         self.tokens += continuation
         self.given_only = True
-        self.given = GivenTokens(
-            start=self.prompt_end,
-            end=len(self.tokens),
-            top=self.params.logprobs or 0,
-            found=self.logprobs,
-        )
+        self.given = GivenTokens(start=self.prompt_end, end=len(self.tokens))
 
     def sampling_row(self) -> SamplingRow:
         """What the sampler needs for the next token."""

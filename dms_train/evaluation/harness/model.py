@@ -319,10 +319,8 @@ def _tokenizer(directory: Path) -> Any:
 
 
 def _answer(done: CompletionOutput) -> Answer:
-    assert done.logprobs is not None
-    pairs = list(zip(done.token_ids, done.logprobs, strict=True))
-    greedy = all(next(iter(entry.top)) == token for token, entry in pairs)
-    return sum(entry.logprob for _, entry in pairs), greedy
+    assert done.scores is not None
+    return sum(done.scores.logprobs), all(done.scores.greedy)
 
 
 def _require_whole(output: RequestOutput) -> None:

@@ -10,7 +10,7 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.inference.sampler import token_logprobs
+from dms_train.inference.token_scores import HostScores, token_scores
 from dms_train.kernels.decode import kernels as decode
 from tests.unit.hf import conftest as hf
 from tests.unit.inference.conftest import (
@@ -39,6 +39,15 @@ def exact(ids: list[int], family: str = "llama") -> torch.Tensor:
 
 
 def assert_scores(found, ids: list[int], first: int) -> None:
+    """Scores of the tokens from position `first` on are those of the exact model."""
+    wanted = exact(ids)[first - 1 : -1]
+    assert len(found.logprobs) == len(found.greedy) == len(ids) - first
+    exactly = [row[token].item() for row, token in zip(wanted, ids[first:], strict=True)]
+    assert found.logprobs == pytest.approx(exactly, abs=1e-4)
+    assert found.greedy == [int(row.argmax()) == t for row, t in zip(wanted, ids[first:])]
+
+
+def assert_entries(found, ids: list[int], first: int) -> None:
     """Entries from position `first` on are those of the exact model."""
     wanted = exact(ids)
     assert len(found) == len(ids) - first
@@ -67,7 +76,7 @@ def test_prompt_logprobs(folder, length):
     llm, ids = LLM(folder("llama", DMS), **SIZES), random_ids(length)
     output = llm.generate(ids, PROMPT_ONLY)[0]
     assert output.prompt_logprobs[0] is None
-    assert_scores(output.prompt_logprobs[1:], ids, 1)
+    assert_entries(output.prompt_logprobs[1:], ids, 1)
     (done,) = output.outputs
     assert (done.token_ids, done.finish_reason, done.logprobs) == ([], "length", None)
     # nothing follows the last token, so that it is not computed
@@ -83,7 +92,7 @@ def test_continuations_share_a_prompt_that_is_computed_once(folder, chunk):
     output = score(engine, prompt, CHOICES)
     for done, choice in zip(output.outputs, CHOICES, strict=True):
         assert (done.token_ids, done.finish_reason) == (choice, "length")
-        assert_scores(done.logprobs, prompt + choice, len(prompt))
+        assert_scores(done.scores, prompt + choice, len(prompt))
     assert sum(counts) == len(prompt) - 1 + sum(map(len, CHOICES))
     assert engine.kv.kv_reads == 0
     assert (engine.free_rows, leaks(engine)) == (engine.options.max_num_seqs, 0)
@@ -108,11 +117,12 @@ def test_scores_of_generated_tokens_are_those_of_generating_them(folder, options
     (made,) = llm.generate(prompt, greedy)[0].outputs
     other = [*made.token_ids[:5], (made.token_ids[5] + 1) % 61]
     scored, wrong = score(llm.engine, prompt, [made.token_ids, other]).outputs
-    ours, theirs = ([entry.logprob for entry in o.logprobs] for o in (scored, made))
-    assert ours == pytest.approx(theirs, abs=1e-4)
-    assert [next(iter(entry.top)) for entry in scored.logprobs] == made.token_ids
-    assert [next(iter(entry.top)) for entry in wrong.logprobs] == made.token_ids[:6]
-    assert wrong.logprobs[5].logprob < made.logprobs[5].logprob
+    theirs = [entry.logprob for entry in made.logprobs]
+    assert scored.scores.logprobs == pytest.approx(theirs, abs=1e-4)
+    assert scored.scores.greedy == [True] * 12
+    assert wrong.scores.greedy == [True] * 5 + [False]
+    assert wrong.scores.logprobs[5] < theirs[5]
+    assert (scored.logprobs, made.scores) == (None, None)
 
 
 def test_prompt_logprobs_change_no_generated_token(folder):
@@ -122,7 +132,7 @@ def test_prompt_logprobs_change_no_generated_token(folder):
     expected, output = llm.generate(prompt, plain)[0], llm.generate(prompt, asked)[0]
     assert output.outputs == expected.outputs
     assert expected.prompt_logprobs is None
-    assert_scores(output.prompt_logprobs[1:], prompt, 1)
+    assert_entries(output.prompt_logprobs[1:], prompt, 1)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -140,9 +150,9 @@ def test_a_small_pool_changes_no_score(folder, shared):
     assert engine.preemptions > 0
     for request, prompt in asked.items():
         for done, choice in zip(found[request].outputs, CHOICES, strict=True):
-            assert_scores(done.logprobs, prompt + choice, len(prompt))
+            assert_scores(done.scores, prompt + choice, len(prompt))
     for request, prompt in echoed.items():
-        assert_scores(found[request].prompt_logprobs[1:], prompt, 1)
+        assert_entries(found[request].prompt_logprobs[1:], prompt, 1)
     assert leaks(engine) == 0
 
 
@@ -157,7 +167,7 @@ def test_snapshots_of_prompts_that_begin_alike_give_the_same_scores(folder):
         held = [done.kv.cached_tokens for done in output.outputs]
         assert held == [50 if number > 1 else 0, *[len(prompt) - 1] * 3]
         for done, choice in zip(output.outputs, CHOICES, strict=True):
-            assert_scores(done.logprobs, prompt + choice, len(prompt))
+            assert_scores(done.scores, prompt + choice, len(prompt))
     asked = {engine.add_scoring(prompt, CHOICES): prompt for prompt in prompts * 3}
     for request, output in run(engine).items():  # those at the ends of prompts do not displace it
         held = [done.kv.cached_tokens for done in output.outputs]
@@ -167,14 +177,14 @@ def test_snapshots_of_prompts_that_begin_alike_give_the_same_scores(folder):
     request = engine.add_request(prompts[0], PROMPT_ONLY)
     output = run(engine)[request]
     assert output.outputs[0].kv.cached_tokens == 0
-    assert_scores(output.prompt_logprobs[1:], prompts[0], 1)
+    assert_entries(output.prompt_logprobs[1:], prompts[0], 1)
 
 
 def test_the_longest_text_that_can_be_scored(folder):
     llm, ids = LLM(folder("llama", DMS), max_model_len=40, **SIZES), random_ids(41)
-    assert_scores(llm.generate(ids, PROMPT_ONLY)[0].prompt_logprobs[1:], ids, 1)
+    assert_entries(llm.generate(ids, PROMPT_ONLY)[0].prompt_logprobs[1:], ids, 1)
     (done,) = score(llm.engine, ids[:3], [ids[3:]]).outputs
-    assert_scores(done.logprobs, ids, 3)
+    assert_scores(done.scores, ids, 3)
     with pytest.raises(InferenceError, match="the model takes 40"):
         llm.generate(random_ids(42), PROMPT_ONLY)
     with pytest.raises(InferenceError, match="the model takes 40"):
@@ -188,17 +198,17 @@ def test_logits_are_computed_for_a_block_of_the_wanted_tokens_at_a_time(folder, 
     head.register_forward_hook(lambda _module, inputs, _output: rows.append(len(inputs[0])))
     prompt, choice = random_ids(50), random_ids(10, seed=1)
     (done,) = score(engine, prompt, [choice]).outputs
-    assert_scores(done.logprobs, prompt + choice, len(prompt))
-    steps = 4  # 59 tokens in chunks of 16, each of which gives the logits of its last token
+    assert_scores(done.scores, prompt + choice, len(prompt))
     assert max(rows) == 3
-    assert sum(rows) == steps + len(choice)
+    assert sum(rows) == len(choice)
 
 
 def test_the_first_of_equal_logits_is_the_one_that_greedy_decoding_takes():
     logits = torch.zeros(1, 512)
     logits[:, 170:] = 1.0
     for token in (0, 170, 511):
-        (entry,) = token_logprobs(logits, torch.tensor([token]), [2])
+        found = token_scores(logits, torch.tensor([token]), 2)
+        (entry,) = HostScores.of(found).entries([2])
         assert next(iter(entry.top)) == 170 == int(logits.argmax())
         assert len(entry.top) == 2
         assert entry.logprob == pytest.approx(logits.log_softmax(-1)[0, token].item(), abs=1e-6)
