@@ -8,6 +8,7 @@ token, but not be cut later: evicted tokens are gone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dms_train.inference.cache.interface import Snapshot
@@ -46,12 +47,11 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, tokens: list[int], snapshot: Snapshot, owner: str | None) -> None:
-        """Keep a snapshot, unless there is one of these tokens; another may be released for it."""
+    def add(self, tokens: list[int], take: Callable[[], Snapshot], owner: str | None) -> None:
+        """Take a snapshot, unless there is one of these tokens; another may be released for it."""
         if any(entry.owner == owner and entry.tokens == tokens for entry in self._entries):
-            snapshot.release()
             return
-        self._entries.append(_Entry(tokens, snapshot, owner))
+        self._entries.append(_Entry(tokens, take(), owner))
         shared = [entry for entry in self._entries if entry.owner is None]
         if len(shared) > self._most:
             self._release(shared[0])

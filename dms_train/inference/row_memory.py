@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from dms_train.inference.cache.interface import KVCache
@@ -29,6 +31,7 @@ class RowMemory:
         self._rows = torch.arange(options.max_num_seqs, device=options.device)
         self._shared = options.enable_prefix_caching and cache.policy.shareable
         self._prefixes = PrefixCache(options.max_num_seqs)
+        self._placed: dict[int, Sequence] = {}  # by row
 
     def free_pages(self, least: int) -> float:
         """Pages that neither a row nor a snapshot holds; infinite without a limit."""
@@ -45,6 +48,9 @@ class RowMemory:
     def free(self, row: int) -> None:
         """Empty a row."""
         self._cache.free(self._rows[row : row + 1])
+        del self._placed[row]
+        if isinstance(self._cache, PagedKVCache):
+            self._cache.shared_pages[row] = 0
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the longest snapshot that a sequence can start from."""
@@ -54,6 +60,7 @@ class RowMemory:
         """Put that snapshot into the row of a sequence, and plan the snapshots of its prompt."""
         assert sequence.row is not None
         self.assign(sequence)
+        self._placed[sequence.row] = sequence
         found = self._prefixes.restore(sequence.shareable, sequence.request_id, sequence.row)
         sequence.computed = found
         if not sequence.output or sequence.given_only:
@@ -92,12 +99,22 @@ class RowMemory:
 
     def _cuts(self, sequence: Sequence) -> tuple[int, ...]:
         """Where snapshots of a prompt are taken; its last token gives the first logits."""
-        cuts = []
-        if sequence.index == 0 and sequence.params.n > 1:
-            cuts.append(sequence.prompt_end - 1)
+        if sequence.index:
+            return ()  # the first continuation takes them
+        cuts = {sequence.prompt_end - 1} if sequence.params.n > 1 else set()
         if self._shared:
-            cuts.append(self._prefixes.common_prefix(sequence.tokens[: sequence.prompt_end]))
-        return tuple(cut for cut in sorted(set(cuts)) if cut > sequence.computed)
+            common = self._prefixes.common_prefix(sequence.tokens[: sequence.prompt_end])
+            if not self._is_planned(sequence.tokens[:common]):
+                cuts.add(common)
+        return tuple(cut for cut in sorted(cuts) if cut > sequence.computed)
+
+    def _is_planned(self, tokens: list[int]) -> bool:
+        """Whether another sequence with a row will take a snapshot of these tokens."""
+        count = len(tokens)
+        return any(
+            count in other.cuts and other.computed < count and other.tokens[:count] == tokens
+            for other in self._placed.values()
+        )
 
     def _take(self, sequence: Sequence) -> None:
         """Snapshot a row; other requests may use it with prefix caching only.
@@ -105,7 +122,7 @@ class RowMemory:
         That at the end of a scored prompt is for its own continuations in any case.
         """
         assert sequence.row is not None
-        snapshot = self._cache.snapshot(sequence.row)
+        take = partial(self._cache.snapshot, sequence.row)
         own = sequence.given_only and sequence.computed == sequence.prompt_end - 1
         owner = None if self._shared and not own else sequence.request_id
-        self._prefixes.add(sequence.tokens[: sequence.computed], snapshot, owner)
+        self._prefixes.add(sequence.tokens[: sequence.computed], take, owner)

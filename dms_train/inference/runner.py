@@ -140,6 +140,8 @@ class ModelRunner:
         if len(parts) == 1 and self._prompts and self._prompts.takes(parts[0][1], len(parts[0][2])):
             hidden, reads = self._prompts.step(*parts[0])
         else:
+            if isinstance(self.cache, PagedKVCache):
+                self.cache.reserve_copies([(row, len(tokens)) for row, _, tokens in parts])
             tokens = TokenBatch.ragged(parts, self._device)
             hidden, reads = self.model.decoder(tokens, self.cache)
         rows = sent([row for row, _, _ in parts], self._device)

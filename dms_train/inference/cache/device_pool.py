@@ -127,33 +127,15 @@ class DevicePool:
         at = self.free.left + torch.arange(count, device=self.device)
         return self.free.numbers[at]
 
-    def share(self, pages: Tensor) -> None:
-        """Add a holder to each of these pages, int32 [count], all different."""
-        self.sharing = True
-        self._holders[pages] += 1
+    def share(self, pages: Tensor, more: Tensor) -> None:
+        """Note more holders of pages.
 
-    def shared(self, pages: Tensor) -> Tensor:
-        """Which pages have several holders: int32 [...] to bool [...]."""
-        return self._holders[pages] > 1
-
-    def unshare(self, pages: Tensor) -> Tensor:
-        """Copy pages, int32 [count], and release the originals. Returns the copies, int32 [count].
-
-        The originals keep their content until pages are taken again.
+        Args:
+            pages: int32 [count].
+            more: int32 [count], how many; 0 for any entry that is not a page.
         """
-        copies = self.take(len(pages))
-        self.pages[copies] = self.pages[pages]
-        self.release(pages)
-        return copies
-
-    def release(self, pages: Tensor) -> None:
-        """Take a holder from pages, int32 [count]; those without one are free again."""
-        if self.sharing:
-            self._holders.index_add_(0, pages, torch.full_like(pages, -1))
-            pages = torch.unique(pages)
-            pages = pages[self._holders[pages] == 0]
-        self._left += len(pages)
-        self._push(pages)
+        self.sharing = True
+        self._holders.index_add_(0, pages, more)
 
     def _push(self, pages: Tensor) -> None:
         """Put pages without a holder on the stack."""

@@ -68,6 +68,8 @@ class PagedKVCache:
     Attributes:
         captures_prompts: Whether chunks of prompts may be captured as CUDA graphs.
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
+        shared_pages: Pages of each row that others may hold too, at most; snapshots set them, and
+            who frees the row.
     """
 
     captures_prompts = True
@@ -91,6 +93,9 @@ class PagedKVCache:
         places = -(-longest // pool.page_slots)
         self._tables = torch.zeros(*kv_lists, places, **put)
         self._lengths = torch.zeros(kv_lists, **put)
+        self._numbers = torch.arange(self._lengths.numel(), device=pool.device).view(kv_lists)
+        self._nothing = torch.zeros_like(self._lengths).view(-1)
+        self.shared_pages = [0] * rows
         self._rings = torch.zeros(*kv_lists, window + 1, **put)
         self._exponents: Tensor | None = None  # of FP8 pages
         self._wide: WidePages | None = None
@@ -150,9 +155,7 @@ class PagedKVCache:
 
     def most_copies(self, row: int, tokens: int) -> int:
         """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
-        if tokens == 1 or not self.pool.sharing:
-            return 0
-        return int(self.pool.shared(self._held(row)).sum())
+        return 0 if tokens == 1 or not self.pool.sharing else self.shared_pages[row]
 
     def snapshot(self, row: int) -> PagedSnapshot:
         """What a row holds now; its pages are shared."""
@@ -181,9 +184,8 @@ class PagedKVCache:
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
-        layers = torch.arange(len(self._lengths), device=rows.device)
-        lists = self._lists(layers[:, None], rows)
-        self._release(lists, torch.zeros_like(lists, dtype=torch.int32))
+        lists = self._numbers[:, rows].flatten()
+        self._release(lists, self._nothing[: len(lists)])
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
@@ -307,7 +309,7 @@ class PagedKVCache:
         if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             if self.pool.sharing:
-                table = self._own(layer, rows, table, changed)
+                table = self._own(layer, rows, lists, changed)
         tokens = Tokens(query, arrival.key, arrival.value)
         pages = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
@@ -378,11 +380,18 @@ class PagedKVCache:
         layers, _, heads, _ = self._tables.shape
         self.pool.reserve(layers * sequences * heads * self._pages_of(tokens))
 
-    def _lists(self, layer: int | Tensor, rows: Tensor) -> Tensor:
-        """Numbers of the KV lists of rows [b], of one layer or of layers [l, 1]: int64 [l*b*h]."""
-        _, count, heads = self._lengths.shape
-        head = torch.arange(heads, device=rows.device)
-        return ((layer * count + rows)[..., None] * heads + head).flatten()
+    def reserve_copies(self, parts: list[tuple[int, int]]) -> None:
+        """Have pages ready for what the next tokens copy.
+
+        Args:
+            parts: Rows, and how many tokens each computes in one pass.
+        """
+        if copies := sum(self.most_copies(row, tokens) for row, tokens in parts):
+            self.pool.reserve(copies)
+
+    def _lists(self, layer: int, rows: Tensor) -> Tensor:
+        """Numbers of the KV lists of rows [b] in a layer: int64 [b * h]."""
+        return self._numbers[layer, rows].flatten()
 
     def _claim(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, tokens: int
@@ -406,14 +415,12 @@ class PagedKVCache:
 
     def _release(self, lists: Tensor, lengths: Tensor) -> None:
         """Set the lengths of KV lists, int32, and give back the pages behind them."""
-        decode.page_kernels().release(
-            self._tables.flatten(0, 2),
-            self._lengths.view(-1),
-            lengths,
-            lists,
-            self.pool.free,
-            self.pool.page_slots,
-        )
+        self._give_back(self._tables.flatten(0, 2), self._lengths.view(-1), lengths, lists)
+
+    def _give_back(self, tables: Tensor, lengths: Tensor, after: Tensor, lists: Tensor) -> None:
+        """As `_release`, of these page tables with these lengths."""
+        kernels, size = decode.page_kernels(), self.pool.page_slots
+        kernels.release(tables, lengths, after, lists, self.pool.free, size)
         self.pool.changed()
 
     def _row_tensors(self) -> list[Tensor]:
@@ -424,11 +431,6 @@ class PagedKVCache:
         """What has an entry for each place, [layers, rows, h, p, ...]."""
         return [x for x in (self._tables, self._exponents) if x is not None]
 
-    def _held(self, row: int) -> Tensor:
-        """Pages of a row, int32 [pages of all layers and heads]."""
-        used = self._place() < self._pages(self._lengths[:, row])[..., None]
-        return self._tables[:, row][used]
-
     def _pages_of(self, slots: int) -> int:
         return -(-slots // self.pool.page_slots)
 
@@ -438,25 +440,27 @@ class PagedKVCache:
     def _place(self) -> Tensor:
         return torch.arange(self._tables.shape[-1], device=self.pool.device)
 
-    def _own(self, layer: int, rows: Tensor, table: Tensor, changed: Tensor) -> Tensor:
-        """Copy shared pages before they change.
+    def _own(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
+        """Copy shared pages before they change; `reserve_copies` has pages for them.
 
         Args:
             layer: Layer number.
             rows: int64 [b].
-            table: Of these rows, [b, h, p].
+            lists: Their KV lists.
             changed: Which of the pages are written, bool [b, h, p].
 
         Returns:
             The table afterwards.
         """
-        held = self._place()[: table.shape[-1]] < self._pages(self._lengths[layer, rows])[..., None]
-        copied = changed & held & self.pool.shared(table)
-        pages = table[copied]
-        if len(pages):
-            table = table.masked_scatter(copied, self.pool.unshare(pages))
-            self._tables[layer, rows, :, : table.shape[-1]] = table
-        return table
+        decode.page_kernels().own(
+            self._tables.flatten(0, 2),
+            self._lengths.view(-1),
+            changed.flatten(0, 1),
+            lists,
+            self.pool.pages,
+            self.pool.free,
+        )
+        return self._tables[layer, rows]
 
 
 class PagedSnapshot:
@@ -469,11 +473,14 @@ class PagedSnapshot:
 
     def __init__(self, cache: PagedKVCache, row: int) -> None:
         self._cache = cache
-        self._pages = cache._held(row)
-        places = int(cache._pages(cache._lengths[:, row]).max())
+        pages = cache._pages(cache._lengths[:, row])
+        places, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
         self._state = [x[:, row].clone() for x in cache._row_tensors()]
         self._tables = [x[:, row, :, :places].clone() for x in cache._place_tensors()]
-        cache.pool.share(self._pages)
+        held = cache._place()[:places] < pages[..., None]
+        self._pages = self._tables[0].masked_fill(~held, 0).flatten()
+        self._holds = held.flatten().int()
+        self._share(row)
 
     def restore(self, row: int) -> None:
         """Have an empty row hold the same pages."""
@@ -482,8 +489,15 @@ class PagedSnapshot:
             x[:, row] = stored
         for x, stored in zip(cache._place_tensors(), self._tables, strict=True):
             x[:, row, :, : stored.shape[2]] = stored
-        cache.pool.share(self._pages)
+        self._share(row)
 
     def release(self) -> None:
         """Give up its pages."""
-        self._cache.pool.release(self._pages)
+        tables, lengths = self._tables[0].flatten(0, 1), self._state[0].view(-1)
+        lists = self._cache._numbers.view(-1)[: len(lengths)]
+        self._cache._give_back(tables, lengths, self._cache._nothing[: len(lengths)], lists)
+
+    def _share(self, row: int) -> None:
+        """Note that a row and this snapshot hold the same pages."""
+        self._cache.pool.share(self._pages, self._holds)
+        self._cache.shared_pages[row] = self._count

@@ -396,7 +396,7 @@ class BudgetPagedCache(PagedKVCache):
         table = self._claim(layer, rows, lists, torch.maximum(counts, before), more)
         if self.pool.sharing:
             written = self._place() < self._pages(counts)[..., None]
-            table = self._own(layer, rows, table, written)
+            table = self._own(layer, rows, lists, written)
         most = int(counts.max())
         column = torch.arange(most, device=rows.device)
         order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)

@@ -26,6 +26,7 @@ from dms_train.kernels.decode.paged import (
     PagedCache,
     Step,
 )
+from dms_train.kernels.decode.triton_pages import own_page
 
 _NEVER, _ALWAYS = tl.constexpr(NEVER), tl.constexpr(ALWAYS)
 _EVICTION_CHANNEL, _SIGNAL = tl.constexpr(EVICTION_CHANNEL), tl.constexpr(SIGNAL)
@@ -118,48 +119,6 @@ def _page_of(
         if left < 0:
             tl.atomic_or(fault_ptr, _OUT_OF_PAGES)
     return page, fresh, stored, held
-
-
-@triton.jit
-def _own_page(
-    table_ptr,
-    pages_ptr,
-    numbers_ptr,
-    count_ptr,
-    fault_ptr,
-    holders_ptr,
-    place,
-    page,
-    held,
-    stored,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A page with this KV list as its only holder: the page or a copy, and whether there is one.
-
-    held is the number of holders. Each releases the page after it has copied it, so that the last
-    one may write at once.
-    """
-    if held > 1:
-        left = tl.atomic_add(count_ptr, -1) - 1
-        stored = left >= 0
-        copy = tl.load(numbers_ptr + left, mask=stored, other=0)
-        from_ptr, to_ptr = (
-            pages_ptr + page.to(tl.int64) * SIZE,
-            pages_ptr + copy.to(tl.int64) * SIZE,
-        )
-        for start in range(0, SIZE, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = (at < SIZE) & stored
-            tl.store(to_ptr + at, tl.load(from_ptr + at, mask=inside), mask=inside)
-        tl.debug_barrier()  # every warp has copied its part
-        if stored:
-            tl.atomic_add(holders_ptr + page, -1)
-            tl.store(table_ptr + place, copy)
-        else:
-            tl.atomic_or(fault_ptr, _OUT_OF_PAGES)
-        page = copy
-    return page, stored
 
 
 @triton.jit
@@ -351,7 +310,7 @@ def _append_kernel(
         used_key = tl.load(pair_ptr, mask=place < places, other=0).to(tl.int32)
         used_value = tl.load(pair_ptr + 1, mask=place < places, other=0).to(tl.int32)
     if holders_ptr is not None:
-        page, stored = _own_page(
+        page, stored = own_page(
             list_ptr, pages_ptr, numbers_ptr, count_ptr, fault_ptr,
             holders_ptr, place, page, held, stored, 2 * PAGE * D, 512,
         )  # fmt: skip

@@ -7,6 +7,7 @@ Shape letters: n KV lists of a cache, k of which are changed, p pages of a full 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +16,7 @@ from dms_train.kernels.decode.paged import LIST_FULL, OUT_OF_PAGES, FreePages
 
 _OUT_OF_PAGES, _LIST_FULL = tl.constexpr(OUT_OF_PAGES), tl.constexpr(LIST_FULL)
 _BLOCK = 128
+_COPIED = 1024  # numbers of a page that are copied at a time
 
 
 @triton.jit
@@ -78,6 +80,85 @@ def _release_kernel(
     tl.store(lengths_ptr + kv_list, after)
 
 
+@triton.jit
+def own_page(
+    table_ptr,
+    pages_ptr,
+    numbers_ptr,
+    count_ptr,
+    fault_ptr,
+    holders_ptr,
+    place,
+    page,
+    held,
+    stored,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A page with this KV list as its only holder: the page or a copy, and whether there is one.
+
+    held is the number of holders. Each releases the page after it has copied it, so that the last
+    one may write at once.
+    """
+    if held > 1:
+        left = tl.atomic_add(count_ptr, -1) - 1
+        stored = left >= 0
+        copy = tl.load(numbers_ptr + left, mask=stored, other=0)
+        from_ptr, to_ptr = (
+            pages_ptr + page.to(tl.int64) * SIZE,
+            pages_ptr + copy.to(tl.int64) * SIZE,
+        )
+        for start in range(0, SIZE, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = (at < SIZE) & stored
+            tl.store(to_ptr + at, tl.load(from_ptr + at, mask=inside), mask=inside)
+        tl.debug_barrier()  # every warp has copied its part
+        if stored:
+            tl.atomic_add(holders_ptr + page, -1)
+            tl.store(table_ptr + place, copy)
+        else:
+            tl.atomic_or(fault_ptr, _OUT_OF_PAGES)
+        page = copy
+    return page, stored
+
+
+@triton.jit
+def _own_kernel(
+    table_ptr,
+    lengths_ptr,
+    changed_ptr,
+    lists_ptr,
+    pages_ptr,
+    numbers_ptr,
+    count_ptr,
+    fault_ptr,
+    holders_ptr,
+    places,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    PLACES: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """Copy the shared ones of some neighbouring pages of a KV list."""
+    kv_list = tl.load(lists_ptr + tl.program_id(0)).to(tl.int64)
+    have = tl.minimum(tl.cdiv(tl.load(lengths_ptr + kv_list), PAGE), places)
+    list_ptr = table_ptr + kv_list * places
+    changed_ptr += tl.program_id(0).to(tl.int64) * places
+    first = tl.program_id(1) * PLACES
+    at = first + tl.arange(0, PLACES)
+    changes = tl.load(changed_ptr + at, mask=at < have, other=0) != 0
+    pages = tl.load(list_ptr + at, mask=changes, other=0)
+    holders = tl.load(holders_ptr + pages, mask=changes, other=1)
+    if tl.max(holders, 0) > 1:
+        for place in range(first, tl.minimum(first + PLACES, have)):
+            if tl.load(changed_ptr + place) != 0:
+                page = tl.load(list_ptr + place)
+                own_page(
+                    list_ptr, pages_ptr, numbers_ptr, count_ptr, fault_ptr, holders_ptr, place,
+                    page, tl.load(holders_ptr + page), place < places, SIZE, COPIED,
+                )  # fmt: skip
+
+
 def claim(
     table: Tensor, lengths: Tensor, after: Tensor, lists: Tensor, free: FreePages, page_slots: int
 ) -> None:
@@ -133,4 +214,37 @@ def release(
         PAGE=page_slots,
         BLOCK=_BLOCK,
         num_warps=1,
+    )
+
+
+def own(
+    table: Tensor, lengths: Tensor, changed: Tensor, lists: Tensor, pages: Tensor, free: FreePages
+) -> None:
+    """Have KV lists be the only holders of pages that change: others' pages are copied.
+
+    Args:
+        table: int32 [n, p], page numbers; updated.
+        lengths: int32 [n], slots in use.
+        changed: bool [k, p], pages that change, as far as they are in use.
+        lists: int64 [k], numbers of the KV lists, all different.
+        pages: All of them, [any, 2, s, d].
+        free: Where copies come from; with `holders`. `fault` is set if there are too few.
+    """
+    places = table.shape[-1]
+    _own_kernel[(len(lists), triton.cdiv(places, _BLOCK))](
+        table,
+        lengths,
+        changed.contiguous().view(torch.uint8),
+        lists,
+        pages,
+        free.numbers,
+        free.left,
+        free.fault,
+        free.holders,
+        places,
+        PAGE=pages.shape[2],
+        SIZE=pages[0].numel(),
+        PLACES=_BLOCK,
+        COPIED=_COPIED,
+        num_warps=4,
     )

@@ -238,24 +238,23 @@ def test_an_aborted_request_releases_its_snapshot(folder):
 
 def test_the_longest_usable_snapshot_is_taken_and_the_oldest_is_released():
     cache = PrefixCache(2)
-    snapshots = [Recorded() for _ in range(5)]
-    cache.add([1, 2], snapshots[0], None)
-    cache.add([1, 2, 3], snapshots[1], None)
-    cache.add([1, 2, 3, 4], snapshots[2], "other")
+    snapshots = [Recorded() for _ in range(4)]
+    cache.add([1, 2], lambda: snapshots[0], None)
+    cache.add([1, 2, 3], lambda: snapshots[1], None)
+    cache.add([1, 2, 3, 4], lambda: snapshots[2], "other")
     assert cache.length([1, 2, 3, 4, 5], "mine") == 3
     assert cache.length([1, 2, 3, 4, 5], "other") == 4
     assert cache.length([1, 2, 3], "mine") == 2  # one token is left to compute
     assert cache.length([2, 1], "mine") == 0
     assert cache.restore([1, 2, 9], "mine", row=7) == 2
     assert snapshots[0].rows == [7]
-    cache.add([1, 2], snapshots[3], None)  # known already
-    assert snapshots[3].released
-    cache.add([5], snapshots[4], None)
+    cache.add([1, 2], lambda: pytest.fail("taken again"), None)  # known already
+    cache.add([5], lambda: snapshots[3], None)
     assert [s.released for s in snapshots[:3]] == [False, True, False]
     cache.forget("other")
     assert snapshots[2].released
     assert cache.reclaim([5, 6], "mine")
-    assert [snapshots[0].released, snapshots[4].released] == [True, False]
+    assert [snapshots[0].released, snapshots[3].released] == [True, False]
     assert not cache.reclaim([5, 6], "mine")
     assert cache.reclaim(None, None)
     assert len(cache) == 0
