@@ -147,7 +147,7 @@ def _attend_prompt(
     chunk = prefill.plan_chunk(torch.cat([state.evicted, evicted], 2), state, window)
     pages = prefill.fresh_pages(key, int(chunk.lengths.max()))
     tokens = Tokens(query, key, value)
-    return prefill.extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)[0]
+    return prefill.extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)
 
 
 def _compact(key: Tensor, value: Tensor, evicted: Tensor, none: Tensor, pages: Pages) -> None:
@@ -227,7 +227,7 @@ def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
             clock[0].record()
             evicted = torch.cat([state[layer].evicted, evicted], 2)
             chunk = prefill.plan_chunk(evicted, state[layer], case.window)
-            _, state[layer] = prefill.extend_prompt(
+            prefill.extend_prompt(
                 Tokens(query, key, value),
                 chunk,
                 state[layer],
@@ -235,6 +235,7 @@ def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
                 window=case.window,
                 scale=case.d**-0.5,
             )
+            state[layer] = prefill.state_after(chunk, state[layer], case.window)
             clock[1].record()
             clock[1].synchronize()
             spent += clock[0].elapsed_time(clock[1])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dms_train.inference.devices import sent
@@ -63,23 +64,27 @@ def score(decoder: Decoder, hidden: Tensor, wanted: list[WantedLogits]) -> None:
     """
     if not wanted:
         return
-    numbers = [(np.arange(w.places.start, w.places.stop), np.array(w.following)) for w in wanted]
-    places, tokens = sent(np.concatenate(numbers, 1), hidden.device)
+    following = np.array([token for item in wanted for token in item.following])
+    numbers = np.stack([np.concatenate([np.array(item.places) for item in wanted]), following])
+    places, tokens = sent(numbers, hidden.device)
     most = max(item.given.top or 0 for item in wanted)
     block = max(1, _BLOCK_LOGITS // decoder.architecture.vocab_size)
     parts = [
-        token_scores(decoder.logits(hidden[some]), following, most)
-        for some, following in zip(places.split(block), tokens.split(block), strict=True)
+        token_scores(decoder.logits(hidden[some]), scored, most)
+        for some, scored in zip(places.split(block), tokens.split(block), strict=True)
     ]
-    found = torch.cat(parts).cpu().split([len(item.places) for item in wanted])
-    for item, rows in zip(wanted, found, strict=True):
-        _note(item, HostScores.of(rows))
+    _note(wanted, HostScores.of(torch.cat(parts).cpu()), following)
 
 
-def _note(item: WantedLogits, found: HostScores) -> None:
-    """Append the results of neighbouring tokens."""
-    given = item.given
-    given.scores.logprobs.extend(found.logprobs[:, 0].tolist())
-    given.scores.greedy.extend((found.ids[:, 0] == torch.tensor(item.following)).tolist())
-    if given.top is not None:
-        given.entries.extend(found.entries([given.top] * len(item.following)))
+def _note(wanted: list[WantedLogits], found: HostScores, tokens: NDArray[np.int64]) -> None:
+    """Append results, whose given tokens are `tokens` [t], to those that take them."""
+    logprobs, greedy = found.logprobs[:, 0].tolist(), (found.ids[:, 0].numpy() == tokens).tolist()
+    end = 0
+    for item in wanted:
+        part = slice(end, end + len(item.places))
+        end, given = part.stop, item.given
+        given.scores.logprobs.extend(logprobs[part])
+        given.scores.greedy.extend(greedy[part])
+        if given.top is not None:
+            some = HostScores(found.logprobs[part], found.ids[part])
+            given.entries.extend(some.entries([given.top] * len(item.places)))

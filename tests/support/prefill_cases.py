@@ -88,7 +88,7 @@ def as_one_chunk(p: Prompt, query: Tensor, key: Tensor, value: Tensor, evicted: 
     state = prefill.empty(p.b, p.h, p.window, torch.device(p.device))
     chunk = prefill.plan_chunk(torch.cat([state.evicted, evicted], 2), state, p.window)
     pages = nan_pages(key, int(chunk.lengths.max()), p.page_slots)
-    return prefill.extend_prompt(Tokens(query, key, value), chunk, state, pages, **p.how)[0]
+    return prefill.extend_prompt(Tokens(query, key, value), chunk, state, pages, **p.how)
 
 
 class InChunks:
@@ -131,8 +131,8 @@ class InChunks:
             chunk = prefill.plan_chunk(known, state, p.window)
             if self.shuffled:
                 state = self.shuffle(state)
-            out, state = prefill.extend_prompt(tokens, chunk, state, self.pages, **p.how)
-            outs.append(out)
+            outs.append(prefill.extend_prompt(tokens, chunk, state, self.pages, **p.how))
+            state = prefill.state_after(chunk, state, p.window)
             first = last
         return torch.cat(outs, 2), state
 

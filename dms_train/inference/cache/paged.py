@@ -295,16 +295,17 @@ class PagedKVCache:
     ) -> Attended:
         """A chunk of prompts through the kernels; `begins` if it is the first one."""
         window, d = self._rings.shape[-1] - 1, query.shape[-1]
-        real = (arrival.position >= 0).int()
+        real = arrival.position >= 0
         if begins:
             before = prefill.nothing(len(rows), self._lengths.shape[-1], query.device)
         else:
-            ring, seen = self._rings[layer, rows], arrival.position[:, 0].int()
-            before = prompt.state_before(self._lengths[layer, rows], ring, seen, self._rule.source)
+            seen, stored = arrival.position[:, 0].int(), (self._lengths[layer], self._rings[layer])
+            before = prompt.state_before(*stored, rows, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, real, self._rule)
         chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
         size, lists = self.pool.page_slots, self._lists(layer, rows)
-        table = self._claim(layer, rows, lists, chunk.lengths, query.shape[2])
+        lengths = chunk.lengths.flatten().contiguous()
+        table = self._claim(layer, rows, lists, lengths, query.shape[2])
         changed = None
         if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
@@ -313,7 +314,7 @@ class PagedKVCache:
         tokens = Tokens(query, arrival.key, arrival.value)
         pages = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
-            output, after = prefill.extend_prompt(
+            output = prefill.extend_prompt(
                 tokens,
                 chunk,
                 before,
@@ -329,10 +330,9 @@ class PagedKVCache:
             exponents = self._exponents[layer, rows]
             self._wide.write(table, exponents, chunk.lengths, changed)
             self._exponents[layer, rows] = exponents
-        self._release(lists, chunk.lengths.flatten().contiguous())
-        if self._rule.source != NEVER:
-            self._rings[layer, rows] = prompt.ring_after(after, window + 1)
-        return Attended(output, prompt.reads(chunk, before, window))
+        self._release(lists, lengths)
+        reads = prompt.settle(chunk, before, self._rings[layer], rows, self._rule.source)
+        return Attended(output, reads)
 
     def _prompt_pages(
         self, layer: int, rows: Tensor, table: Tensor, lengths: Tensor | None
@@ -396,7 +396,7 @@ class PagedKVCache:
     def _claim(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, tokens: int
     ) -> Tensor:
-        """Have pages for `lengths` [b, h] slots, after at most `tokens` more; nothing moves.
+        """Have pages for `lengths` int32 [b * h] slots, after at most `tokens` more; nothing moves.
 
         Returns:
             Page tables of the rows, int32 [b, h, p].
@@ -406,7 +406,7 @@ class PagedKVCache:
         decode.page_kernels().claim(
             self._tables.flatten(0, 2),
             self._lengths.view(-1),
-            lengths.flatten().contiguous(),
+            lengths,
             lists,
             self.pool.free,
             self.pool.page_slots,

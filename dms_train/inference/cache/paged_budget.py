@@ -393,7 +393,7 @@ class BudgetPagedCache(PagedKVCache):
         size, before = self.pool.page_slots, self._lengths[layer, rows]
         counts, lists = keep.sum(-1, dtype=torch.int32), self._lists(layer, rows)
         more = max(0, int((counts - before).max()))
-        table = self._claim(layer, rows, lists, torch.maximum(counts, before), more)
+        table = self._claim(layer, rows, lists, torch.maximum(counts, before).flatten(), more)
         if self.pool.sharing:
             written = self._place() < self._pages(counts)[..., None]
             table = self._own(layer, rows, lists, written)

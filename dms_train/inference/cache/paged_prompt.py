@@ -1,10 +1,10 @@
-"""Converts between the ring of a paged cache and the state of `kernels.prefill`.
+"""What a chunk of prompts finds in a paged cache, as the state of `kernels.prefill`.
 
-The ring says by token number in which slots the last tokens lie and which of them are marked for
-eviction; `kernels.prefill` takes them in the order of their positions.
+The ring of a paged cache says by token number in which slots the last tokens lie and which of them
+are marked for eviction; `kernels.prefill` takes them in the order of their positions.
 
-Shape letters: b sequences, h KV heads, n tokens of a chunk, w window, k recent tokens that a chunk
-includes.
+Shape letters: b sequences, h KV heads, r cache rows, n tokens of a chunk, w window, k recent tokens
+that a chunk includes.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from dms_train.kernels.prefill.lists import PrefillChunk
 from dms_train.kernels.prefill.sparse import PrefillState, last_slots, recent_tokens
 
 
-def state_before(lengths: Tensor, ring: Tensor, seen: Tensor, source: int) -> PrefillState:
+def state_before(
+    lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, source: int
+) -> PrefillState:
     """State of the KV lists of some rows before a chunk.
 
     Args:
-        lengths: int32 [b, h].
-        ring: int32 [b, h, w + 1], as in `kernels.decode.paged`.
+        lengths: int32 [r, h].
+        ring: int32 [r, h, w + 1], as in `kernels.decode.paged`.
+        rows: int64 [b].
         seen: int32 [b], tokens before the chunk.
         source: Where decisions come from.
     """
-    size = ring.shape[-1]
-    k = recent_tokens(size - 1)
-    back = torch.arange(k, 0, -1, dtype=torch.int32, device=ring.device)
-    token = seen[:, None] - back
-    held = ((token >= 0) & (back <= size))[:, None]
+    recent = recent_tokens(ring.shape[-1] - 1)
     if source == NEVER:  # there is no ring; nothing ever moves
-        return PrefillState(lengths, seen, torch.zeros_like(held).expand(*lengths.shape, k))
-    entry = ring.gather(2, (token % size).long()[:, None].expand(*lengths.shape, k))
-    slots = torch.where(held, entry // 2, -1)
-    return PrefillState(lengths, seen, held & (entry % 2 > 0), slots)
+        held = lengths[rows]
+        none = torch.zeros(*held.shape, recent, dtype=torch.bool, device=rows.device)
+        return PrefillState(held, seen, none)
+    from dms_train.kernels.prefill import triton_state
+
+    held, evicted, slots = triton_state.read_ring(lengths, ring, rows, seen, recent)
+    return PrefillState(held, seen, evicted, slots)
 
 
 def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: Decisions) -> Tensor:
@@ -45,7 +47,7 @@ def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: D
     Args:
         before: State before the chunk.
         signal: bool [b, h, n] by deciding token; None if the policy does not use it.
-        real: int32 [b, n], 1 for a token that exists.
+        real: bool [b, n], whether a token exists.
         rule: How decisions are made.
     """
     n, k = real.shape[1], before.evicted.shape[-1]
@@ -56,15 +58,15 @@ def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: D
         return torch.ones_like(whole)
     assert signal is not None
     if k == 0:  # the first chunk
-        decided = signal & (real[:, None] > 0)
+        decided = signal & real[:, None]
         return F.pad(decided[..., rule.shift :], (0, min(n, rule.shift)))
     governed = whole[..., k - rule.shift : k - rule.shift + n]
-    decided = torch.where(real[:, None] > 0, signal, governed)
+    decided = torch.where(real[:, None], signal, governed)
     return torch.cat([whole[..., : k - rule.shift], decided, whole[..., k - rule.shift + n :]], 2)
 
 
 def changed_pages(before: PrefillState, window: int, places: int, page_slots: int) -> Tensor:
-    """Pages that a chunk writes to: of the last tokens, and behind the older ones.
+    """Pages that a chunk writes to.
 
     Args:
         before: State before the chunk.
@@ -75,39 +77,37 @@ def changed_pages(before: PrefillState, window: int, places: int, page_slots: in
     Returns:
         bool [b, h, places].
     """
+    from dms_train.kernels.prefill import triton_state
+
     slots = before.slots
     if slots is None:
         slots = last_slots(before.lengths, before.seen, window)
-    older = before.lengths - (slots >= 0).sum(-1)
-    place = torch.arange(places, device=slots.device)
-    recent = torch.where(slots >= 0, slots // page_slots, places).long()  # the rest: one more place
-    found = torch.zeros(*slots.shape[:2], places + 1, dtype=torch.bool, device=slots.device)
-    found = found.scatter(2, recent, torch.ones_like(recent, dtype=torch.bool))[..., :-1]
-    return found | (place >= (older // page_slots)[..., None])
+    return triton_state.changed_pages(before.lengths, slots, places, page_slots)
 
 
-def ring_after(after: PrefillState, size: int) -> Tensor:
-    """The ring after a chunk, int32 [b, h, size]; lists end with the last tokens."""
-    k = after.evicted.shape[-1]
-    newest = (after.seen - 1)[:, None]
-    index = torch.arange(size, dtype=torch.int32, device=newest.device)
-    back = ((newest - index) % size + 1)[:, None]  # 1 for the newest token
-    marks = after.evicted.gather(2, (k - back).long().expand(*after.lengths.shape, size))
-    entry = 2 * (after.lengths[..., None] - back) + marks
-    return torch.where(back <= after.seen[:, None, None], entry, 0).int()
+def settle(
+    chunk: PrefillChunk, before: PrefillState, ring: Tensor, rows: Tensor, source: int
+) -> Tensor:
+    """Note the last tokens of a chunk in the ring, and count what its queries attend.
 
+    Args:
+        chunk: The chunk, whose tokens are stored.
+        before: State before it.
+        ring: int32 [r, h, w + 1]; updated, unless decisions come from nowhere.
+        rows: int64 [b].
+        source: Where decisions come from.
 
-def reads(chunk: PrefillChunk, before: PrefillState, window: int) -> Tensor:
-    """Slots that the queries of a chunk attend, summed over them: int64 [b, h]."""
-    k = before.evicted.shape[-1]
-    token = torch.arange(chunk.evicted.shape[-1], device=chunk.edges.device)
-    stop = chunk.stop[:, None]
-    first = token.clamp(min=k)  # of the queries that may read a token
-    last = stop.expand(-1, len(token))[:, None]
-    reach = torch.where(chunk.evicted, torch.minimum(last, token + window + 1), last)
-    there = (token >= chunk.start[:, None]) & (token < stop)
-    near = ((reach - first).clamp(min=0) * there[:, None]).sum(-1)
-    if k == 0:
-        return near
-    older = before.lengths - before.seen.clamp(max=window + 1)[:, None]
-    return near + older * (stop - k)
+    Returns:
+        Slots read, summed over the queries: int64 [b, h].
+    """
+    from dms_train.kernels.prefill import triton_state
+
+    return triton_state.settle(
+        chunk,
+        before.lengths,
+        before.seen,
+        recent=before.evicted.shape[-1],
+        ring=ring,
+        rows=rows,
+        writes=source != NEVER,
+    )

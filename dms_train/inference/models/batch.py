@@ -5,12 +5,16 @@ Shape letters: t tokens of a pass, b sequences of a group, n their most tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dms_train.inference.devices import sent
+
+Integers: TypeAlias = NDArray[np.int64]
 
 
 class Group(NamedTuple):
@@ -72,35 +76,38 @@ class TokenBatch(NamedTuple):
             parts: Of each sequence, its row, the position of its first token, and its tokens.
             device: Where the tensors go.
         """
-        single = sum(len(tokens) == 1 for _, _, tokens in parts)
-        flat = [token for _, _, tokens in parts for token in tokens]
-        position = [first + i for _, first, tokens in parts for i in range(len(tokens))]
-        groups = []
-        if single:
-            groups.append(_group(parts[:single], 0, device))
-        if single < len(parts):
-            groups.append(_group(parts[single:], single, device))
+        lengths = np.array([len(tokens) for _, _, tokens in parts])
+        flat = np.array([token for _, _, tokens in parts for token in tokens])
+        first = np.array([first for _, first, _ in parts])
+        begins = lengths.cumsum() - lengths
+        position = np.arange(len(flat)) + np.repeat(first - begins, lengths)
+        rows, single = np.array([row for row, _, _ in parts]), int((lengths == 1).sum())
+        halves = [part for part in (slice(single), slice(single, None)) if len(lengths[part])]
+        groups = [_group(rows[part], first[part], lengths[part], device) for part in halves]
+        if len(groups) == 2:
+            groups[1] = groups[1]._replace(tokens=slice(single, len(flat)))
         return cls(sent(flat, device), sent(position, device), groups)
 
 
-def _group(parts: list[tuple[int, int, list[int]]], start: int, device: torch.device) -> Group:
-    """Sequences as one group whose first token is number `start`."""
-    lengths = [len(tokens) for _, _, tokens in parts]
-    n, total = max(lengths), sum(lengths)
-    position = [
-        [*range(first, first + length), *[-1] * (n - length)]
-        for (_, first, _), length in zip(parts, lengths, strict=True)
-    ]
-    rows = sent([row for row, _, _ in parts], device)
-    at = sent(position, device)
-    empty = all(first == 0 for _, first, _ in parts)
-    group = Group(rows, at, slice(start, start + total), begins=empty)
-    if min(lengths) == n:
+def _group(rows: Integers, first: Integers, lengths: Integers, device: torch.device) -> Group:
+    """Sequences as the first group of a pass.
+
+    Args:
+        rows: Their cache rows, [b].
+        first: Positions of their first tokens, [b].
+        lengths: How many tokens they have, [b].
+        device: Where the tensors go.
+    """
+    n, total = int(lengths.max()), int(lengths.sum())
+    place = np.arange(n)
+    there = place < lengths[:, None]
+    position = np.where(there, first[:, None] + place, -1)
+    group = Group(
+        sent(rows, device), sent(position, device), slice(0, total), begins=not first.any()
+    )
+    if there.all():
         return group
-    begins = [sum(lengths[:i]) for i in range(len(lengths))]
-    source = [
-        [begin + min(i, length - 1) for i in range(n)]
-        for begin, length in zip(begins, lengths, strict=True)
-    ]
-    target = [i * n + j for i, length in enumerate(lengths) for j in range(length)]
+    begins = (lengths.cumsum() - lengths)[:, None]
+    source = begins + np.minimum(place, lengths[:, None] - 1)
+    (target,) = there.ravel().nonzero()
     return group._replace(source=sent(source, device), target=sent(target, device))

@@ -7,7 +7,8 @@ into pages and are the cache: a prompt may come in chunks, each of which extends
 
     chunk = plan_chunk(evicted, state, window)  # how long each list becomes
     ...                                         # allocate pages for chunk.lengths
-    out, state = extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)
+    out = extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)
+    state = state_after(chunk, state, window)
 
 Triton is imported on first use.
 
@@ -117,13 +118,14 @@ def empty(b: int, h: int, window: int, device: torch.device) -> PrefillState:
     """Before the first chunk."""
     counts = torch.zeros(b, h, dtype=torch.int32, device=device)
     none = torch.zeros(b, h, recent_tokens(window), dtype=torch.bool, device=device)
-    return PrefillState(counts, counts[:, 0], none)
+    return PrefillState(counts, counts[:, 0].contiguous(), none)
 
 
 def nothing(b: int, h: int, device: torch.device) -> PrefillState:
     """Before the first chunk, for callers who know that it is the first; its `evicted` is empty."""
     counts = torch.zeros(b, h, dtype=torch.int32, device=device)
-    return PrefillState(counts, counts[:, 0], counts.new_empty(b, h, 0, dtype=torch.bool))
+    seen = counts.view(-1)[:b]
+    return PrefillState(counts, seen, counts.new_empty(b, h, 0, dtype=torch.bool))
 
 
 def last_slots(lengths: Tensor, seen: Tensor, window: int) -> Tensor:
@@ -163,7 +165,7 @@ def extend_prompt(
     window: int,
     scale: float,
     evicts: bool = True,
-) -> tuple[Tensor, PrefillState]:
+) -> Tensor:
     """Store the next chunk of prompts in the pages of a layer and compute its attention.
 
     Args:
@@ -177,72 +179,43 @@ def extend_prompt(
             which are faster than those that read a list.
 
     Returns:
-        Output [b, h * r, n, d], and the state after the chunk.
+        Output [b, h * r, n, d].
     """
-    from dms_train.kernels.prefill import triton_pack
+    from dms_train.kernels.prefill import triton_pack, triton_state
 
-    recent = recent_tokens(window)
     if state.evicted.shape[-1] == 0:
         if evicts:
-            out = extend(tokens, chunk, pages, window=window, scale=scale)
-        else:
-            _pack(tokens, chunk, pages)
-            query, key, value = (x.transpose(1, 2) for x in tokens)
-            out = causal_attention(query, key, value, scale).transpose(1, 2)
-        return out, _state_after(chunk, chunk.stop, F.pad(chunk.evicted, (recent, 0)), recent)
+            return extend(tokens, chunk, pages, window=window, scale=scale)
+        _pack(tokens, chunk, pages)
+        query, key, value = (x.transpose(1, 2) for x in tokens)
+        return causal_attention(query, key, value, scale).transpose(1, 2)
     slots = state.slots
     if slots is None:
         slots = last_slots(state.lengths, state.seen, window)
     key, value = triton_pack.read_slots(pages, slots)
     if state.slots is not None:
-        close_gaps(pages, state.lengths, slots)
+        triton_state.close_gaps(pages, state.lengths, slots)
     key, value = torch.cat([key, tokens.key], 2), torch.cat([value, tokens.value], 2)
     whole = Tokens(tokens.query, key, value)
-    out = extend(whole, chunk, pages, window=window, scale=scale)
-    real = chunk.stop - recent
-    after = _state_after(chunk, real, chunk.evicted, recent)
-    return out, after._replace(seen=state.seen + real)
+    return extend(whole, chunk, pages, window=window, scale=scale)
 
 
-def _state_after(chunk: PrefillChunk, real: Tensor, evicted: Tensor, recent: int) -> PrefillState:
-    """State after a first chunk of `real` tokens [b].
+def state_after(chunk: PrefillChunk, state: PrefillState, window: int) -> PrefillState:
+    """State after a chunk.
 
     Args:
-        chunk: The chunk.
-        real: int32 [b], its tokens.
-        evicted: bool [b, h, recent + n], those of the tokens before it first.
-        recent: Tokens before it.
+        chunk: From `plan_chunk`.
+        state: What `plan_chunk` was given.
+        window: Distance up to which every key is read, in tokens.
     """
+    recent, evicted, real = recent_tokens(window), chunk.evicted, chunk.stop
+    if state.evicted.shape[-1] == 0:
+        evicted = F.pad(evicted, (recent, 0))
+    else:
+        real = real - recent
     places = real[:, None, None] + torch.arange(recent, device=evicted.device)
     last = evicted.gather(2, places.expand(*evicted.shape[:2], -1))
-    return PrefillState(chunk.lengths, real, last)
-
-
-def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
-    """Move the last tokens of each list into the slots of those that leave it.
-
-    Args:
-        pages: Where the lists lie.
-        lengths: int32 [b, h], before.
-        leaving: int32 [b, h, k], slots of tokens that leave, -1 for none.
-    """
-    from dms_train.kernels.prefill import triton_pack
-
-    k = leaving.shape[-1]
-    gone = (leaving >= 0).sum(-1, keepdim=True)
-    cut = lengths[..., None] - gone  # length afterwards
-    hole = (leaving >= 0) & (leaving < cut)
-    in_tail = leaving >= cut
-    place = torch.where(in_tail, leaving - cut, k).long()
-    leaves = torch.zeros(*leaving.shape[:2], k + 1, dtype=torch.bool, device=leaving.device)
-    leaves = leaves.scatter(2, place, torch.ones_like(in_tail))[..., :k]
-    tail = torch.arange(k, dtype=torch.int32, device=leaving.device)
-    source = torch.where(~leaves & (tail < gone), cut + tail, -1)
-    # as many tokens move as there are holes: both lists, in order, from the front
-    source = source.gather(2, (source < 0).int().argsort(dim=-1, stable=True)).int()
-    target = torch.where(hole, leaving, -1)
-    target = target.gather(2, (target < 0).int().argsort(dim=-1, stable=True))
-    triton_pack.write_slots(pages, target, *triton_pack.read_slots(pages, source))
+    return PrefillState(chunk.lengths, state.seen + real, last)
 
 
 def fresh_pages(like: Tensor, slots: int, page_slots: int = PAGE_SLOTS) -> Pages:
