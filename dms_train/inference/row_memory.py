@@ -48,7 +48,7 @@ class RowMemory:
     def free(self, row: int) -> None:
         """Empty a row."""
         self._cache.free(self._rows[row : row + 1])
-        del self._placed[row]
+        self._placed.pop(row, None)  # absent if placing it has failed
         if isinstance(self._cache, PagedKVCache):
             self._cache.shared_pages[row] = 0
 
@@ -104,16 +104,17 @@ class RowMemory:
         cuts = {sequence.prompt_end - 1} if sequence.params.n > 1 else set()
         if self._shared:
             common = self._prefixes.common_prefix(sequence.tokens[: sequence.prompt_end])
-            if not self._is_planned(sequence.tokens[:common]):
+            if not self._is_planned(sequence.tokens[:common], sequence):
                 cuts.add(common)
         return tuple(cut for cut in sorted(cuts) if cut > sequence.computed)
 
-    def _is_planned(self, tokens: list[int]) -> bool:
+    def _is_planned(self, tokens: list[int], sequence: Sequence) -> bool:
         """Whether another sequence with a row will take a snapshot of these tokens."""
         count = len(tokens)
         return any(
             count in other.cuts and other.computed < count and other.tokens[:count] == tokens
             for other in self._placed.values()
+            if other is not sequence
         )
 
     def _take(self, sequence: Sequence) -> None:

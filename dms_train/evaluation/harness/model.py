@@ -34,6 +34,7 @@ from dms_train.inference.tokenizer import read_stop_ids
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
 _AHEAD = 4  # requests in the engine for each cache row, so that rows never wait for the host
+_TEXTS = 1024  # that are encoded at a time
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
@@ -81,6 +82,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self._stop_ids = sorted(read_stop_ids(directory))
         self._seed, self._name = seed, str(model)
         self._prefix = self.tokenizer.decode(self.prefix_token_id)
+        self._encoded: dict[str, list[int]] = {}  # texts of the requests that are prepared
 
     @property
     def eot_token_id(self) -> int:
@@ -148,9 +150,25 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                 unless it begins with the first of them.
         """
         if add_special_tokens is None:
+            if string in self._encoded:
+                return self._encoded[string]
             add_special_tokens = not string.startswith(self._prefix)
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
         return ids
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """Log-likelihoods of continuations, and whether greedy decoding gives them.
+
+        Args:
+            requests: Each with a context and a continuation.
+            disable_tqdm: Whether to show no progress.
+        """
+        pairs = [request.args for request in requests]
+        texts = [text for c, more in pairs if c for text in (c + more, c.rstrip())]
+        texts = list(dict.fromkeys(texts))  # those that are encoded one by one otherwise
+        self._encoded = dict(zip(texts, self._encode_all(texts), strict=True))
+        found: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -164,9 +182,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         texts: list[str] = [request.args[0] for request in requests]
         windows: list[Scored] = []
         owners = []
-        for number, text in enumerate(texts):
+        for number, tokens in enumerate(self._encode_all(texts)):
             for window in utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                token_list=tokens,
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
@@ -193,8 +211,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             EvaluationError: A key of `generation_kwargs` is not known, or the answer is too long.
         """
         prompts, params = [], []
-        for number, request in enumerate(requests):
-            context, stated = request.args
+        contexts = self._encode_all([request.args[0] for request in requests])
+        for number, (request, context) in enumerate(zip(requests, contexts, strict=True)):
+            stated = request.args[1]
             how = self._params(stated, self._seed + number)
             longest = self.max_length - how.max_tokens
             if longest < 1:
@@ -202,7 +221,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                     f"max_gen_toks={how.max_tokens}: the model takes {self.max_length} tokens with "
                     "the prompt; lower it with --gen-kwargs"
                 )
-            prompts.append((self.tok_encode(context) or [self.prefix_token_id])[-longest:])
+            prompts.append((context or [self.prefix_token_id])[-longest:])
             params.append(how)
 
         def add(number: int) -> str:
@@ -220,6 +239,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[Answer]:
         """Log-probability of each continuation, and whether greedy decoding gives it."""
+        self._encoded = {}
         shared = self._by_context(requests)
 
         def add(number: int) -> str:
@@ -233,6 +253,18 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        """`tok_encode` of texts, many at a time on all cores."""
+        found: list[list[int]] = [[]] * len(texts)
+        for special in (False, True):
+            numbers = [i for i, x in enumerate(texts) if x.startswith(self._prefix) != special]
+            for begin in range(0, len(numbers), _TEXTS):
+                part = numbers[begin : begin + _TEXTS]
+                ids = self.tokenizer([texts[i] for i in part], add_special_tokens=special)
+                for number, tokens in zip(part, ids["input_ids"], strict=True):
+                    found[number] = tokens
+        return found
 
     def _by_context(self, requests: Sequence[Scored]) -> list[_Shared]:
         """The requests by their contexts, which are cut at the left to what the model takes."""

@@ -29,14 +29,12 @@ class AttentionInputs(NamedTuple):
     Attributes:
         cache: Where keys and values go.
         groups: The sequences.
-        cos: [t, 1, 1, d].
-        sin: [t, 1, 1, d].
+        angles: Of each group, cosines and sines [b, n, 1, 1, d].
     """
 
     cache: KVCache
     groups: list[Group]
-    cos: Tensor
-    sin: Tensor
+    angles: list[tuple[Tensor, Tensor]]
 
 
 def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
@@ -153,7 +151,7 @@ class Attention(nn.Module):
         query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         outputs, reads = [], []
-        for group in inputs.groups:
+        for group, (cos, sin) in zip(inputs.groups, inputs.angles, strict=True):
             adapter = None
             if self.adapter:
                 adapter = partial(self._adapter_decisions, group.take(residual))
@@ -161,8 +159,8 @@ class Attention(nn.Module):
                 query=group.take(query),
                 key=group.take(key),
                 value=group.take(value),
-                cos=group.take(inputs.cos),
-                sin=group.take(inputs.sin),
+                cos=cos,
+                sin=sin,
                 position=group.position,
                 rows=group.rows,
                 spec=None if self.adapter else self.spec,

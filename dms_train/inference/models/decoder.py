@@ -69,7 +69,8 @@ class Decoder(nn.Module):
         """
         x = self.embed_tokens(batch.tokens)
         cos, sin = rotary_tables(self.architecture, batch.position, x.dtype)
-        inputs = AttentionInputs(cache, batch.groups, cos, sin)
+        angles = [(group.take(cos), group.take(sin)) for group in batch.groups]
+        inputs = AttentionInputs(cache, batch.groups, angles)
         reads = []
         for layer in self.layers:
             x, read = layer(x, inputs)

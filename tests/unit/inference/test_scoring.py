@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dms_train.inference import scoring
 from dms_train.inference.engine import InferenceEngine
@@ -44,7 +45,9 @@ def assert_scores(found, ids: list[int], first: int) -> None:
     assert len(found.logprobs) == len(found.greedy) == len(ids) - first
     exactly = [row[token].item() for row, token in zip(wanted, ids[first:], strict=True)]
     assert found.logprobs == pytest.approx(exactly, abs=1e-4)
-    assert found.greedy == [int(row.argmax()) == t for row, t in zip(wanted, ids[first:])]
+    assert found.greedy == [
+        t == best for t, best in zip(ids[first:], wanted.argmax(-1), strict=True)
+    ]
 
 
 def assert_entries(found, ids: list[int], first: int) -> None:
@@ -178,6 +181,60 @@ def test_snapshots_of_prompts_that_begin_alike_give_the_same_scores(folder):
     output = run(engine)[request]
     assert output.outputs[0].kv.cached_tokens == 0
     assert_entries(output.prompt_logprobs[1:], prompts[0], 1)
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations for which a host would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = ("aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2")
+        self.count += function.name().startswith(waits)
+        return function(*args, **(kwargs or {}))
+
+
+@NEEDS_TRITON
+def test_further_continuations_cost_no_wait_of_the_host(folder):
+    counts = []
+    for several in (2, 6):
+        engine = InferenceEngine(folder("llama", DMS), EngineOptions(kernels="triton", **SIZES))
+        with Waits() as waits:
+            score(engine, random_ids(12), [random_ids(3, seed=i) for i in range(several)])
+        counts.append(waits.count)
+    assert counts[0] == counts[1]
+
+
+@NEEDS_TRITON
+def test_continuations_change_no_page_of_each_other(folder):
+    """Each copies the shared pages that it changes, on the cache of the kernels too."""
+    engine = InferenceEngine(folder("llama", DMS), EngineOptions(kernels="triton", **SIZES))
+    prompt = random_ids(29)
+    output = score(engine, prompt, CHOICES)
+    for done, choice in zip(output.outputs, CHOICES, strict=True):
+        assert_scores(done.scores, prompt + choice, len(prompt))
+    assert leaks(engine) == 0
+
+
+def test_of_prompts_that_are_computed_together_one_takes_the_snapshot(folder, monkeypatch):
+    options = EngineOptions(max_num_seqs=8, enable_prefix_caching=True, **SIZES)
+    engine = InferenceEngine(folder("llama", DMS), options)
+    examples, counts, taken = random_ids(40, seed=7), computed(engine), []
+    take = engine._runner.cache.snapshot
+    monkeypatch.setattr(
+        engine._runner.cache, "snapshot", lambda row: taken.append(row) or take(row)
+    )
+    prompts = [[*examples, i, *random_ids(9, seed=20 + i)] for i in range(5)]
+    asked = {engine.add_scoring(prompt, [CHOICES[2]]): prompt for prompt in prompts}
+    for request, output in run(engine).items():
+        (done,) = output.outputs
+        assert_scores(done.scores, asked[request] + CHOICES[2], len(asked[request]))
+    assert len(taken) == 1
+    assert counts == [5 * 16, 5 * 16, 4 * 16 + 8, 4 * 4 + 12]  # the second one stops after 40
+    later = score(engine, examples + random_ids(9, seed=1), [CHOICES[2]])
+    assert later.outputs[0].kv.cached_tokens == 40
 
 
 def test_the_longest_text_that_can_be_scored(folder):

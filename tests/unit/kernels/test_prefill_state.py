@@ -1,0 +1,151 @@
+"""What kernels read and write around a chunk of prompts, against plain loops."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels.decode.paged import FreePages
+from dms_train.kernels.prefill import triton_state
+from dms_train.kernels.prefill.lists import Pages
+from dms_train.kernels.prefill.sparse import count, recent_tokens
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+WINDOW, PAGE, HEADS, ROWS = 5, 4, 2, 4
+RECENT = recent_tokens(WINDOW)
+
+
+def on_device(values, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def test_the_ring_is_read_in_the_order_of_positions():
+    draw, seen, rows = random.Random(0), [3, 0, 20], [2, 0, 3]
+    shape = (ROWS, HEADS, WINDOW + 1)
+    ring = torch.randint(0, 90, shape, dtype=torch.int32, generator=torch.manual_seed(1)).to(DEVICE)
+    lengths = on_device([[draw.randint(0, 99) for _ in range(HEADS)] for _ in range(ROWS)])
+    found = triton_state.read_ring(
+        lengths, ring, on_device(rows, torch.int64), on_device(seen), RECENT
+    )
+    assert torch.equal(found[0], lengths[rows])
+    for b, (row, tokens) in enumerate(zip(rows, seen, strict=True)):
+        for h in range(HEADS):
+            for place in range(RECENT):
+                token = tokens - RECENT + place
+                there = token >= max(0, tokens - WINDOW - 1)
+                entry = int(ring[row, h, token % (WINDOW + 1)])
+                assert int(found[2][b, h, place]) == (entry // 2 if there else -1)
+                assert bool(found[1][b, h, place]) == (there and entry % 2 == 1)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize(
+    ("recent", "seen", "real"),
+    [(0, [0, 0, 0], [9, 3, 140]), (RECENT, [3, 40, 70], [2, 9, 130])],
+    ids=["first", "later"],
+)
+def test_a_chunk_is_counted_and_noted_in_the_ring(recent, seen, real, writes):
+    b, n, rows = 3, max(real), [1, 3, 0]
+    evicted = torch.rand(b, HEADS, recent + n, generator=torch.manual_seed(2)) < 0.5
+    held = [min(tokens, WINDOW + 1) for tokens in seen] if recent else [0] * b
+    older = on_device([[7 * (s > WINDOW + 1), 4 * (s > WINDOW + 1)] for s in seen])
+    start, stop = [recent - h for h in held], [recent + r for r in real]
+    chunk = count(
+        evicted.to(DEVICE), older, kept=WINDOW + 1, start=on_device(start), stop=on_device(stop)
+    )
+    lengths = older + on_device(held)[:, None]
+    ring = torch.full((ROWS, HEADS, WINDOW + 1), -7, dtype=torch.int32, device=DEVICE)
+    place = on_device(rows, torch.int64)
+    reads = triton_state.settle(
+        chunk, lengths, on_device(seen), recent=recent, ring=ring, rows=place, writes=writes
+    )
+    for i in range(b):
+        for h in range(HEADS):
+            wanted = real[i] * int(older[i, h])
+            for query in range(recent, stop[i]):
+                near = range(start[i], query + 1)
+                wanted += sum(query - j <= WINDOW or not evicted[i, h, j] for j in near)
+            assert int(reads[i, h]) == wanted
+            after, end = seen[i] + real[i], int(chunk.lengths[i, h])
+            for token in range(after - WINDOW - 1, after):
+                entry = int(ring[rows[i], h, token % (WINDOW + 1)])
+                back = after - token
+                marked = int(evicted[i, h, stop[i] - back]) if token >= 0 else 0
+                noted = 2 * (end - back) + marked if token >= 0 else 0
+                assert entry == (noted if writes else -7)
+    assert (ring[2] == -7).all()
+
+
+def lists_with_leaving_tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths [2, 2], and slots of tokens that leave, [2, 2, RECENT]: all over, none, the last."""
+    draw, lengths = random.Random(3), [[30, 9], [6, 40]]
+    leaving = torch.full((2, 2, RECENT), -1, dtype=torch.int32)
+    some = [draw.sample(range(30), 6), [], list(range(6)), draw.sample(range(30, 40), 6)]
+    for number, slots in enumerate(some):
+        leaving.view(4, -1)[number, RECENT - len(slots) :] = torch.tensor(slots)
+    return on_device(lengths), leaving.to(DEVICE)
+
+
+def test_pages_that_a_chunk_changes():
+    lengths, slots = lists_with_leaving_tokens()
+    changed = triton_state.changed_pages(lengths, slots, 70, PAGE)
+    for number in range(4):
+        held = [slot for slot in slots.view(4, -1)[number].tolist() if slot >= 0]
+        behind = (int(lengths.view(-1)[number]) - len(held)) // PAGE
+        wanted = [place >= behind or place in {s // PAGE for s in held} for place in range(70)]
+        assert changed.view(4, -1)[number].tolist() == wanted
+
+
+def test_the_last_tokens_of_a_list_fill_its_gaps():
+    lengths, leaving = lists_with_leaving_tokens()
+    size, places = 3, 10
+    table = torch.randperm(4 * places, generator=torch.manual_seed(4)).int().view(2, 2, places)
+    content = torch.randn(4 * places, 2, PAGE, size, generator=torch.manual_seed(5)).to(DEVICE)
+    pages = Pages(content.clone(), table.to(DEVICE))
+    triton_state.close_gaps(pages, lengths, leaving)
+    for number in range(4):
+        before, after = (
+            x[table.view(4, -1)[number].long()].transpose(1, 2).flatten(0, 1)
+            for x in (content, pages.pages)
+        )
+        gone = {slot for slot in leaving.view(4, -1)[number].tolist() if slot >= 0}
+        length = int(lengths.view(-1)[number])
+        cut = length - len(gone)
+        for slot in range(cut):
+            if slot not in gone:
+                assert torch.equal(after[slot], before[slot])
+        stays = [before[slot].flatten().tolist() for slot in range(length) if slot not in gone]
+        assert sorted(x.flatten().tolist() for x in after[:cut]) == sorted(stays)
+
+
+def test_a_shared_page_is_copied_before_it_changes():
+    """Lists 0 and 2 hold the pages 1 to 3 together with a snapshot; list 1 has two of its own."""
+    pages = torch.randn(12, 2, PAGE, 3, generator=torch.manual_seed(6)).to(DEVICE)
+    before, free = pages.clone(), FreePages.all_of(11, DEVICE)
+    free.left.fill_(6)  # 11 to 6
+    table = on_device([[1, 2, 3, 0], [4, 5, 0, 0], [1, 2, 3, 0]])
+    free.holders[1:4] = 3
+    changed = on_device([[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]], torch.bool)
+    lists = on_device([0, 1, 2], torch.int64)
+    lengths = on_device([3 * PAGE, 2 * PAGE, 2 * PAGE + 1])
+    decode.page_kernels().own(table, lengths, changed, lists, pages, free)
+    assert table[1].tolist() == [4, 5, 0, 0]
+    assert [table[0, 1].item(), *table[2, :2].tolist()] == [2, 1, 2]
+    copies = [table[0, 0].item(), table[0, 2].item(), table[2, 2].item()]
+    assert len(set(copies)) == 3
+    assert min(copies) > 5
+    for copy, page in zip(copies, (1, 3, 3), strict=True):
+        assert torch.equal(pages[copy], before[page])
+    assert torch.equal(pages[:6], before[:6])
+    assert free.holders[1:6].tolist() == [2, 3, 1, 1, 1]
+    assert (int(free.left), int(free.fault)) == (3, 0)
+    taken = on_device([2], torch.int64)
+    free.left.fill_(0)
+    decode.page_kernels().own(table, lengths, ~changed[2:], taken, pages, free)
+    assert int(free.fault)  # no page is left for a copy
