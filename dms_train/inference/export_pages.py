@@ -196,7 +196,8 @@ class ExportPages(PagedKVCache):
             _columns(arrival.value[some], order),
             _columns(_decisions(arrival)[some], order),
         )
-        done = self._prefill(0, rows[some], _columns(query[some], order), moved)
+        pages = len(some) * arrival.key.shape[1] * self._pages_of(real.shape[1])
+        done = self._prefill(0, rows[some], _columns(query[some], order), moved, pages)
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
         output[some] = _columns(done.output, order.argsort(1))
         reads = torch.zeros(arrival.key.shape[:2], dtype=torch.int64, device=real.device)

@@ -121,8 +121,7 @@ class ModelRunner:
             float [b, vocab] behind the last token of each sequence that `is_sampled` then, in the
             order of the batch; with `every`, [n, vocab].
         """
-        # one token each, then parts of prompts
-        order = sorted(range(len(batch)), key=lambda i: (batch[i][1] > 1, batch[i][0].row))
+        order = sorted(range(len(batch)), key=lambda i: (batch[i][1], batch[i][0].row))
         ordered = [batch[i] for i in order]
         wanted = wanted_logits(ordered)
         hidden = self._forward(ordered)

@@ -35,6 +35,7 @@ class AttentionStep(NamedTuple):
         spec: Of a model that borrows channels of its heads; None for any other.
         adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
             called only where decisions are read.
+        lengths: Tokens of each sequence without padding; None if there is none.
         begins: Whether the cache is known to hold nothing of these sequences yet.
     """
 
@@ -47,6 +48,7 @@ class AttentionStep(NamedTuple):
     rows: Tensor
     spec: MethodSpec | None = None
     adapter: Callable[[], Tensor] | None = None
+    lengths: tuple[int, ...] | None = None
     begins: bool = False
 
     def decisions(self) -> Tensor | None:

@@ -207,10 +207,14 @@ class PagedKVCache:
         together = b
         if self._wide is not None:
             together = self._wide.sequences(n) if step.begins else 1
+        pages = self._most_pages(step)
         parts = [
-            self._prefill(layer, step.rows[part], query[part], arrival.of(part), begins=step.begins)
+            self._prefill(
+                layer, step.rows[part], query[part], arrival.of(part), sum(pages[part]),
+                begins=step.begins,
+            )
             for part in map(slice, range(0, b, together), range(together, b + together, together))
-        ]
+        ]  # fmt: skip
         if len(parts) == 1:
             return parts[0]
         outputs, reads = zip(*parts, strict=True)
@@ -291,9 +295,19 @@ class PagedKVCache:
         return decisions._replace(source=source, shift=self._rule.shift)
 
     def _prefill(
-        self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival, *, begins: bool = False
+        self,
+        layer: int,
+        rows: Tensor,
+        query: Tensor,
+        arrival: Arrival,
+        pages: int,
+        *,
+        begins: bool = False,
     ) -> Attended:
-        """A chunk of prompts through the kernels; `begins` if it is the first one."""
+        """A chunk of prompts through the kernels, which takes `pages` pages at most.
+
+        `begins` if it is the first one.
+        """
         window, d = self._rings.shape[-1] - 1, query.shape[-1]
         real = arrival.position >= 0
         if begins:
@@ -305,20 +319,20 @@ class PagedKVCache:
         chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
         size, lists = self.pool.page_slots, self._lists(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
-        table = self._claim(layer, rows, lists, lengths, query.shape[2])
+        table = self._claim(layer, rows, lists, lengths, pages)
         changed = None
         if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             if self.pool.sharing:
                 table = self._own(layer, rows, lists, changed)
         tokens = Tokens(query, arrival.key, arrival.value)
-        pages = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
+        content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
             output = prefill.extend_prompt(
                 tokens,
                 chunk,
                 before,
-                pages,
+                content,
                 window=window,
                 scale=d**-0.5,
                 evicts=self._rule.source != NEVER,
@@ -394,15 +408,15 @@ class PagedKVCache:
         return self._numbers[layer, rows].flatten()
 
     def _claim(
-        self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, tokens: int
+        self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, pages: int
     ) -> Tensor:
-        """Have pages for `lengths` int32 [b * h] slots, after at most `tokens` more; nothing moves.
+        """Have pages for `lengths` int32 [b * h] slots, at most `pages` more; nothing moves.
 
         Returns:
             Page tables of the rows, int32 [b, h, p].
         """
         if not self._recording:
-            self.pool.reserve(len(lists) * self._pages_of(tokens))
+            self.pool.reserve(pages)
         decode.page_kernels().claim(
             self._tables.flatten(0, 2),
             self._lengths.view(-1),
@@ -430,6 +444,12 @@ class PagedKVCache:
     def _place_tensors(self) -> list[Tensor]:
         """What has an entry for each place, [layers, rows, h, p, ...]."""
         return [x for x in (self._tables, self._exponents) if x is not None]
+
+    def _most_pages(self, step: AttentionStep) -> list[int]:
+        """Pages that the tokens of each sequence take in a layer, at most."""
+        b, n = step.position.shape
+        heads = self._lengths.shape[2]
+        return [heads * self._pages_of(length) for length in step.lengths or (n,) * b]
 
     def _pages_of(self, slots: int) -> int:
         return -(-slots // self.pool.page_slots)

@@ -274,7 +274,8 @@ class BudgetPagedCache(PagedKVCache):
             return Attended(output, torch.stack([part.reads for part in parts]).sum(0))
         self._close(layer, step.rows)
         before = self._lengths[layer, step.rows]
-        done = self._prefill(layer, step.rows, query, arrival, begins=step.begins)
+        pages = sum(self._most_pages(step))
+        done = self._prefill(layer, step.rows, query, arrival, pages, begins=step.begins)
         self._note(layer, step.rows, before, query, arrival.position)
         self._evict(layer, step.rows, query, arrival.position)
         return done
@@ -392,8 +393,9 @@ class BudgetPagedCache(PagedKVCache):
         assert slots.value is not None
         size, before = self.pool.page_slots, self._lengths[layer, rows]
         counts, lists = keep.sum(-1, dtype=torch.int32), self._lists(layer, rows)
-        more = max(0, int((counts - before).max()))
-        table = self._claim(layer, rows, lists, torch.maximum(counts, before).flatten(), more)
+        after = torch.maximum(counts, before)
+        more = int((self._pages(after) - self._pages(before)).sum())
+        table = self._claim(layer, rows, lists, after.flatten(), more)
         if self.pool.sharing:
             written = self._place() < self._pages(counts)[..., None]
             table = self._own(layer, rows, lists, written)
@@ -415,6 +417,7 @@ class BudgetPagedCache(PagedKVCache):
 
 def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
     """Some sequences of a step, int64 [any]."""
+    assert step.lengths is None  # they have one token each
     fields = ("query", "key", "value", "cos", "sin", "position", "rows")
     adapter = None
     if step.adapter is not None:

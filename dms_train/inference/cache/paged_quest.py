@@ -129,10 +129,17 @@ class QuestPagedCache(PagedKVCache):
         self._places = torch.where(token.rows < 0, -1, place)
 
     def _prefill(
-        self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival, *, begins: bool = False
+        self,
+        layer: int,
+        rows: Tensor,
+        query: Tensor,
+        arrival: Arrival,
+        pages: int,
+        *,
+        begins: bool = False,
     ) -> Attended:
         before = self._lengths[layer, rows]
-        done = super()._prefill(layer, rows, query, arrival, begins=begins)
+        done = super()._prefill(layer, rows, query, arrival, pages, begins=begins)
         self._bound(layer, rows, before)
         return done
 

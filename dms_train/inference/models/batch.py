@@ -26,6 +26,7 @@ class Group(NamedTuple):
         tokens: Where their tokens lie in the flat order.
         source: int64 [b, n], which of these tokens goes where; None if there is no padding.
         target: int64 [tokens], place in b * n of each of them; None likewise.
+        lengths: Tokens of each sequence; None if there is no padding.
         begins: Whether the cache is known to hold nothing of these sequences yet.
     """
 
@@ -34,6 +35,7 @@ class Group(NamedTuple):
     tokens: slice
     source: Tensor | None = None
     target: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
     begins: bool = False
 
     def take(self, flat: Tensor) -> Tensor:
@@ -70,10 +72,11 @@ class TokenBatch(NamedTuple):
 
     @classmethod
     def ragged(cls, parts: list[tuple[int, int, list[int]]], device: torch.device) -> TokenBatch:
-        """Sequences of any number of tokens; those of one token come first.
+        """Sequences of any number of tokens, in groups that padding does not more than double.
 
         Args:
-            parts: Of each sequence, its row, the position of its first token, and its tokens.
+            parts: Of each sequence, its row, the position of its first token, and its tokens; those
+                of fewer tokens come first.
             device: Where the tensors go.
         """
         lengths = np.array([len(tokens) for _, _, tokens in parts])
@@ -81,12 +84,30 @@ class TokenBatch(NamedTuple):
         first = np.array([first for _, first, _ in parts])
         begins = lengths.cumsum() - lengths
         position = np.arange(len(flat)) + np.repeat(first - begins, lengths)
-        rows, single = np.array([row for row, _, _ in parts]), int((lengths == 1).sum())
-        halves = [part for part in (slice(single), slice(single, None)) if len(lengths[part])]
-        groups = [_group(rows[part], first[part], lengths[part], device) for part in halves]
-        if len(groups) == 2:
-            groups[1] = groups[1]._replace(tokens=slice(single, len(flat)))
+        rows = np.array([row for row, _, _ in parts])
+        groups = []
+        for part in _parts(lengths):
+            group = _group(rows[part], first[part], lengths[part], device)
+            start = int(begins[part.start])
+            groups.append(group._replace(tokens=slice(start, start + group.tokens.stop)))
         return cls(sent(flat, device), sent(position, device), groups)
+
+
+def _parts(lengths: Integers) -> list[slice]:
+    """Sequences of one token, then others together while their padding is at most as much as they.
+
+    Args:
+        lengths: Tokens of the sequences, ascending, [b].
+    """
+    single, end = int((lengths == 1).sum()), len(lengths)
+    parts = []
+    while end > single:
+        tokens = lengths[single:end][::-1].cumsum()  # of the last one, the last two, ...
+        fits = lengths[end - 1] * np.arange(1, len(tokens) + 1) <= 2 * tokens
+        begin = end - int(fits.sum())
+        parts.append(slice(begin, end))
+        end = begin
+    return [*([slice(0, single)] if single else []), *parts[::-1]]
 
 
 def _group(rows: Integers, first: Integers, lengths: Integers, device: torch.device) -> Group:
@@ -110,4 +131,6 @@ def _group(rows: Integers, first: Integers, lengths: Integers, device: torch.dev
     begins = (lengths.cumsum() - lengths)[:, None]
     source = begins + np.minimum(place, lengths[:, None] - 1)
     (target,) = there.ravel().nonzero()
-    return group._replace(source=sent(source, device), target=sent(target, device))
+    return group._replace(
+        source=sent(source, device), target=sent(target, device), lengths=tuple(lengths.tolist())
+    )

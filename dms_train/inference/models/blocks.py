@@ -165,6 +165,7 @@ class Attention(nn.Module):
                 rows=group.rows,
                 spec=None if self.adapter else self.spec,
                 adapter=adapter,
+                lengths=group.lengths,
                 begins=group.begins,
             )
             done = inputs.cache.step(self.layer, step)

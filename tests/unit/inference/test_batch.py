@@ -14,9 +14,8 @@ from dms_train.inference.models.batch import TokenBatch
 @pytest.mark.parametrize("single", [0, 3])
 def test_every_token_finds_its_sequence_and_its_way_back(seed, single):
     draw = random.Random(seed)
-    lengths = [1] * single + [
-        draw.randint(2, 6) for _ in range(draw.randint(0 if single else 1, 4))
-    ]
+    many = draw.randint(0 if single else 1, 6)
+    lengths = [1] * single + sorted(round(2 * 40 ** draw.random()) for _ in range(many))
     parts = [
         (row, draw.randint(0, 50), [draw.randint(0, 99) for _ in range(length)])
         for row, length in enumerate(lengths)
@@ -35,4 +34,22 @@ def test_every_token_finds_its_sequence_and_its_way_back(seed, single):
             found.append((row, places[0], tokens))
     assert found == parts
     assert torch.equal(torch.cat(back), both)
-    assert len(batch.groups) == (single > 0) + (len(lengths) > single)
+    padded = [group.position.numel() for group in batch.groups]
+    assert all(n <= 2 * len(flat) for n, flat in zip(padded, back, strict=True))
+    for group in batch.groups:
+        assert group.lengths in (None, tuple((group.position >= 0).sum(1).tolist()))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([1, 1, 1], [3]),
+        ([1, 1, 30, 60, 90, 150], [2, 4]),
+        ([2, 2, 2, 512], [2, 2]),
+        ([1, 5, 5, 9, 512, 512], [1, 1, 4]),
+    ],
+)
+def test_few_groups_whose_padding_is_at_most_as_much_as_their_tokens(lengths, groups):
+    parts = [(row, 0, [7] * length) for row, length in enumerate(lengths)]
+    batch = TokenBatch.ragged(parts, torch.device("cpu"))
+    assert [len(group.rows) for group in batch.groups] == groups

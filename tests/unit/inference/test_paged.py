@@ -9,9 +9,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
-from dms_train.inference.options import SamplingParams
+from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
@@ -135,6 +136,42 @@ def test_the_engine_continues_with_the_same_tokens(folder, family, policy, prese
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         assert a.kv.kv_reads == b.kv.kv_reads
         assert torch.equal(a.kv.cr_factors, b.kv.cr_factors)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "stored"),
+    [
+        ("auto", {}, "auto"),
+        ("auto", {}, "fp8"),
+        ("tova", {"budget": 64}, "auto"),
+        ("quest", {"budget": 64, "page": 4}, "auto"),
+    ],
+)
+def test_prompts_of_different_lengths_fill_a_cache_together(folder, policy, options, stored):
+    """A pass takes the pages of its tokens, not those of as many prompts like the longest one."""
+    directory = folder("llama", small_spec("dms"))
+    prompts = [random_ids(n, n) for n in (60, *range(1, 8))]
+    how = {"policy": policy, "policy_options": options, "cache_dtype": stored, "page_slots": 4}
+    how |= {"kernels": "triton", "device": DEVICE.type, "max_num_seqs": 8, "max_model_len": 64}
+
+    def run(**more):
+        engine = InferenceEngine(directory, EngineOptions(**how, **more))
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        ids = [engine.add_request(prompt, params, final_only=True) for prompt in prompts]
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {done.request_id: done.outputs[0].token_ids for done in engine.step()}
+        return engine, [found[request_id] for request_id in ids]
+
+    engine, expected = run()
+    cache = engine._runner.cache
+    layers, _, heads = cache.lists_shape
+    pages = layers * heads * sum(-(-(len(prompt) + 1) // 4) for prompt in prompts)
+    assert pages < cache.max_pages // 2
+    bounds = 2 * engine.architecture.kv_channels * 4 if policy == "quest" else 0
+    engine, found = run(cache_bytes=(pages + 2) * (cache.pool.page_bytes + bounds))
+    assert engine._runner.cache.max_pages == pages + 1
+    assert found == expected
 
 
 def test_a_conversation_continues_with_the_same_tokens(folder):
