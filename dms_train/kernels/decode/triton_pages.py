@@ -16,7 +16,8 @@ from dms_train.kernels.decode.paged import LIST_FULL, OUT_OF_PAGES, FreePages
 
 _OUT_OF_PAGES, _LIST_FULL = tl.constexpr(OUT_OF_PAGES), tl.constexpr(LIST_FULL)
 _BLOCK = 128
-_COPIED = 1024  # numbers of a page that are copied at a time
+_NEIGHBOURS = 16  # pages of a program that copies
+_COPIED = 512  # numbers of a page that are copied at a time
 
 
 @triton.jit
@@ -139,7 +140,10 @@ def _own_kernel(
     PLACES: tl.constexpr,
     COPIED: tl.constexpr,
 ):
-    """Copy the shared ones of some neighbouring pages of a KV list."""
+    """Copy the shared ones of some neighbouring pages of a KV list.
+
+    A program is one warp: others release pages meanwhile, and warps could see different holders.
+    """
     kv_list = tl.load(lists_ptr + tl.program_id(0)).to(tl.int64)
     have = tl.minimum(tl.cdiv(tl.load(lengths_ptr + kv_list), PAGE), places)
     list_ptr = table_ptr + kv_list * places
@@ -231,7 +235,7 @@ def own(
         free: Where copies come from; with `holders`. `fault` is set if there are too few.
     """
     places = table.shape[-1]
-    _own_kernel[(len(lists), triton.cdiv(places, _BLOCK))](
+    _own_kernel[(len(lists), triton.cdiv(places, _NEIGHBOURS))](
         table,
         lengths,
         changed.contiguous().view(torch.uint8),
@@ -244,7 +248,7 @@ def own(
         places,
         PAGE=pages.shape[2],
         SIZE=pages[0].numel(),
-        PLACES=_BLOCK,
+        PLACES=_NEIGHBOURS,
         COPIED=_COPIED,
-        num_warps=4,
+        num_warps=1,
     )
