@@ -51,6 +51,20 @@ def test_the_table_is_the_one_counted_by_hand(lab: Path, capsys) -> None:
     assert [line for line in lines if "problems" in line] == ["Countdown, 4 problems"]
 
 
+def test_the_figure_has_the_numbers_of_the_table(lab: Path, tmp_path: Path, capsys) -> None:
+    table = ratios.table(*ratios.runs_of(lab, "lab_niah"))
+    (panel,) = ratios.drawn([table]).axes
+    lines = {each.get_label(): each.lines[0].get_xydata().tolist() for each in panel.containers}
+    assert lines == {"DMS": [[2, 0.875], [4, 0.5]], "DMC": [[2, 0.25]], "h2o": [[2, 0]]}
+    assert panel.lines[0].get_label() == "original"
+    assert set(panel.lines[0].get_ydata()) == {1.0}
+    right = table.rows["DMS"][2].right
+    (ends,) = panel.containers[0].lines[2][0].get_segments()[:1]
+    assert ends[:, 1].tolist() == pytest.approx([right.low, right.high])
+    assert ratios.main([str(lab), "--figure", str(tmp_path / "ratios.svg")]) == 0
+    assert (tmp_path / "ratios.svg").read_text().startswith("<?xml")
+
+
 def test_a_folder_without_a_table_is_refused(tmp_path: Path, capsys) -> None:
     assert ratios.main([str(tmp_path)]) == 2
     assert f"{tmp_path}: no folder of a lab" in capsys.readouterr().err
