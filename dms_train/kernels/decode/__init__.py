@@ -1,6 +1,6 @@
 """Decode steps over a compact cache in pages.
 
 Start with `paged` (the tensors of the cache) and `reference` (a step in plain loops);
-`triton_append` stores a token, `triton_attention` attends to the live slots, `slots` does so with
-torch operations.
+`triton_append` stores a token, `triton_attention` divides the live slots among programs and attends
+to them with `triton_tiles`, `slots` attends with torch operations.
 """

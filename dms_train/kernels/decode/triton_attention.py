@@ -3,7 +3,7 @@
 The tiles of slots of all KV lists are concatenated and divided into as many equal parts as there
 are programs, so KV lists of unequal length are balanced. Every program computes its part from the
 lengths, which are on the device only. If several programs share a KV list, the one that finishes
-last merges their results.
+last merges their results. `triton_tiles` is what a program does with the tiles of one KV list.
 
 Shape letters: b sequences, h KV heads, g query heads per KV head, d head size.
 """
@@ -19,9 +19,14 @@ from torch import Tensor
 
 from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.paged import PagedCache
+from dms_train.kernels.decode.triton_tiles import (
+    LOWEST,
+    attend_fp8_tiles,
+    attend_tiles,
+    halved_query,
+)
 
 _LOG2E = 1.4426950408889634
-_LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite, so that differences are numbers
 
 
 class Tuning(NamedTuple):
@@ -155,13 +160,13 @@ def _merge(
     """Output of a KV list, [R, D], from `count` parts that follow each other."""
     piece, member = tl.arange(0, CHUNK)[:, None], tl.arange(0, R_PAD)[None, :]
     channel = tl.arange(0, D_PAD)[None, None, :]
-    peak = tl.full([R_PAD], _LOWEST, tl.float32)
+    peak = tl.full([R_PAD], LOWEST, tl.float32)
     total = tl.zeros([R_PAD, D_PAD], tl.float32)
     weight = tl.zeros([R_PAD], tl.float32)
     for start in range(0, count, CHUNK):
         real = (start + piece < count) & (member < R)
         at = weight_ptr + (start + piece) * (2 * R) + member
-        peaks = tl.load(at, mask=real, other=_LOWEST, cache_modifier=".cg")
+        peaks = tl.load(at, mask=real, other=LOWEST, cache_modifier=".cg")
         weights = tl.load(at + R, mask=real, other=0.0, cache_modifier=".cg")
         part_at = part_ptr + ((start + piece) * (R * D) + member * D)[:, :, None] + channel
         inside = real[:, :, None] & (channel < D)
@@ -178,207 +183,6 @@ def _merge(
     within = tl.arange(0, R_PAD)[:, None] * D + tl.arange(0, D_PAD)[None, :]
     real = (tl.arange(0, R_PAD)[:, None] < R) & (tl.arange(0, D_PAD)[None, :] < D)
     tl.store(out_ptr + within, output.to(out_ptr.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _first_of(pairs, ASM: tl.constexpr):
-    """float16 of the first of two neighbouring e4m3 channels that lie in an int16."""
-    if ASM:  # two pairs at a time, which the compiler would split
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 picked;
-            .reg .b16 low, high;
-            prmt.b32 picked, $1, 0, 0x4420;
-            mov.b32 {low, high}, picked;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            }""",
-            "=r,r",
-            [pairs],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    return (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-
-
-@triton.jit
-def _second_of(pairs, ASM: tl.constexpr):
-    """float16 of the second one."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 picked;
-            .reg .b16 low, high;
-            prmt.b32 picked, $1, 0, 0x4431;
-            mov.b32 {low, high}, picked;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            }""",
-            "=r,r",
-            [pairs],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    return ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-
-
-@triton.jit
-def _power(exponent):
-    """2**exponent of int32 in -126 .. 127, from its bits."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _store_logits(logit_ptr, logit_slots, scores, slot, size, R: tl.constexpr, R_PAD: tl.constexpr):
-    """Scores of a tile, [R_PAD, TILE], by query head and slot."""
-    member = tl.arange(0, R_PAD)[:, None]
-    inside = (member < R) & (slot < tl.minimum(size, logit_slots))[None, :]
-    tl.store(logit_ptr + member * logit_slots + slot[None, :], scores, mask=inside)
-
-
-@triton.jit
-def _attend_tiles(
-    query,
-    pages_ptr,
-    list_ptr,
-    factor,
-    logit_ptr,
-    logit_slots,
-    heads_ptr,
-    begin,
-    end,
-    size,
-    R: tl.constexpr,
-    R_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Attention of query [R_PAD, D_PAD] to tiles begin .. end - 1 of a KV list with `size` slots.
-
-    Scores are in powers of two; `factor` [R_PAD] multiplies q k.
-
-    Returns:
-        Sum of weighted values [R_PAD, D_PAD], peak score [R_PAD], sum of weights [R_PAD].
-    """
-    inner = tl.arange(0, TILE)
-    channel = tl.arange(0, D_PAD)[None, :]
-    sums = tl.zeros([R_PAD, D_PAD], tl.float32)
-    peak = tl.full([R_PAD], _LOWEST, tl.float32)
-    weight = tl.zeros([R_PAD], tl.float32)
-    # page numbers are read one tile ahead, so that no load waits for another
-    slot = begin * TILE + inner
-    page = tl.load(list_ptr + slot // PAGE, mask=slot < size, other=0)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        slot = tile * TILE + inner
-        inside = (slot < size)[:, None]
-        if D < D_PAD:
-            inside = inside & (channel < D)
-        key_ptr = pages_ptr + (page.to(tl.int64) * (2 * PAGE * D) + (slot % PAGE) * D)[:, None]
-        if heads_ptr is not None:
-            readers = tl.load(heads_ptr + slot // PAGE, mask=slot < size, other=0)
-        page = tl.load(list_ptr + (slot + TILE) // PAGE, mask=slot + TILE < size, other=0)
-        key = tl.load(key_ptr + channel, mask=inside, other=0.0)
-        value = tl.load(key_ptr + PAGE * D + channel, mask=inside, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * factor[:, None]
-        if logit_ptr is not None:
-            _store_logits(logit_ptr, logit_slots, scores, slot, size, R, R_PAD)
-        scores = tl.where((slot < size)[None, :], scores, float("-inf"))
-        if heads_ptr is not None:
-            reads = (readers[None, :] >> tl.arange(0, R_PAD)[:, None]) & 1
-            scores = tl.where(reads != 0, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(peak - higher)
-        peak = higher
-        weight = weight * fade + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision="ieee")
-    return sums, peak, weight
-
-
-@triton.jit
-def _attend_fp8_tiles(
-    first_query,
-    second_query,
-    pages_ptr,
-    list_ptr,
-    exponent_ptr,
-    factor,
-    logit_ptr,
-    logit_slots,
-    begin,
-    end,
-    size,
-    R: tl.constexpr,
-    R_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """`_attend_tiles` over FP8 pages, read as pairs of neighbouring channels.
-
-    Products of pairs are split into those of first and of second channels, because bytes
-    cannot be transposed on their way to tensor cores and 16-bit words can. A stored value is
-    `value * 2**-e`: with scores raised by e the weights multiply what is stored and stay below 1,
-    and the sum of weights takes e back.
-    """
-    inner = tl.arange(0, TILE)
-    pair = tl.arange(0, D_PAD // 2)[None, :]
-    first_sums = tl.zeros([R_PAD, D_PAD // 2], tl.float32)
-    second_sums = tl.zeros([R_PAD, D_PAD // 2], tl.float32)
-    peak = tl.full([R_PAD], _LOWEST, tl.float32)
-    weight = tl.zeros([R_PAD], tl.float32)
-    slot = begin * TILE + inner
-    page = tl.load(list_ptr + slot // PAGE, mask=slot < size, other=0)
-    exponents = tl.load(exponent_ptr + slot // PAGE, mask=slot < size, other=0)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        slot = tile * TILE + inner
-        inside = (slot < size)[:, None]
-        if D < D_PAD:
-            inside = inside & (pair < D // 2)
-        key_ptr = pages_ptr + (page.to(tl.int64) * (PAGE * D) + (slot % PAGE) * (D // 2))[:, None]
-        shift = exponents.to(tl.int32)
-        place, more = (slot + TILE) // PAGE, slot + TILE < size
-        page = tl.load(list_ptr + place, mask=more, other=0)
-        exponents = tl.load(exponent_ptr + place, mask=more, other=0)
-        key = tl.load(key_ptr + pair, mask=inside, other=0)
-        value = tl.load(key_ptr + PAGE * D // 2 + pair, mask=inside, other=0)
-        scores = tl.dot(first_query, tl.trans(_first_of(key, ASM)))
-        scores = tl.dot(second_query, tl.trans(_second_of(key, ASM)), scores)
-        key_e, value_e = (shift << 24) >> 24, shift >> 8
-        scores = scores * factor[:, None] * _power(key_e)[None, :]
-        if logit_ptr is not None:
-            _store_logits(logit_ptr, logit_slots, scores, slot, size, R, R_PAD)
-        scores += value_e.to(tl.float32)[None, :]
-        scores = tl.where((slot < size)[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(peak - higher)
-        peak = higher
-        weight = weight * fade + tl.sum(weights * _power(-value_e)[None, :], 1)
-        weights = weights.to(tl.float16)
-        first_sums = tl.dot(weights, _first_of(value, ASM), first_sums * fade[:, None])
-        second_sums = tl.dot(weights, _second_of(value, ASM), second_sums * fade[:, None])
-    return tl.reshape(tl.join(first_sums, second_sums), [R_PAD, D_PAD]), peak, weight
-
-
-@triton.jit
-def _halved_query(query_at, real, R_PAD: tl.constexpr, D_PAD: tl.constexpr):
-    """First and second channels of a query's pairs in float16, and the power taken out of it.
-
-    bf16 fits float16 once it is brought below 1; its smallest channels may lose digits.
-    """
-    query = tl.load(query_at, mask=real, other=0.0).to(tl.float32)
-    power = (tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) >> 23) - 126
-    power = tl.maximum(power, -100)
-    query = (query * _power(-power)[:, None]).to(tl.float16)
-    first, second = tl.split(tl.reshape(query, [R_PAD, D_PAD // 2, 2]))
-    return first, second, _power(power)
 
 
 @triton.jit
@@ -438,8 +242,8 @@ def _decode_kernel(
         if heads_ptr is not None:
             heads_at = heads_ptr + list_index * places
         if QUANTISED:
-            first_query, second_query, power = _halved_query(query_at, real, R_PAD, D_PAD)
-            sums, peak, weight = _attend_fp8_tiles(
+            first_query, second_query, power = halved_query(query_at, real, R_PAD, D_PAD)
+            sums, peak, weight = attend_fp8_tiles(
                 first_query, second_query, pages_ptr, list_ptr, exponent_ptr + list_index * places,
                 scale * power, logit_at, logit_slots, at - first, stop - first, size,
                 R, R_PAD, D, D_PAD, PAGE, TILE, STAGES, ASM,
@@ -447,7 +251,7 @@ def _decode_kernel(
         else:
             query = tl.load(query_at, mask=real, other=0.0)
             factor = tl.full([R_PAD], scale, tl.float32)
-            sums, peak, weight = _attend_tiles(
+            sums, peak, weight = attend_tiles(
                 query, pages_ptr, list_ptr, factor, logit_at, logit_slots, heads_at, at - first,
                 stop - first, size, R, R_PAD, D, D_PAD, PAGE, TILE, STAGES,
             )  # fmt: skip
