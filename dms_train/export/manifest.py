@@ -12,7 +12,15 @@ from types import ModuleType
 from dms_train.export.family_classes import class_lines
 from dms_train.families import FAMILIES
 from dms_train.hf.formats import ExportFormat
-from dms_train.inference.cache import allocator, base, compact, policy_state, pool
+from dms_train.inference.cache import (
+    allocator,
+    base,
+    compact,
+    policy_hooks,
+    policy_state,
+    pool,
+    pool_attention,
+)
 from dms_train.inference.policies import base as policy
 from dms_train.inference.policies import dms, rotation
 from dms_train.kernels.decode import slots
@@ -22,8 +30,10 @@ CACHE_MODULES: dict[ModuleType, str] = {
     allocator: "allocator_dms",
     base: "cache_dms",
     compact: "compact_dms",
+    policy_hooks: "hooks_dms",
     policy_state: "state_dms",
     pool: "pool_dms",
+    pool_attention: "attention_dms",
     policy: "policy_dms",
     dms: "eviction_dms",
     rotation: "rotation_dms",

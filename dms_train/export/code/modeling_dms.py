@@ -32,8 +32,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager
 from dms_train.inference.cache.allocator import PageAllocator  # noqa: F401
 from dms_train.inference.cache.base import Attended  # noqa: F401
 from dms_train.inference.cache.compact import CompactCache  # noqa: F401
+from dms_train.inference.cache.policy_hooks import join  # noqa: F401
 from dms_train.inference.cache.policy_state import PolicyState  # noqa: F401
 from dms_train.inference.cache.pool import PagePool  # noqa: F401
+from dms_train.inference.cache.pool_attention import attend_pages  # noqa: F401
 from dms_train.inference.policies.base import Arrival  # noqa: F401
 from dms_train.inference.policies.dms import DMSPolicy  # noqa: F401
 from dms_train.inference.policies.rotation import moved_by  # noqa: F401

@@ -17,19 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.policy_hooks import (
+    balances,
+    by_group,
+    join,
+    merged,
+    narrowed,
+    observes,
+    received,
+    second_query,
+)
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import (
-    Arrival,
-    CachePolicy,
-    Merge,
-    Received,
-    RequestSizes,
-    Sequences,
-    Slots,
-)
-from dms_train.inference.policies.rotation import moved_by
-from dms_train.kernels.decode.slots import SecondQuery, attend_slots
+from dms_train.inference.cache.pool_attention import attend_chosen, attend_pages, pages_of
+from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Sequences, Slots
+from dms_train.kernels.decode.slots import attend_slots
 
 
 def _pages(slots: Tensor, page_slots: int) -> Tensor:
@@ -233,7 +235,7 @@ class CompactCache:
         return torch.where(order < lengths[..., None], numbers, -1)
 
     def _stored(self, layer: int, numbers: Tensor, *, content: bool) -> Slots:
-        pages = self._pages_of(numbers)
+        pages = pages_of(numbers, self.pool.page_slots)
         chosen = self.pool.by_slab(pages.flatten())
         back = torch.zeros_like(pages).flatten()
         back[chosen.order] = torch.arange(len(chosen.order), device=back.device)
@@ -249,11 +251,6 @@ class CompactCache:
         if not content:
             return Slots(layer, position, state)
         return Slots(layer, position, state, read("key"), read("value"))
-
-    def _pages_of(self, numbers: Tensor) -> Tensor:
-        """Page numbers in the order of the slot numbers, int64 [b, h, p]; -1 for none."""
-        size = self.pool.page_slots
-        return numbers[..., ::size].div(size, rounding_mode="floor")
 
     def _mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Which slot each query reads inside a chunk, bool [b, h, n, s]."""
@@ -278,60 +275,11 @@ class CompactCache:
             newest = stored.position.amax((1, 2))[:, None]
             second = second_query(self.policy, stored, query.flatten(1, 2).unsqueeze(2), newest)
         if chosen is None and second is None:
-            output = self._attend_pages(numbers, query)
+            output = attend_pages(self.pool, numbers, query)
             return Attended(output.flatten(1, 2).unsqueeze(2), (numbers >= 0).sum(-1))
         held = (numbers >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
         chosen = held if chosen is None else chosen & held
-        return self._attend_chosen(numbers, chosen, query, second)
-
-    def _attend_chosen(
-        self, numbers: Tensor, chosen: Tensor, query: Tensor, second: SecondQuery | None
-    ) -> Attended:
-        """Attention over some slots only; no others are read.
-
-        Args:
-            numbers: Slot numbers, int64 [b, h, s].
-            chosen: bool [b, h, r, s].
-            query: [b, h, r, d].
-            second: Other queries [b, h * r, 1, d] for some of these slots; None for none.
-        """
-        read = chosen.any(2)
-        most = int(read.sum(-1).max())
-        order = read.int().argsort(dim=-1, descending=True, stable=True)[..., :most]
-        some = torch.where(read, numbers, -1).gather(2, order)
-        key, value = self.pool.read("key", some), self.pool.read("value", some)
-        mask = chosen.gather(3, order[:, :, None].expand(-1, -1, chosen.shape[2], -1))
-        if second is not None:
-            second = second._replace(slots=second.slots.gather(2, order))
-        query = query.flatten(1, 2)[:, :, None]
-        output, _ = attend_slots(query, key, value, mask[:, :, :, None], second)
-        return Attended(output, read.sum(-1))
-
-    def _attend_pages(self, numbers: Tensor, query: Tensor) -> Tensor:
-        """`attend_slots` of one query per head, [b, h, r, d] to [b, h, r, d].
-
-        Pages are multiplied in the order in which the pool reads them; only scores and outputs are
-        sorted by sequence.
-        """
-        wide = torch.promote_types(query.dtype, torch.float32)
-        b, h, r, d = query.shape
-        pages = self._pages_of(numbers)
-        columns, size = pages.shape[-1], self.pool.page_slots
-        chosen = self.pool.by_slab(pages.flatten())
-        kv_list = chosen.order.div(max(1, columns), rounding_mode="floor")
-        key = self.pool.read_pages("key", chosen).to(wide)  # [pages, page slots, d]
-        scores = query.reshape(b * h, r, d).to(wide)[kv_list] @ key.transpose(1, 2) * d**-0.5
-        by_list = scores.new_zeros(pages.numel(), r, size)
-        by_list[chosen.order] = scores
-        empty = (numbers < 0).view(b, h, columns, 1, size)
-        by_list = by_list.view(b, h, columns, r, size).masked_fill(empty, torch.finfo(wide).min)
-        weights = by_list.transpose(2, 3).flatten(3).softmax(-1)  # [b, h, r, s]
-        by_page = weights.view(b, h, r, columns, size).transpose(2, 3).flatten(0, 2)
-        value = self.pool.read_pages("value", chosen)
-        parts = by_page[chosen.order].to(value.dtype) @ value
-        output = torch.zeros(b * h, r, d, dtype=wide, device=parts.device)
-        output.index_add_(0, kv_list, parts.to(wide))
-        return output.to(value.dtype).view(b, h, r, d)
+        return attend_chosen(self.pool, numbers, chosen, query, second)
 
     def _settle(
         self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: Arrival
@@ -480,101 +428,3 @@ class CompactSnapshot:
     def _share(self) -> None:
         for table in self._tables:
             self._cache.pool.share(table[table >= 0])
-
-
-def join(stored: Slots, arrival: Arrival) -> Slots:
-    """Stored tokens followed by the arriving ones."""
-    b, h, _, width = stored.state.shape
-    n = arrival.position.shape[1]
-    position = torch.cat([stored.position, arrival.position[:, None].expand(b, h, n)], 2)
-    state = torch.cat([stored.state, stored.state.new_zeros(b, h, n, width)], 2)
-    if stored.key is None or stored.value is None:
-        return Slots(stored.layer, position, state)
-    key = torch.cat([stored.key, arrival.key.to(stored.key.dtype)], 2)
-    value = torch.cat([stored.value, arrival.value.to(stored.value.dtype)], 2)
-    return Slots(stored.layer, position, state, key, value)
-
-
-def by_group(x: Tensor, heads: int) -> Tensor:
-    """[b, h * r, ...] to [b, h, r, ...] for h KV heads."""
-    return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
-
-
-def observes(policy: CachePolicy) -> bool:
-    """Whether a policy evicts by the attention that tokens receive."""
-    return policy.scored and type(policy).observe is not CachePolicy.observe
-
-
-def balances(policy: CachePolicy) -> bool:
-    """Whether a policy decides over all layers."""
-    return type(policy).balance is not CachePolicy.balance
-
-
-def received(weights: Tensor, mask: Tensor) -> Received:
-    """What the slots received in a pass.
-
-    Args:
-        weights: Of attention, [b, h * r, n, s].
-        mask: bool [b, h, n, s], False for the queries of padding.
-    """
-    by_head = by_group(weights, mask.shape[1]) * mask[:, :, None]
-    real = mask.any(-1)[:, 0]  # a query reads itself at least
-    last = real.shape[1] - 1 - real.flip(1).int().argmax(1)
-    index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
-    newest = by_head.gather(3, index)[:, :, :, 0]
-    return Received(by_head.sum(3), newest, by_head.square().sum(3))
-
-
-def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> Tensor:
-    """What each query head reads, bool [b, h, 1 or r, n, s].
-
-    Args:
-        policy: The policy, which selects where there is one query.
-        slots: What there is.
-        mask: bool [b, h, n, s], what it leaves.
-        query: [b, h, r, n, d].
-    """
-    chosen = policy.select(slots, query[:, :, :, 0]) if query.shape[3] == 1 else None
-    return mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen[:, :, :, None]
-
-
-def second_query(
-    policy: CachePolicy, slots: Slots, query: Tensor, at: Tensor
-) -> SecondQuery | None:
-    """The queries for keys that the policy moves, moved the other way.
-
-    Args:
-        policy: The policy.
-        slots: What is read.
-        query: [b, heads, q, d] with RoPE applied.
-        at: int64 [b, q], their positions.
-    """
-    moved = policy.moved(slots, at)
-    if moved is None:
-        return None
-    assert slots.sequences is not None
-    assert slots.sequences.frequency is not None
-    back = moved_by(query, -moved.by[:, None], slots.sequences.frequency)
-    return SecondQuery(back, moved.slots)
-
-
-def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:
-    """The slots with evicted tokens added to others, and which of them are targets, bool [b, h, s].
-
-    Computed in float32 at least.
-    """
-    assert slots.key is not None
-    assert slots.value is not None
-    targets = torch.zeros_like(slots.position, dtype=torch.bool)
-    targets.view(-1)[merge.target] = True
-    changed = []
-    for content, scale, weight, other in (
-        (slots.key, merge.key_scale, merge.key_weight, merge.source_key),
-        (slots.value, merge.value_scale, merge.value_weight, None),
-    ):
-        wide = content.to(torch.promote_types(content.dtype, torch.float32))
-        source = wide.flatten(0, 2)[merge.source] if other is None else other.to(wide)
-        result = (wide * scale[..., None]).flatten(0, 2)
-        result = result.index_add(0, merge.target, source * weight[:, None].to(wide))
-        changed.append(result.view_as(wide).to(content.dtype))
-    return slots._replace(key=changed[0], value=changed[1]), targets

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended, UnrotatedTokens
-from dms_train.inference.cache.compact import (
+from dms_train.inference.cache.policy_hooks import (
     balances,
     by_group,
     narrowed,

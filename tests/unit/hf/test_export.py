@@ -93,11 +93,13 @@ def test_files(export, spec, stories):
     assert names == {
         "config.json",
         "allocator_dms.py",
+        "attention_dms.py",
         "cache_dms.py",
         "compact_dms.py",
         "configuration_qwen3_dms.py",
         "eviction_dms.py",
         "generation_qwen3_dms.py",
+        "hooks_dms.py",
         "modeling_qwen3_dms.py",
         "policy_dms.py",
         "pool_dms.py",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dms_train.inference.cache.compact import CompactCache, merged
+from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.dense import DenseCache
+from dms_train.inference.cache.policy_hooks import merged
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import (
     Arrival,

@@ -8,7 +8,8 @@ import statistics
 import pytest
 import torch
 
-from dms_train.inference.cache.compact import CompactCache, merged
+from dms_train.inference.cache.compact import CompactCache
+from dms_train.inference.cache.policy_hooks import merged
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.policies.base import Arrival, RequestSizes, Sequences, Slots
 from dms_train.inference.policies.registry import build_policy

@@ -1,0 +1,114 @@
+"""What caches in torch operations ask of a policy, in the form of the slots of a layer.
+
+Stored and arriving tokens become one set of slots; the hooks of `CachePolicy` are applied to them.
+
+Shape letters: b sequences, h KV heads, r query heads per KV head, n arriving tokens, q queries,
+s slots, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.policies.base import Arrival, CachePolicy, Merge, Received, Slots
+from dms_train.inference.policies.rotation import moved_by
+from dms_train.kernels.decode.slots import SecondQuery
+
+
+def join(stored: Slots, arrival: Arrival) -> Slots:
+    """Stored tokens followed by the arriving ones."""
+    b, h, _, width = stored.state.shape
+    n = arrival.position.shape[1]
+    position = torch.cat([stored.position, arrival.position[:, None].expand(b, h, n)], 2)
+    state = torch.cat([stored.state, stored.state.new_zeros(b, h, n, width)], 2)
+    if stored.key is None or stored.value is None:
+        return Slots(stored.layer, position, state)
+    key = torch.cat([stored.key, arrival.key.to(stored.key.dtype)], 2)
+    value = torch.cat([stored.value, arrival.value.to(stored.value.dtype)], 2)
+    return Slots(stored.layer, position, state, key, value)
+
+
+def by_group(x: Tensor, heads: int) -> Tensor:
+    """[b, h * r, ...] to [b, h, r, ...] for h KV heads."""
+    return x.reshape(x.shape[0], heads, -1, *x.shape[2:])
+
+
+def observes(policy: CachePolicy) -> bool:
+    """Whether a policy evicts by the attention that tokens receive."""
+    return policy.scored and type(policy).observe is not CachePolicy.observe
+
+
+def balances(policy: CachePolicy) -> bool:
+    """Whether a policy decides over all layers."""
+    return type(policy).balance is not CachePolicy.balance
+
+
+def received(weights: Tensor, mask: Tensor) -> Received:
+    """What the slots received in a pass.
+
+    Args:
+        weights: Of attention, [b, h * r, n, s].
+        mask: bool [b, h, n, s], False for the queries of padding.
+    """
+    by_head = by_group(weights, mask.shape[1]) * mask[:, :, None]
+    real = mask.any(-1)[:, 0]  # a query reads itself at least
+    last = real.shape[1] - 1 - real.flip(1).int().argmax(1)
+    index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
+    newest = by_head.gather(3, index)[:, :, :, 0]
+    return Received(by_head.sum(3), newest, by_head.square().sum(3))
+
+
+def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> Tensor:
+    """What each query head reads, bool [b, h, 1 or r, n, s].
+
+    Args:
+        policy: The policy, which selects where there is one query.
+        slots: What there is.
+        mask: bool [b, h, n, s], what it leaves.
+        query: [b, h, r, n, d].
+    """
+    chosen = policy.select(slots, query[:, :, :, 0]) if query.shape[3] == 1 else None
+    return mask.unsqueeze(2) if chosen is None else mask.unsqueeze(2) & chosen[:, :, :, None]
+
+
+def second_query(
+    policy: CachePolicy, slots: Slots, query: Tensor, at: Tensor
+) -> SecondQuery | None:
+    """The queries for keys that the policy moves, moved the other way.
+
+    Args:
+        policy: The policy.
+        slots: What is read.
+        query: [b, heads, q, d] with RoPE applied.
+        at: int64 [b, q], their positions.
+    """
+    moved = policy.moved(slots, at)
+    if moved is None:
+        return None
+    assert slots.sequences is not None
+    assert slots.sequences.frequency is not None
+    back = moved_by(query, -moved.by[:, None], slots.sequences.frequency)
+    return SecondQuery(back, moved.slots)
+
+
+def merged(slots: Slots, merge: Merge) -> tuple[Slots, Tensor]:
+    """The slots with evicted tokens added to others, and which of them are targets, bool [b, h, s].
+
+    Computed in float32 at least.
+    """
+    assert slots.key is not None
+    assert slots.value is not None
+    targets = torch.zeros_like(slots.position, dtype=torch.bool)
+    targets.view(-1)[merge.target] = True
+    changed = []
+    for content, scale, weight, other in (
+        (slots.key, merge.key_scale, merge.key_weight, merge.source_key),
+        (slots.value, merge.value_scale, merge.value_weight, None),
+    ):
+        wide = content.to(torch.promote_types(content.dtype, torch.float32))
+        source = wide.flatten(0, 2)[merge.source] if other is None else other.to(wide)
+        result = (wide * scale[..., None]).flatten(0, 2)
+        result = result.index_add(0, merge.target, source * weight[:, None].to(wide))
+        changed.append(result.view_as(wide).to(content.dtype))
+    return slots._replace(key=changed[0], value=changed[1]), targets
