@@ -18,8 +18,8 @@ from dms_train.inference.options import SamplingParams
 
 if TYPE_CHECKING:
     from dms_train.inference.accounting import RequestKV, TotalKV
-    from dms_train.inference.engine import Prompt
     from dms_train.inference.outputs import RequestOutput
+    from dms_train.inference.request_builder import Prompt
 
 _COLUMNS = (
     "tokens",

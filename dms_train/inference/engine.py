@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Collection
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from dms_train.inference.devices import launches_on, require_device
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.loader import LoadedModel, load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
-from dms_train.inference.outputs import CompletionOutput, RequestOutput
+from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.policies.registry import check_policy
+from dms_train.inference.request_builder import Prompt, RequestBuilder
 from dms_train.inference.row_memory import RowMemory
 from dms_train.inference.runner import DecodeGroup, ModelRunner
 from dms_train.inference.sampler import sample
@@ -27,7 +27,6 @@ from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer, read_stop_ids
 
-Prompt = str | list[int] | dict[str, Any]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -80,13 +79,17 @@ class InferenceEngine:
         self.options = options
         self.architecture, self.spec, self.dtype = loaded.architecture, loaded.spec, loaded.dtype
         self.tokenizer = None if directory is None else Tokenizer.load(directory)
-        self._stop_ids = frozenset() if directory is None else read_stop_ids(directory)
         with launches_on(options.device):
             self._runner = ModelRunner(loaded, options)
         self._memory = RowMemory(self._runner.cache, options)
         self._scheduler: Scheduler[Sequence] = Scheduler(self._runner.limits, self._memory)
+        self._builder = RequestBuilder(
+            self.tokenizer,
+            stop_ids=frozenset() if directory is None else read_stop_ids(directory),
+            vocab_size=self.architecture.vocab_size,
+            longest=self.longest,
+        )
         self._requests: dict[str, Request] = {}
-        self._arrived = 0
         self._launched: DecodeGroup | None = None  # its tokens are not known yet
         self.decoded_steps = 0
         self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
@@ -155,9 +158,9 @@ class InferenceEngine:
             InferenceError: The prompt is empty, too long or not of this vocabulary.
         """
         params = params or SamplingParams()
-        request = self._request(params, priority=priority, timeout_s=timeout_s)
+        request = self._builder.request(params, priority=priority, timeout_s=timeout_s)
         request.final_only, request.keep_cache = final_only, keep_cache
-        self._add_prompt(request, prompt, params, new_tokens=1 if params.max_tokens else -1)
+        self._builder.add_prompt(request, prompt, params, new_tokens=1 if params.max_tokens else -1)
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             self._scheduler.add(sequence)
@@ -185,11 +188,11 @@ class InferenceEngine:
         if not all(continuations) or not longest:
             raise InferenceError("a continuation is empty; give at least one token")
         for continuation in continuations:
-            self._require_ids("a continuation", continuation)
+            self._builder.require_ids("a continuation", continuation)
         params = SamplingParams(n=len(continuations), max_tokens=longest)
-        request = self._request(params)
+        request = self._builder.request(params)
         request.final_only = True
-        self._add_prompt(request, prompt, params, new_tokens=longest - 1)
+        self._builder.add_prompt(request, prompt, params, new_tokens=longest - 1)
         self._requests[request.request_id] = request
         for sequence, continuation in zip(request.sequences, continuations, strict=True):
             sequence.give(continuation)
@@ -202,7 +205,7 @@ class InferenceEngine:
         Its cache is kept from turn to turn until `abort`. If another request needs the memory, the
         cache is freed and computed again at the next turn.
         """
-        request = self._request(SamplingParams())
+        request = self._builder.request(SamplingParams())
         request.final_only = request.keep_cache = True
         self._requests[request.request_id] = request
         return request.request_id
@@ -226,7 +229,7 @@ class InferenceEngine:
         if params.prompt_logprobs is not None:
             raise InferenceError("prompt_logprobs: not in a conversation; use add_request")
         request = self._requests[request_id]
-        self._add_prompt(request, prompt, params)
+        self._builder.add_prompt(request, prompt, params)
         for sequence in request.sequences:
             if sequence.row is None:
                 self._scheduler.remove(sequence)  # it waits already if its cache was taken
@@ -270,7 +273,7 @@ class InferenceEngine:
                     sequence.text.finish()
             ids = dict.fromkeys(sequence.request_id for sequence in taking_part)
             requests = [self._requests[request_id] for request_id in ids]
-            outputs = [self._output(r) for r in requests if r.finished or not r.final_only]
+            outputs = [r.to_output() for r in requests if r.finished or not r.final_only]
         except BaseException:
             launched, self._launched = self._launched, None
             computed = [sequence for sequence, _ in plan.batch]
@@ -336,8 +339,8 @@ class InferenceEngine:
         """
         before, self._launched = self._launched, None
         self._receive(before)
-        request = self._request(SamplingParams())
-        self._add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
+        request = self._builder.request(SamplingParams())
+        self._builder.add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
         (sequence,) = request.sequences
         self._scheduler.add(sequence)
         try:
@@ -358,64 +361,6 @@ class InferenceEngine:
             return None
         known = (self._requests[i] for i in request_ids if i in self._requests)
         return {sequence for request in known for sequence in request.sequences}
-
-    def _request(
-        self, params: SamplingParams, *, priority: int = 0, timeout_s: float | None = None
-    ) -> Request:
-        """A request without tokens."""
-        request_id, self._arrived = str(self._arrived), self._arrived + 1
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        sequences = [
-            Sequence(
-                request_id=request_id,
-                index=index,
-                seed=seed,
-                arrival=int(request_id),
-                priority=priority,
-                deadline=deadline,
-            )
-            for index in range(params.n)
-        ]
-        for sequence in sequences[1:]:
-            sequence.leader = sequences[0]
-        return Request(request_id=request_id, sequences=sequences)
-
-    def _add_prompt(
-        self, request: Request, prompt: Prompt, params: SamplingParams, *, new_tokens: int = 1
-    ) -> None:
-        """Append a prompt; the model must take `new_tokens` more tokens after it."""
-        before = request.sequences[0].tokens
-        text, tokens = self._encode(prompt, first=not before)
-        longest = self.longest
-        length = len(before) + len(tokens)
-        if length + new_tokens > longest:
-            raise InferenceError(f"a prompt of {length} tokens: the model takes {longest}")
-        if params.stop and self.tokenizer is None:
-            raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
-        self._require_ids("logit_bias", params.logit_bias)
-        request.prompt = text
-        for sequence in request.sequences:
-            sequence.add_prompt(tokens, params, self.tokenizer, self._stop_ids, longest)
-
-    def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
-        """Text and tokens of a prompt, checked."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InferenceError("the model has no tokenizer.json; give token ids")
-            text, tokens = prompt, self.tokenizer.encode(prompt, special=first)
-        else:
-            ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-            text, tokens = None, list(ids)
-        if not tokens:
-            raise InferenceError("a prompt is empty; give at least one token")
-        self._require_ids("a prompt", tokens)
-        return text, tokens
-
-    def _require_ids(self, where: str, token_ids: Collection[int]) -> None:
-        size = self.architecture.vocab_size
-        if not all(0 <= token < size for token in token_ids):
-            raise InferenceError(f"{where} has token ids outside 0..{size - 1}")
 
     def _finish(self, sequence: Sequence) -> None:
         """Count a sequence that has ended, and free its cache unless it is to be kept."""
@@ -504,26 +449,3 @@ class InferenceEngine:
                 (now if allowed is None or sequence in allowed else later).append(sequence)
         self._advanced = later
         return now
-
-    def _output(self, request: Request) -> RequestOutput:
-        first = request.sequences[0]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=first.prompt,
-            outputs=[self._continuation(sequence) for sequence in request.sequences],
-            finished=request.finished,
-            prompt_logprobs=first.prompt_logprobs,
-        )
-
-    def _continuation(self, sequence: Sequence) -> CompletionOutput:
-        return CompletionOutput(
-            index=sequence.index,
-            text=sequence.text.text,
-            token_ids=sequence.output,
-            finish_reason=sequence.finish_reason,
-            logprobs=None if sequence.params.logprobs is None else list(sequence.logprobs),
-            kv=sequence.meter.report(),
-            seconds=sequence.advanced - sequence.started,
-            scores=sequence.scores,
-        )

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.accounting import TotalKV
-from dms_train.inference.engine import InferenceEngine, Prompt
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import RequestOutput
+from dms_train.inference.request_builder import Prompt
 from dms_train.inference.tokenizer import Tokenizer
 from dms_train.method.base import MethodSpec
 

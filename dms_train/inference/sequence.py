@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from dms_train.inference.accounting import Meter
 from dms_train.inference.given_tokens import GivenTokens
 from dms_train.inference.options import SamplingParams
-from dms_train.inference.outputs import GivenScores, TokenLogprobs
+from dms_train.inference.outputs import (
+    CompletionOutput,
+    GivenScores,
+    RequestOutput,
+    TokenLogprobs,
+)
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.sampler import SampledToken, SamplingRow, signed_seed
 from dms_train.inference.scheduler import SequenceState
@@ -170,6 +175,19 @@ class Sequence(SequenceState):
             self.finish_reason = "length"
         return taken
 
+    def to_output(self) -> CompletionOutput:
+        """What is returned of it now."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=self.output,
+            finish_reason=self.finish_reason,
+            logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            kv=self.meter.report(),
+            seconds=self.advanced - self.started,
+            scores=self.scores,
+        )
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
@@ -198,3 +216,15 @@ class Request:
     def finished(self) -> bool:
         """Whether all continuations have ended."""
         return all(s.finish_reason is not None for s in self.sequences)
+
+    def to_output(self) -> RequestOutput:
+        """What is returned of it now."""
+        first = self.sequences[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.prompt,
+            outputs=[sequence.to_output() for sequence in self.sequences],
+            finished=self.finished,
+            prompt_logprobs=first.prompt_logprobs,
+        )

@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dms_train.inference.engine import InferenceEngine, Prompt
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
+from dms_train.inference.request_builder import Prompt
 from dms_train.observe.log import logger
 from dms_train.server.errors import ApiError
 

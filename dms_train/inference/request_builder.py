@@ -1,0 +1,116 @@
+"""Prompts as users give them to requests with tokens, which the engine schedules."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection
+from typing import Any
+
+from dms_train.inference.errors import InferenceError
+from dms_train.inference.options import SamplingParams
+from dms_train.inference.sequence import Request, Sequence
+from dms_train.inference.tokenizer import Tokenizer
+
+Prompt = str | list[int] | dict[str, Any]
+
+
+class RequestBuilder:
+    """Numbers requests in the order of arrival, and encodes and checks their prompts.
+
+    Args:
+        tokenizer: Of the model; None if it has none, which refuses texts.
+        stop_ids: The model's end-of-text tokens.
+        vocab_size: Token ids are below it.
+        longest: Most tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        longest: int,
+    ) -> None:
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self._vocab_size, self._longest = vocab_size, longest
+        self._arrived = 0
+
+    def request(
+        self, params: SamplingParams, *, priority: int = 0, timeout_s: float | None = None
+    ) -> Request:
+        """A request without tokens.
+
+        Args:
+            params: `n` and `seed` count.
+            priority: Lower ones go first.
+            timeout_s: Seconds from now after which it ends with what it has; None for no limit.
+        """
+        request_id, self._arrived = str(self._arrived), self._arrived + 1
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                seed=seed,
+                arrival=int(request_id),
+                priority=priority,
+                deadline=deadline,
+            )
+            for index in range(params.n)
+        ]
+        for sequence in sequences[1:]:
+            sequence.leader = sequences[0]
+        return Request(request_id=request_id, sequences=sequences)
+
+    def add_prompt(
+        self, request: Request, prompt: Prompt, params: SamplingParams, *, new_tokens: int = 1
+    ) -> None:
+        """Append a prompt; the model must take `new_tokens` more tokens after it.
+
+        Raises:
+            InferenceError: The prompt is empty, too long or not of this vocabulary, or the model
+                has no tokenizer for it or for stop texts.
+        """
+        before = request.sequences[0].tokens
+        text, tokens = self._encode(prompt, first=not before)
+        longest = self._longest
+        length = len(before) + len(tokens)
+        if length + new_tokens > longest:
+            raise InferenceError(f"a prompt of {length} tokens: the model takes {longest}")
+        if params.stop and self._tokenizer is None:
+            raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
+        self.require_ids("logit_bias", params.logit_bias)
+        request.prompt = text
+        for sequence in request.sequences:
+            sequence.add_prompt(tokens, params, self._tokenizer, self._stop_ids, longest)
+
+    def require_ids(self, where: str, token_ids: Collection[int]) -> None:
+        """Check that token ids are of the vocabulary.
+
+        Args:
+            where: What has them, for the message.
+            token_ids: The ids.
+
+        Raises:
+            InferenceError: Some are not.
+        """
+        size = self._vocab_size
+        if not all(0 <= token < size for token in token_ids):
+            raise InferenceError(f"{where} has token ids outside 0..{size - 1}")
+
+    def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
+        """Text and tokens of a prompt, checked."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InferenceError("the model has no tokenizer.json; give token ids")
+            text, tokens = prompt, self._tokenizer.encode(prompt, special=first)
+        else:
+            ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+            text, tokens = None, list(ids)
+        if not tokens:
+            raise InferenceError("a prompt is empty; give at least one token")
+        self.require_ids("a prompt", tokens)
+        return text, tokens
