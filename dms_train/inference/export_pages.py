@@ -144,24 +144,25 @@ class ExportPages(PagedKVCache):
 
     def taken(self, rows: Tensor) -> ExportPages:
         """A cache of copies of these rows, int64 [b], which may repeat; pages of the same pool."""
-        copy = ExportPages(self.pool, self.policy, rows=len(rows), heads=self._lengths.shape[2])
-        copy._lengths, copy._rings = self._lengths[:, rows], self._rings[:, rows]
+        heads = self.lists.lengths.shape[2]
+        copy = ExportPages(self.pool, self.policy, rows=len(rows), heads=heads)
+        copy.lists.lengths, copy._rings = self.lists.lengths[:, rows], self._rings[:, rows]
         copy._seen, copy._most = self._seen[rows], self._most
-        copy._tables = torch.zeros_like(self._tables[:, rows])
-        used = copy._place() < copy._pages(copy._lengths)[..., None]
-        source = self._tables[:, rows][used]
+        copy.lists.tables = torch.zeros_like(self.lists.tables[:, rows])
+        used = copy.lists.places() < copy.lists.pages(copy.lists.lengths)[..., None]
+        source = self.lists.tables[:, rows][used]
         pages = self.pool.take(len(source))
         self.pool.pages[pages] = self.pool.pages[source]
-        copy._tables[used] = pages
+        copy.lists.tables[used] = pages
         return copy
 
     def _widen(self, tokens: int) -> None:
         """Give the page tables places for so many more tokens of a sequence."""
         self._most += tokens
-        places = self._tables.shape[-1]
+        places = self.lists.tables.shape[-1]
         if self._most > places * self.pool.page_slots:
             wanted = (self._most + self._most // 4) // self.pool.page_slots + 1
-            self._tables = F.pad(self._tables, (0, wanted - places))
+            self.lists.tables = F.pad(self.lists.tables, (0, wanted - places))
 
     def _attend_one(self, rows: Tensor, query: Tensor, arrival: Arrival, real: Tensor) -> Attended:
         """One token per sequence. Its RoPE is done: the kernel turns it by no angle."""

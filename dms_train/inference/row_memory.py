@@ -50,7 +50,7 @@ class RowMemory:
         self._cache.free(self._rows[row : row + 1])
         self._placed.pop(row, None)  # absent if placing it has failed
         if isinstance(self._cache, PagedKVCache):
-            self._cache.shared_pages[row] = 0
+            self._cache.lists.shared_pages[row] = 0
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the longest snapshot that a sequence can start from."""

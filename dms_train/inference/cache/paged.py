@@ -21,6 +21,8 @@ from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
+from dms_train.inference.cache.kv_lists import KVLists
+from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
 from dms_train.inference.policies.dms import DMSPolicy
@@ -68,8 +70,7 @@ class PagedKVCache:
     Attributes:
         captures_prompts: Whether chunks of prompts may be captured as CUDA graphs.
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
-        shared_pages: Pages of each row that others may hold too, at most; snapshots set them, and
-            who frees the row.
+        lists: Page tables and lengths of the KV lists.
     """
 
     captures_prompts = True
@@ -88,15 +89,10 @@ class PagedKVCache:
         self.pool = pool
         self.policy = policy
         self._rule, window = self._rule_for(policy)
-        put: dict[str, Any] = {"dtype": torch.int32, "device": pool.device}
         kv_lists = (layers, rows, heads)
         places = -(-longest // pool.page_slots)
-        self._tables = torch.zeros(*kv_lists, places, **put)
-        self._lengths = torch.zeros(kv_lists, **put)
-        self._numbers = torch.arange(self._lengths.numel(), device=pool.device).view(kv_lists)
-        self._nothing = torch.zeros_like(self._lengths).view(-1)
-        self.shared_pages = [0] * rows
-        self._rings = torch.zeros(*kv_lists, window + 1, **put)
+        self.lists = KVLists(pool, layers=layers, rows=rows, heads=heads, places=places)
+        self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
         self._exponents: Tensor | None = None  # of FP8 pages
         self._wide: WidePages | None = None
         if pool.pages.dtype == FP8:
@@ -124,7 +120,7 @@ class PagedKVCache:
     @property
     def table_bytes(self) -> int:
         """Bytes of what describes the rows, and of the pages in which prompts are computed."""
-        tables = (self._tables, self._lengths, self._rings, self._exponents)
+        tables = (self.lists.tables, self.lists.lengths, self._rings, self._exponents)
         wide = 0 if self._wide is None else self._wide.nbytes
         return wide + sum(x.numel() * x.itemsize for x in tables if x is not None)
 
@@ -155,24 +151,25 @@ class PagedKVCache:
 
     def most_copies(self, row: int, tokens: int) -> int:
         """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
-        return 0 if tokens == 1 or not self.pool.sharing else self.shared_pages[row]
+        return 0 if tokens == 1 or not self.pool.sharing else self.lists.shared_pages[row]
 
     def snapshot(self, row: int) -> PagedSnapshot:
         """What a row holds now; its pages are shared."""
-        return PagedSnapshot(self, row)
+        tensors, places = self._row_tensors(), self._place_tensors()
+        return PagedSnapshot(self.lists, row, row_tensors=tensors, place_tensors=places)
 
     def live(self, rows: Tensor) -> Tensor:
         """Live tokens, int64 [layers, b, h]."""
-        return self._lengths[:, rows].long()
+        return self.lists.lengths[:, rows].long()
 
     def held_slots(self, rows: Tensor) -> Tensor:
         """Slots of the pages held, int64 [layers, b, h]."""
-        return self._pages(self.live(rows)) * self.pool.page_slots
+        return self.lists.pages(self.live(rows)) * self.pool.page_slots
 
     def view(self, layer: int) -> PagedCache:
         """One layer as the kernels see it."""
         exponents = None if self._exponents is None else self._exponents[layer]
-        kv_lists = (self._tables[layer], self._lengths[layer], self._rings[layer])
+        kv_lists = (self.lists.tables[layer], self.lists.lengths[layer], self._rings[layer])
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
@@ -184,8 +181,7 @@ class PagedKVCache:
 
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
-        lists = self._numbers[:, rows].flatten()
-        self._release(lists, self._nothing[: len(lists)])
+        self.lists.free(rows)
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
@@ -250,7 +246,7 @@ class PagedKVCache:
 
     def _read(self, layer: int) -> Tensor:
         """Slots that the newest tokens have read, int32 [rows, h]."""
-        return self._lengths[layer]
+        return self.lists.lengths[layer]
 
     def decode(
         self, layer: int, token: Step, spec: MethodSpec | None, norms: HeadNorms | None
@@ -311,20 +307,21 @@ class PagedKVCache:
         window, d = self._rings.shape[-1] - 1, query.shape[-1]
         real = arrival.position >= 0
         if begins:
-            before = prefill.nothing(len(rows), self._lengths.shape[-1], query.device)
+            before = prefill.nothing(len(rows), self.lists.lengths.shape[-1], query.device)
         else:
-            seen, stored = arrival.position[:, 0].int(), (self._lengths[layer], self._rings[layer])
+            seen = arrival.position[:, 0].int()
+            stored = (self.lists.lengths[layer], self._rings[layer])
             before = prompt.state_before(*stored, rows, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, real, self._rule)
         chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
-        size, lists = self.pool.page_slots, self._lists(layer, rows)
+        size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
         table = self._claim(layer, rows, lists, lengths, pages)
         changed = None
         if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             if self.pool.sharing:
-                table = self._own(layer, rows, lists, changed)
+                table = self.lists.own(layer, rows, lists, changed)
         tokens = Tokens(query, arrival.key, arrival.value)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
@@ -338,13 +335,13 @@ class PagedKVCache:
                 evicts=self._rule.source != NEVER,
             )
         except BaseException:  # `free` finds the pages of a KV list by its length
-            self._lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)
+            self.lists.lengths[layer, rows] = torch.maximum(before.lengths, chunk.lengths)
             raise
         if self._wide is not None and self._exponents is not None:
             exponents = self._exponents[layer, rows]
             self._wide.write(table, exponents, chunk.lengths, changed)
             self._exponents[layer, rows] = exponents
-        self._release(lists, lengths)
+        self.lists.release(lists, lengths)
         reads = prompt.settle(chunk, before, self._rings[layer], rows, self._rule.source)
         return Attended(output, reads)
 
@@ -369,7 +366,7 @@ class PagedKVCache:
 
     def status(self) -> list[Tensor]:
         """What the host learns after a step: int32 free pages [1], fault [1], and for `counts`."""
-        return [self.pool.free.left, self.pool.free.fault, self._lengths.view(-1)]
+        return [self.pool.free.left, self.pool.free.fault, self.lists.lengths.view(-1)]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
         """Slots that steps have read, and tokens held after them, [..., layers, rows, h] each.
@@ -382,7 +379,7 @@ class PagedKVCache:
     @property
     def lists_shape(self) -> tuple[int, int, int]:
         """Layers, rows and KV heads."""
-        layers, rows, heads = self._lengths.shape
+        layers, rows, heads = self.lists.lengths.shape
         return layers, rows, heads
 
     def pages_of_steps(self, steps: int) -> int:
@@ -391,7 +388,7 @@ class PagedKVCache:
 
     def prepare(self, sequences: int, tokens: int = 1) -> None:
         """Reserve slots for `tokens` more tokens of `sequences` sequences, in all layers."""
-        layers, _, heads, _ = self._tables.shape
+        layers, _, heads, _ = self.lists.tables.shape
         self.pool.reserve(layers * sequences * heads * self._pages_of(tokens))
 
     def reserve_copies(self, parts: list[tuple[int, int]]) -> None:
@@ -403,121 +400,27 @@ class PagedKVCache:
         if copies := sum(self.most_copies(row, tokens) for row, tokens in parts):
             self.pool.reserve(copies)
 
-    def _lists(self, layer: int, rows: Tensor) -> Tensor:
-        """Numbers of the KV lists of rows [b] in a layer: int64 [b * h]."""
-        return self._numbers[layer, rows].flatten()
-
     def _claim(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, pages: int
     ) -> Tensor:
-        """Have pages for `lengths` int32 [b * h] slots, at most `pages` more; nothing moves.
-
-        Returns:
-            Page tables of the rows, int32 [b, h, p].
-        """
+        """`KVLists.claim`, which takes `pages` pages at most; they are reserved here."""
         if not self._recording:
             self.pool.reserve(pages)
-        decode.page_kernels().claim(
-            self._tables.flatten(0, 2),
-            self._lengths.view(-1),
-            lengths,
-            lists,
-            self.pool.free,
-            self.pool.page_slots,
-        )
-        return self._tables[layer, rows]
-
-    def _release(self, lists: Tensor, lengths: Tensor) -> None:
-        """Set the lengths of KV lists, int32, and give back the pages behind them."""
-        self._give_back(self._tables.flatten(0, 2), self._lengths.view(-1), lengths, lists)
-
-    def _give_back(self, tables: Tensor, lengths: Tensor, after: Tensor, lists: Tensor) -> None:
-        """As `_release`, of these page tables with these lengths."""
-        kernels, size = decode.page_kernels(), self.pool.page_slots
-        kernels.release(tables, lengths, after, lists, self.pool.free, size)
-        self.pool.changed()
+        return self.lists.claim(layer, rows, lists, lengths)
 
     def _row_tensors(self) -> list[Tensor]:
         """What else a row holds, [layers, rows, ...]."""
-        return [self._lengths, self._rings]
+        return [self.lists.lengths, self._rings]
 
     def _place_tensors(self) -> list[Tensor]:
         """What has an entry for each place, [layers, rows, h, p, ...]."""
-        return [x for x in (self._tables, self._exponents) if x is not None]
+        return [x for x in (self.lists.tables, self._exponents) if x is not None]
 
     def _most_pages(self, step: AttentionStep) -> list[int]:
         """Pages that the tokens of each sequence take in a layer, at most."""
         b, n = step.position.shape
-        heads = self._lengths.shape[2]
+        heads = self.lists.lengths.shape[2]
         return [heads * self._pages_of(length) for length in step.lengths or (n,) * b]
 
     def _pages_of(self, slots: int) -> int:
         return -(-slots // self.pool.page_slots)
-
-    def _pages(self, slots: Tensor) -> Tensor:
-        return (slots + self.pool.page_slots - 1) // self.pool.page_slots
-
-    def _place(self) -> Tensor:
-        return torch.arange(self._tables.shape[-1], device=self.pool.device)
-
-    def _own(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
-        """Copy shared pages before they change; `reserve_copies` has pages for them.
-
-        Args:
-            layer: Layer number.
-            rows: int64 [b].
-            lists: Their KV lists.
-            changed: Which of the pages are written, bool [b, h, p].
-
-        Returns:
-            The table afterwards.
-        """
-        decode.page_kernels().own(
-            self._tables.flatten(0, 2),
-            self._lengths.view(-1),
-            changed.flatten(0, 1),
-            lists,
-            self.pool.pages,
-            self.pool.free,
-        )
-        return self._tables[layer, rows]
-
-
-class PagedSnapshot:
-    """Pages of a row that it holds together with others, and what describes them.
-
-    Args:
-        cache: What it is taken of.
-        row: The row.
-    """
-
-    def __init__(self, cache: PagedKVCache, row: int) -> None:
-        self._cache = cache
-        pages = cache._pages(cache._lengths[:, row])
-        places, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
-        self._state = [x[:, row].clone() for x in cache._row_tensors()]
-        self._tables = [x[:, row, :, :places].clone() for x in cache._place_tensors()]
-        held = cache._place()[:places] < pages[..., None]
-        self._pages = self._tables[0].masked_fill(~held, 0).flatten()
-        self._holds = held.flatten().int()
-        self._share(row)
-
-    def restore(self, row: int) -> None:
-        """Have an empty row hold the same pages."""
-        cache = self._cache
-        for x, stored in zip(cache._row_tensors(), self._state, strict=True):
-            x[:, row] = stored
-        for x, stored in zip(cache._place_tensors(), self._tables, strict=True):
-            x[:, row, :, : stored.shape[2]] = stored
-        self._share(row)
-
-    def release(self) -> None:
-        """Give up its pages."""
-        tables, lengths = self._tables[0].flatten(0, 1), self._state[0].view(-1)
-        lists = self._cache._numbers.view(-1)[: len(lengths)]
-        self._cache._give_back(tables, lengths, self._cache._nothing[: len(lengths)], lists)
-
-    def _share(self, row: int) -> None:
-        """Note that a row and this snapshot hold the same pages."""
-        self._cache.pool.share(self._pages, self._holds)
-        self._cache.shared_pages[row] = self._count

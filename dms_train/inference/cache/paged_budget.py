@@ -99,7 +99,7 @@ class BudgetPagedCache(PagedKVCache):
         streams = type(policy) is StreamingLLMPolicy
         self.decodes_prompts = policy.streams if isinstance(policy, ScoredPolicy) else streams
         put: dict[str, Any] = {"device": pool.device}
-        lists, slots = (layers, rows, h), self._tables.shape[-1] * pool.page_slots
+        lists, slots = (layers, rows, h), self.lists.tables.shape[-1] * pool.page_slots
         self._positions = torch.zeros(*lists, slots, dtype=torch.int32, **put)
         self._scores = torch.zeros(*lists, slots if type(policy) is H2OPolicy else 0, **put)
         self._requests = RowRequests(layers, rows, pool.device)
@@ -147,17 +147,17 @@ class BudgetPagedCache(PagedKVCache):
 
     def live(self, rows: Tensor) -> Tensor:
         """Live tokens, int64 [layers, b, h]."""
-        lengths = self._lengths[:, rows].long()
+        lengths = self.lists.lengths[:, rows].long()
         return lengths - self._rings[:, rows, :, 0] % 2 if self._scored else lengths
 
     def held_slots(self, rows: Tensor) -> Tensor:
         """Slots of the pages held, int64 [layers, b, h]."""
-        return self._pages(self._lengths[:, rows].long()) * self.pool.page_slots
+        return self.lists.pages(self.lists.lengths[:, rows].long()) * self.pool.page_slots
 
     def positions(self, row: int) -> list[list[Tensor]]:
         """Positions of the live tokens of a row by layer and head, each int64 [live] on the CPU."""
         at, rows = [], torch.tensor([row], device=self.pool.device)
-        for layer in range(len(self._lengths)):
+        for layer in range(len(self.lists.lengths)):
             position = self._stored_positions(layer, rows)
             slot = torch.arange(position.shape[-1], device=position.device)
             if self._scored:
@@ -172,9 +172,10 @@ class BudgetPagedCache(PagedKVCache):
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """A request, or its next turn, takes a row; what the row holds stays."""
         self._requests.assign(row, sizes)
-        if type(self.policy) is StreamingLLMPolicy and int(self._lengths[0, row, 0]):
+        if type(self.policy) is StreamingLLMPolicy and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
-            for layer in range(len(self._lengths)):  # another budget may keep what was to leave
+            # another budget may keep what was to leave
+            for layer in range(len(self.lists.lengths)):
                 self._mark_oldest(layer, rows)
 
     def free(self, rows: Tensor) -> None:
@@ -202,7 +203,7 @@ class BudgetPagedCache(PagedKVCache):
             return self._decode(layer, step)
         output, reads = torch.empty_like(step.query.flatten(2, 3).transpose(1, 2)), None
         inside = torch.tensor(self._inside, device=step.rows.device)
-        reads = torch.zeros(len(inside), self._lengths.shape[2], dtype=torch.int64).to(
+        reads = torch.zeros(len(inside), self.lists.lengths.shape[2], dtype=torch.int64).to(
             inside.device
         )
         for compute, those in ((self._decode, ~inside), (self._prompt, inside)):
@@ -235,7 +236,7 @@ class BudgetPagedCache(PagedKVCache):
             self._memory[b] = attend.workspace(rotated, cache)
         logits = None
         if self._logits is not None:
-            lists = b * self._lengths.shape[2]
+            lists = b * self.lists.lengths.shape[2]
             logits = attend.SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
         output: Tensor = attend.attend(
             rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits
@@ -273,7 +274,7 @@ class BudgetPagedCache(PagedKVCache):
             output = torch.cat([part.output for part in parts], 2)
             return Attended(output, torch.stack([part.reads for part in parts]).sum(0))
         self._close(layer, step.rows)
-        before = self._lengths[layer, step.rows]
+        before = self.lists.lengths[layer, step.rows]
         pages = sum(self._most_pages(step))
         done = self._prefill(layer, step.rows, query, arrival, pages, begins=step.begins)
         self._note(layer, step.rows, before, query, arrival.position)
@@ -284,7 +285,7 @@ class BudgetPagedCache(PagedKVCache):
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
     ) -> None:
         """Keep positions of tokens that were stored behind `before` [b, h], and queries."""
-        most = int(self._lengths[layer, rows].max())
+        most = int(self.lists.lengths[layer, rows].max())
         column = torch.arange(most, dtype=torch.int32, device=before.device)
         behind = column - before[..., None]
         new = (behind >= 0) & (behind < (position >= 0).sum(1)[:, None, None])
@@ -369,8 +370,8 @@ class BudgetPagedCache(PagedKVCache):
 
     def _stored_positions(self, layer: int, rows: Tensor) -> Tensor:
         """Positions in all slots of the pages in use, int64 [b, h, s]; -1 for empty ones."""
-        lengths = self._lengths[layer, rows]
-        most = max(1, int(self._pages(lengths).max())) * self.pool.page_slots
+        lengths = self.lists.lengths[layer, rows]
+        most = max(1, int(self.lists.pages(lengths).max())) * self.pool.page_slots
         held = torch.arange(most, device=rows.device) < lengths[..., None]
         return self._positions[layer, rows, :, :most].long().masked_fill(~held, -1)
 
@@ -378,7 +379,7 @@ class BudgetPagedCache(PagedKVCache):
         """The tokens of KV lists by slot; 0 in empty slots."""
         position = self._stored_positions(layer, rows)
         places = position.shape[-1] // self.pool.page_slots
-        pages = self.pool.pages[self._tables[layer, rows, :, :places].long()]
+        pages = self.pool.pages[self.lists.tables[layer, rows, :, :places].long()]
         content = pages.transpose(2, 3).flatten(3, 4)  # [b, h, 2, s, d]
         content = content.masked_fill((position < 0)[:, :, None, :, None], 0)
         state = torch.zeros(*position.shape, self.policy.state_width, device=position.device)
@@ -391,14 +392,14 @@ class BudgetPagedCache(PagedKVCache):
         """Have KV lists hold some tokens, bool [b, h, s], in the order of their positions."""
         assert slots.key is not None
         assert slots.value is not None
-        size, before = self.pool.page_slots, self._lengths[layer, rows]
-        counts, lists = keep.sum(-1, dtype=torch.int32), self._lists(layer, rows)
+        size, before = self.pool.page_slots, self.lists.lengths[layer, rows]
+        counts, lists = keep.sum(-1, dtype=torch.int32), self.lists.numbers(layer, rows)
         after = torch.maximum(counts, before)
-        more = int((self._pages(after) - self._pages(before)).sum())
+        more = int((self.lists.pages(after) - self.lists.pages(before)).sum())
         table = self._claim(layer, rows, lists, after.flatten(), more)
         if self.pool.sharing:
-            written = self._place() < self._pages(counts)[..., None]
-            table = self._own(layer, rows, lists, written)
+            written = self.lists.places() < self.lists.pages(counts)[..., None]
+            table = self.lists.own(layer, rows, lists, written)
         most = int(counts.max())
         column = torch.arange(most, device=rows.device)
         order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)
@@ -412,7 +413,7 @@ class BudgetPagedCache(PagedKVCache):
         self._positions[layer, rows, :, :most] = slots.position.gather(2, order).int()
         if self._scores.numel():
             self._scores[layer, rows, :, :most] = slots.state[..., 0].gather(2, order)
-        self._release(lists, counts.flatten().contiguous())
+        self.lists.release(lists, counts.flatten().contiguous())
 
 
 def _some(step: AttentionStep, index: Tensor) -> AttentionStep:

@@ -56,7 +56,7 @@ class QuestPagedCache(PagedKVCache):
         self._requests = RowRequests(layers, rows, pool.device)
         size = (len(pool.pages), 2, pool.pages.shape[-1])
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
-        self._reads = torch.zeros_like(self._lengths)
+        self._reads = torch.zeros_like(self.lists.lengths)
         self._kernels: Any = importlib.import_module("dms_train.kernels.decode.triton_bounds")
         self._selections: dict[int, Any] = {}  # by sequences of a step
         self._wanted: Any = None  # of the step that is computed
@@ -90,7 +90,7 @@ class QuestPagedCache(PagedKVCache):
         self._requests.assign(row, sizes)
 
     def _read(self, layer: int) -> Tensor:
-        return (self._lengths if layer < self.policy.dense_layers else self._reads)[layer]
+        return (self.lists.lengths if layer < self.policy.dense_layers else self._reads)[layer]
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
@@ -138,17 +138,17 @@ class QuestPagedCache(PagedKVCache):
         *,
         begins: bool = False,
     ) -> Attended:
-        before = self._lengths[layer, rows]
+        before = self.lists.lengths[layer, rows]
         done = super()._prefill(layer, rows, query, arrival, pages, begins=begins)
         self._bound(layer, rows, before)
         return done
 
     def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
         """Bounds of the pages that have changed since KV lists had `before` [b, h] tokens."""
-        size, lengths = self.pool.page_slots, self._lengths[layer, rows]
+        size, lengths = self.pool.page_slots, self.lists.lengths[layer, rows]
         first = max(0, int(before.min()) - 1) // size
-        place = torch.arange(first, int(self._pages(lengths).max()), device=rows.device)
-        table = self._tables[layer, rows][..., place].long()
+        place = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)
+        table = self.lists.tables[layer, rows][..., place].long()
         slot = place[:, None] * size + torch.arange(size, device=rows.device)
         held = (slot < lengths[..., None, None])[..., None]  # [b, h, p, s, 1]
         keys = self.pool.pages[table, 0]

@@ -131,7 +131,7 @@ def test_a_snapshot_takes_what_is_set_aside_for_it() -> None:
     """All that it copies of a row that is full; its pages are shared."""
     spec = dmc(0.0)
     cache = empty(spec)
-    cache._lengths[:] = 64
+    cache.lists.lengths[:] = 64
     snapshot = cache.snapshot(0)
     copied = [*snapshot._state, *snapshot._tables]
     assert sum(x.nbytes for x in copied) == cache.snapshot_bytes

@@ -1,0 +1,128 @@
+"""The KV lists of a paged cache: page tables and lengths that kernels change on the device.
+
+Shape letters: b sequences, h KV heads, p pages of a full KV list, n KV lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.device_pool import DevicePool
+from dms_train.kernels.decode import kernels as decode
+
+
+class KVLists:
+    """Which pages of a pool the KV lists hold, and how many slots of them; empty at first.
+
+    Every list has a number among those of all layers and rows. The host does not wait.
+
+    Args:
+        pool: Where the pages come from.
+        layers: Attention layers.
+        rows: Sequences held at the same time.
+        heads: KV heads.
+        places: Pages of a full KV list.
+
+    Attributes:
+        pool: As given.
+        tables: int32 [layers, rows, h, p], page numbers.
+        lengths: int32 [layers, rows, h], slots in use.
+        shared_pages: Pages of each row that others may hold too, at most; snapshots set them, and
+            who frees the row.
+    """
+
+    def __init__(
+        self, pool: DevicePool, *, layers: int, rows: int, heads: int, places: int
+    ) -> None:
+        self.pool = pool
+        put: dict[str, Any] = {"dtype": torch.int32, "device": pool.device}
+        self.tables = torch.zeros(layers, rows, heads, places, **put)
+        self.lengths = torch.zeros(layers, rows, heads, **put)
+        numbers = torch.arange(self.lengths.numel(), device=pool.device)
+        self._numbers = numbers.view(layers, rows, heads)
+        self._nothing = torch.zeros_like(self.lengths).view(-1)
+        self.shared_pages = [0] * rows
+
+    def numbers(self, layer: int, rows: Tensor) -> Tensor:
+        """Numbers of the lists of rows [b] in a layer: int64 [b * h]."""
+        return self._numbers[layer, rows].flatten()
+
+    def places(self) -> Tensor:
+        """Places of a page table by number, int64 [p]."""
+        return torch.arange(self.tables.shape[-1], device=self.pool.device)
+
+    def pages(self, slots: Tensor) -> Tensor:
+        """Pages that hold so many slots."""
+        return (slots + self.pool.page_slots - 1) // self.pool.page_slots
+
+    def claim(self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor) -> Tensor:
+        """Have pages for `lengths` int32 [b * h] slots, which are reserved; nothing moves.
+
+        Args:
+            layer: Layer number.
+            rows: int64 [b].
+            lists: Their `numbers`.
+            lengths: Slots; the lengths of the lists stay.
+
+        Returns:
+            Page tables of the rows, int32 [b, h, p].
+        """
+        decode.page_kernels().claim(
+            self.tables.flatten(0, 2),
+            self.lengths.view(-1),
+            lengths,
+            lists,
+            self.pool.free,
+            self.pool.page_slots,
+        )
+        return self.tables[layer, rows]
+
+    def own(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
+        """Copy shared pages before they change; pages for the copies are reserved.
+
+        Args:
+            layer: Layer number.
+            rows: int64 [b].
+            lists: Their `numbers`.
+            changed: Which of the pages are written, bool [b, h, p].
+
+        Returns:
+            Page tables of the rows afterwards, int32 [b, h, p].
+        """
+        decode.page_kernels().own(
+            self.tables.flatten(0, 2),
+            self.lengths.view(-1),
+            changed.flatten(0, 1),
+            lists,
+            self.pool.pages,
+            self.pool.free,
+        )
+        return self.tables[layer, rows]
+
+    def release(self, lists: Tensor, lengths: Tensor) -> None:
+        """Set the lengths of lists, int32 [n], and give back the pages behind them."""
+        self._release(self.tables.flatten(0, 2), self.lengths.view(-1), lengths, lists)
+
+    def free(self, rows: Tensor) -> None:
+        """Give back all pages of these rows, int64 [b]."""
+        lists = self._numbers[:, rows].flatten()
+        self.release(lists, self._nothing[: len(lists)])
+
+    def free_copies(self, tables: Tensor, lengths: Tensor) -> None:
+        """Give back all pages of the lists of a snapshot.
+
+        Args:
+            tables: int32 [n, p].
+            lengths: int32 [n]; set to 0.
+        """
+        lists = self._numbers.view(-1)[: len(lengths)]
+        self._release(tables, lengths, self._nothing[: len(lengths)], lists)
+
+    def _release(self, tables: Tensor, lengths: Tensor, after: Tensor, lists: Tensor) -> None:
+        """As `release`, of these page tables with these lengths."""
+        kernels, size = decode.page_kernels(), self.pool.page_slots
+        kernels.release(tables, lengths, after, lists, self.pool.free, size)
+        self.pool.changed()

@@ -1,0 +1,59 @@
+"""What one row of a paged cache held at one time; its pages are shared, not copied.
+
+Shape letters: h KV heads, p pages of a full KV list.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dms_train.inference.cache.kv_lists import KVLists
+
+
+class PagedSnapshot:
+    """Pages of a row that it holds together with others, and what describes them.
+
+    Args:
+        lists: The KV lists of the cache that it is taken of.
+        row: The row.
+        row_tensors: What the cache keeps of a row, the lengths first, [layers, rows, ...] each.
+        place_tensors: What it keeps of every place, the page tables first,
+            [layers, rows, h, p, ...] each.
+    """
+
+    def __init__(
+        self,
+        lists: KVLists,
+        row: int,
+        *,
+        row_tensors: list[Tensor],
+        place_tensors: list[Tensor],
+    ) -> None:
+        self._lists = lists
+        self._row_tensors, self._place_tensors = row_tensors, place_tensors
+        pages = lists.pages(lists.lengths[:, row])
+        places, self._count = torch.stack([pages.max(), pages.sum()]).tolist()
+        self._state = [x[:, row].clone() for x in row_tensors]
+        self._tables = [x[:, row, :, :places].clone() for x in place_tensors]
+        held = lists.places()[:places] < pages[..., None]
+        self._pages = self._tables[0].masked_fill(~held, 0).flatten()
+        self._holds = held.flatten().int()
+        self._share(row)
+
+    def restore(self, row: int) -> None:
+        """Have an empty row hold the same pages."""
+        for x, stored in zip(self._row_tensors, self._state, strict=True):
+            x[:, row] = stored
+        for x, stored in zip(self._place_tensors, self._tables, strict=True):
+            x[:, row, :, : stored.shape[2]] = stored
+        self._share(row)
+
+    def release(self) -> None:
+        """Give up its pages."""
+        self._lists.free_copies(self._tables[0].flatten(0, 1), self._state[0].view(-1))
+
+    def _share(self, row: int) -> None:
+        """Note that a row and this snapshot hold the same pages."""
+        self._lists.pool.share(self._pages, self._holds)
+        self._lists.shared_pages[row] = self._count
