@@ -17,6 +17,7 @@ from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.policies.base import Arrival, CachePolicy
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
@@ -198,7 +199,8 @@ class ExportPages(PagedKVCache):
             _columns(_decisions(arrival)[some], order),
         )
         pages = len(some) * arrival.key.shape[1] * self._pages_of(real.shape[1])
-        done = self._prefill(0, rows[some], _columns(query[some], order), moved, pages)
+        chunk = Chunk(rows[some], _columns(query[some], order), moved, pages)
+        done = self._prefill(0, chunk)
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
         output[some] = _columns(done.output, order.argsort(1))
         reads = torch.zeros(arrival.key.shape[:2], dtype=torch.int64, device=real.device)

@@ -22,6 +22,7 @@ from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.kv_lists import KVLists
+from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
@@ -203,17 +204,14 @@ class PagedKVCache:
         together = b
         if self._wide is not None:
             together = self._wide.sequences(n) if step.begins else 1
-        pages = self._most_pages(step)
-        parts = [
-            self._prefill(
-                layer, step.rows[part], query[part], arrival.of(part), sum(pages[part]),
-                begins=step.begins,
-            )
-            for part in map(slice, range(0, b, together), range(together, b + together, together))
-        ]  # fmt: skip
-        if len(parts) == 1:
-            return parts[0]
-        outputs, reads = zip(*parts, strict=True)
+        pages, done = self._most_pages(step), []
+        for part in map(slice, range(0, b, together), range(together, b + together, together)):
+            taken = sum(pages[part])
+            chunk = Chunk(step.rows[part], query[part], arrival.of(part), taken, step.begins)
+            done.append(self._prefill(layer, chunk))
+        if len(done) == 1:
+            return done[0]
+        outputs, reads = zip(*done, strict=True)
         return Attended(torch.cat(outputs), torch.cat(reads))
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
@@ -290,20 +288,9 @@ class PagedKVCache:
         source = EVICTION_CHANNEL if self._rule.source == SIGNAL else self._rule.source
         return decisions._replace(source=source, shift=self._rule.shift)
 
-    def _prefill(
-        self,
-        layer: int,
-        rows: Tensor,
-        query: Tensor,
-        arrival: Arrival,
-        pages: int,
-        *,
-        begins: bool = False,
-    ) -> Attended:
-        """A chunk of prompts through the kernels, which takes `pages` pages at most.
-
-        `begins` if it is the first one.
-        """
+    def _prefill(self, layer: int, tokens: Chunk) -> Attended:
+        """The next tokens of prompts through the kernels."""
+        rows, query, arrival, pages, begins = tokens
         window, d = self._rings.shape[-1] - 1, query.shape[-1]
         real = arrival.position >= 0
         if begins:
@@ -322,11 +309,10 @@ class PagedKVCache:
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             if self.pool.sharing:
                 table = self.lists.own(layer, rows, lists, changed)
-        tokens = Tokens(query, arrival.key, arrival.value)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
             output = prefill.extend_prompt(
-                tokens,
+                Tokens(query, arrival.key, arrival.value),
                 chunk,
                 before,
                 content,

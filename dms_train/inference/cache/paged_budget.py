@@ -24,6 +24,7 @@ from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.policy_hooks import join, received
 from dms_train.inference.cache.row_requests import RowRequests
 from dms_train.inference.policies.base import (
@@ -276,7 +277,7 @@ class BudgetPagedCache(PagedKVCache):
         self._close(layer, step.rows)
         before = self.lists.lengths[layer, step.rows]
         pages = sum(self._most_pages(step))
-        done = self._prefill(layer, step.rows, query, arrival, pages, begins=step.begins)
+        done = self._prefill(layer, Chunk(step.rows, query, arrival, pages, step.begins))
         self._note(layer, step.rows, before, query, arrival.position)
         self._evict(layer, step.rows, query, arrival.position)
         return done

@@ -9,13 +9,34 @@ that a chunk includes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.inference.policies.base import Arrival
 from dms_train.kernels.decode.paged import ALWAYS, NEVER, Decisions
 from dms_train.kernels.prefill.lists import PrefillChunk
 from dms_train.kernels.prefill.sparse import PrefillState, last_slots, recent_tokens
+
+
+class Chunk(NamedTuple):
+    """The next tokens of some prompts, on their way into a layer.
+
+    Attributes:
+        rows: Cache rows, int64 [b].
+        query: With RoPE, [b, query heads, n, d].
+        arrival: The tokens.
+        pages: That they take at most.
+        begins: Whether the cache holds nothing of these prompts.
+    """
+
+    rows: Tensor
+    query: Tensor
+    arrival: Arrival
+    pages: int
+    begins: bool = False
 
 
 def state_before(

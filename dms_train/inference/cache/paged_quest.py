@@ -18,8 +18,9 @@ from torch import Tensor
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.row_requests import RowRequests
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
+from dms_train.inference.policies.base import CachePolicy, RequestSizes
 from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.kernels.decode import kernels as decode
 from dms_train.kernels.decode.paged import NEVER, Decisions, HeadNorms, PagedCache, Step
@@ -128,19 +129,10 @@ class QuestPagedCache(PagedKVCache):
         place = torch.arange(len(token.rows), device=token.rows.device)
         self._places = torch.where(token.rows < 0, -1, place)
 
-    def _prefill(
-        self,
-        layer: int,
-        rows: Tensor,
-        query: Tensor,
-        arrival: Arrival,
-        pages: int,
-        *,
-        begins: bool = False,
-    ) -> Attended:
-        before = self.lists.lengths[layer, rows]
-        done = super()._prefill(layer, rows, query, arrival, pages, begins=begins)
-        self._bound(layer, rows, before)
+    def _prefill(self, layer: int, tokens: Chunk) -> Attended:
+        before = self.lists.lengths[layer, tokens.rows]
+        done = super()._prefill(layer, tokens)
+        self._bound(layer, tokens.rows, before)
         return done
 
     def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
