@@ -6,6 +6,7 @@ as well. The next one can be launched before the host knows the tokens of this o
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -139,10 +140,12 @@ class ModelRunner:
         if len(parts) == 1 and self._prompts and self._prompts.takes(parts[0][1], len(parts[0][2])):
             hidden, reads = self._prompts.step(*parts[0])
         else:
+            ready: AbstractContextManager[None] = nullcontext()
             if isinstance(self.cache, PagedKVCache):
-                self.cache.reserve_copies([(row, len(tokens)) for row, _, tokens in parts])
+                ready = self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts])
             tokens = TokenBatch.ragged(parts, self._device)
-            hidden, reads = self.model.decoder(tokens, self.cache)
+            with ready:
+                hidden, reads = self.model.decoder(tokens, self.cache)
         rows = sent([row for row, _, _ in parts], self._device)
         counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
         for index, (sequence, count) in enumerate(batch):

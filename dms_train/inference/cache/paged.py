@@ -100,6 +100,7 @@ class PagedKVCache:
             self._exponents = torch.zeros(*kv_lists, places, 2, dtype=torch.int8).to(pool.device)
             self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
         self._recording = False
+        self._reserves = True  # pages, in each step
         self._memory: dict[int, Any] = {}  # by sequences of a step
 
     @staticmethod
@@ -152,7 +153,9 @@ class PagedKVCache:
 
     def most_copies(self, row: int, tokens: int) -> int:
         """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
-        return 0 if tokens == 1 or not self.pool.sharing else self.lists.shared_pages[row]
+        if not self.pool.sharing:  # the count is of pages that nobody else holds any more
+            self.lists.shared_pages[row] = 0
+        return 0 if tokens == 1 else self.lists.shared_pages[row]
 
     def snapshot(self, row: int) -> PagedSnapshot:
         """What a row holds now; its pages are shared."""
@@ -237,7 +240,7 @@ class PagedKVCache:
             rows=step.rows,
             signal=signal,
         )
-        if layer == 0 and not self._recording:
+        if layer == 0 and self._reserves:
             self.prepare(b)
         output = self._append_and_attend(layer, token, rule, None)
         return Attended(output.unsqueeze(2), self._read(layer)[step.rows].long())
@@ -344,11 +347,11 @@ class PagedKVCache:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Steps inside are captured, or store nothing, and reserve no pages."""
-        self._recording = True
+        self._recording, self._reserves = True, False
         try:
             yield
         finally:
-            self._recording = False
+            self._recording, self._reserves = False, True
 
     def status(self) -> list[Tensor]:
         """What the host learns after a step: int32 free pages [1], fault [1], and for `counts`."""
@@ -377,20 +380,27 @@ class PagedKVCache:
         layers, _, heads, _ = self.lists.tables.shape
         self.pool.reserve(layers * sequences * heads * self._pages_of(tokens))
 
-    def reserve_copies(self, parts: list[tuple[int, int]]) -> None:
-        """Have pages ready for what the next tokens copy.
+    @contextmanager
+    def reserved(self, parts: list[tuple[int, int]]) -> Iterator[None]:
+        """Have pages ready for a pass inside, whose steps reserve none.
 
         Args:
-            parts: Rows, and how many tokens each computes in one pass.
+            parts: Rows, and how many tokens each computes.
         """
-        if copies := sum(self.most_copies(row, tokens) for row, tokens in parts):
-            self.pool.reserve(copies)
+        layers, _, heads = self.lists_shape
+        taken = layers * heads * sum(self._pages_of(tokens) for _, tokens in parts)
+        self.pool.reserve(taken + sum(self.most_copies(row, tokens) for row, tokens in parts))
+        self._reserves = False
+        try:
+            yield
+        finally:
+            self._reserves = True
 
     def _claim(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, pages: int
     ) -> Tensor:
-        """`KVLists.claim`, which takes `pages` pages at most; they are reserved here."""
-        if not self._recording:
+        """`KVLists.claim`, which takes `pages` pages at most."""
+        if self._reserves:
             self.pool.reserve(pages)
         return self.lists.claim(layer, rows, lists, lengths)
 

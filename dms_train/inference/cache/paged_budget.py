@@ -196,6 +196,8 @@ class BudgetPagedCache(PagedKVCache):
         """As for `PagedKVCache`; tokens of prompts wait for the host."""
         if self._recording:
             return self._decode(layer, step)
+        if step.position.shape[1] > 1:
+            return self._prompt(layer, step)
         if layer == 0:
             self._inside = self._prompts_of(step)
         if all(self._inside):
@@ -213,10 +215,9 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(output, reads)
 
     def _prompts_of(self, step: AttentionStep) -> list[bool]:
-        """Which sequences have more than one token, or a prompt at whose end tokens are chosen."""
-        b, n = step.position.shape
-        if n > 1 or self.decodes_prompts:
-            return [n > 1] * b
+        """Which single tokens end a prompt at whose end tokens are chosen."""
+        if self.decodes_prompts:
+            return [False] * len(step.rows)
         at = zip(step.rows.tolist(), step.position[:, 0].tolist(), strict=True)
         return [position < self._requests.known[row].prompt for row, position in at]
 

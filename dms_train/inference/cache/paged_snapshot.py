@@ -37,8 +37,7 @@ class PagedSnapshot:
         self._state = [x[:, row].clone() for x in row_tensors]
         self._tables = [x[:, row, :, :places].clone() for x in place_tensors]
         held = lists.places()[:places] < pages[..., None]
-        self._pages = self._tables[0].masked_fill(~held, 0).flatten()
-        self._holds = held.flatten().int()
+        self._tables[0].masked_fill_(~held, 0)  # no page
         self._share(row)
 
     def restore(self, row: int) -> None:
@@ -55,5 +54,6 @@ class PagedSnapshot:
 
     def _share(self, row: int) -> None:
         """Note that a row and this snapshot hold the same pages."""
-        self._lists.pool.share(self._pages, self._holds)
+        pages = self._tables[0].flatten()
+        self._lists.pool.share(pages, (pages != 0).int())
         self._lists.shared_pages[row] = self._count
