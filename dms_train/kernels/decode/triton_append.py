@@ -351,7 +351,6 @@ def append(
     *,
     norms: HeadNorms | None = None,
     rotated: Tensor | None = None,
-    warps: int = 1,
 ) -> Tensor:
     """Store one token per sequence, after evicting the one that leaves the window if it is marked.
 
@@ -364,7 +363,6 @@ def append(
         rule: Where decisions come from.
         norms: RMSNorm of every head before RoPE and decisions; None if there is none.
         rotated: Where the result goes; None makes a tensor.
-        warps: Warps of a program.
 
     Returns:
         The query with RoPE, [b, h * g, d] contiguous.
@@ -418,7 +416,7 @@ def append(
         PAGE=cache.page_slots,
         QUANTISED=cache.pages.dtype == FP8,
         OVERLAP=overlap,
-        num_warps=warps,
+        num_warps=1,  # others release pages meanwhile; warps could see different holders
         launch_pdl=overlap,
     )
     return rotated

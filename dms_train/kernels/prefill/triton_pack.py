@@ -101,10 +101,9 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["heads", "s", "places"])
 def _slots_kernel(
     key, value, pages, table, slots, heads, s, places,
-    WRITE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy between slots of a KV list and dense rows; slots below 0 read 0 and are not written."""
+    """Copy slots of a KV list to dense rows; slots below 0 read 0."""
     kv_list = tl.program_id(1)
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + kv_list * s + here, mask=here < s, other=-1)
@@ -113,13 +112,9 @@ def _slots_kernel(
     page = tl.load(table + kv_list * places + slot // PAGE, mask=slot >= 0, other=0).to(tl.int64)
     at = pages + (page * (2 * PAGE) + slot % PAGE)[:, None] * D + channels
     row = (kv_list.to(tl.int64) * s + here)[:, None] * D + channels
-    if WRITE:
-        tl.store(at, tl.load(key + row, mask=used), mask=used)
-        tl.store(at + PAGE * D, tl.load(value + row, mask=used), mask=used)
-    else:
-        real = (here < s)[:, None] & (channels < D)
-        tl.store(key + row, tl.load(at, mask=used, other=0.0), mask=real)
-        tl.store(value + row, tl.load(at + PAGE * D, mask=used, other=0.0), mask=real)
+    real = (here < s)[:, None] & (channels < D)
+    tl.store(key + row, tl.load(at, mask=used, other=0.0), mask=real)
+    tl.store(value + row, tl.load(at + PAGE * D, mask=used, other=0.0), mask=real)
 
 
 def count_survivors(
@@ -164,19 +159,8 @@ def read_slots(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
     b, h, s = slots.shape
     d = pages.pages.shape[-1]
     key, value = pages.pages.new_empty(2, b, h, s, d)
-    _move_slots(key, value, pages, slots, write=False)
-    return key, value
-
-
-def write_slots(pages: Pages, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Store keys and values [b, h, s, d] in slots, int32 [b, h, s]; below 0 for nowhere."""
-    _move_slots(key.contiguous(), value.contiguous(), pages, slots, write=True)
-
-
-def _move_slots(key: Tensor, value: Tensor, pages: Pages, slots: Tensor, *, write: bool) -> None:
-    b, h, s = slots.shape
-    d = key.shape[-1]
     _slots_kernel[(triton.cdiv(s, EDGE), b * h)](
         key, value, pages.pages, pages.table, slots.contiguous(), h, s, pages.table.shape[-1],
-        WRITE=write, PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), BLOCK=EDGE,
+        PAGE=pages.pages.shape[2], D=d, PADDED=triton.next_power_of_2(d), BLOCK=EDGE,
     )  # fmt: skip
+    return key, value
