@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,19 @@ class _MetadataReader(pickle.Unpickler):
     """Refuses names that torch's checkpoint metadata never contains."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and f"{module}.{name}" not in _METADATA_NAMES:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as `getattr(kind, name)`."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it takes {name} of {kind}")
+    return kind[name]
 
 
 def _sharding() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from dms_train.mcore.checkpoints import checksums
 from dms_train.mcore.checkpoints import reading as checkpoint
@@ -29,6 +30,16 @@ def write(folder: Path, files: dict[str, bytes], **state: Any) -> Path:
         (folder / name).write_bytes(content)
     checkpoint_state.seal(folder, state, checksums.records(folder.iterdir()))
     return folder
+
+
+class Attribute:
+    """Is pickled as the attribute of an object, like an enumeration's member by Python 3.11.2."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, (self.owner, self.name)
 
 
 def saved(value: Any) -> bytes:
@@ -242,3 +253,15 @@ def test_an_annotation_keeps_the_folder_valid(sealed: Path, view: ParallelView) 
     checkpoint.verify(sealed, view)
     assert checkpoint_state.read_state(sealed)["exported"] == "cr2"
     assert checkpoint_state.read_state(sealed)["step"] == 10
+
+
+def test_of_attributes_only_members_of_enumerations_are_read(tmp_path: Path) -> None:
+    member = Attribute(WriteItemType, "TENSOR")
+    readable = write(tmp_path / "member", PLAIN | {".metadata": pickle.dumps(member)})
+    reader = checkpoint._MetadataReader(io.BytesIO((readable / ".metadata").read_bytes()))
+    assert reader.load() is WriteItemType.TENSOR
+    for number, (owner, name) in enumerate(((WriteItemType, "mro"), (Metadata, "__init__"))):
+        content = pickle.dumps(Attribute(owner, name))
+        folder = write(tmp_path / str(number), PLAIN | {".metadata": content})
+        with pytest.raises(CheckpointError, match=f"it takes {name} of"):
+            checkpoint.check(folder)
