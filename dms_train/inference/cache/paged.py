@@ -153,7 +153,7 @@ class PagedKVCache:
 
     def most_copies(self, row: int, tokens: int) -> int:
         """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
-        if not self.pool.sharing:  # the count is of pages that nobody else holds any more
+        if not self.pool.sharing:  # no page has several holders any more
             self.lists.shared_pages[row] = 0
         return 0 if tokens == 1 else self.lists.shared_pages[row]
 
