@@ -65,6 +65,15 @@ def test_the_figure_has_the_numbers_of_the_table(lab: Path, tmp_path: Path, caps
     assert (tmp_path / "ratios.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize("name", ["ratios.xyz", "ratios"])
+def test_a_figure_of_another_format_is_refused(name: str, lab: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ratios.main([str(lab), "--figure", str(lab / name)])
+    assert ended.value.code == 2
+    assert name in capsys.readouterr().err.splitlines()[-1]
+    assert not (lab / name).exists()
+
+
 def test_a_folder_without_a_table_is_refused(tmp_path: Path, capsys) -> None:
     assert ratios.main([str(tmp_path)]) == 2
     assert f"{tmp_path}: no folder of a lab" in capsys.readouterr().err
