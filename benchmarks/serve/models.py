@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dms_train.hf.architecture import Architecture
-from dms_train.inference.models.decoder import Decoder, DecoderLayer
+from dms_train.inference.models.decoder import Decoder
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_channel
@@ -88,8 +88,7 @@ def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dty
         if parameter.dim() == 2:
             parameter.normal_(0, _SPREAD)
     spec = spec.override(alpha_offset=_offset(decoder, spec, kept))
-    for layer in decoder.layers:
-        assert isinstance(layer, DecoderLayer)
+    for layer in decoder.decoder_layers:
         layer.self_attn.spec = spec
     return LoadedModel(decoder=decoder, architecture=sizes, spec=spec, dtype=dtype, config={})
 
@@ -97,8 +96,7 @@ def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dty
 @torch.no_grad()
 def _offset(decoder: Decoder, spec: MethodSpec, kept: float) -> float:
     """The offset of the decision logit with which the first layer keeps this share."""
-    layer, a = decoder.layers[0], decoder.architecture
-    assert isinstance(layer, DecoderLayer)
+    layer, a = decoder.decoder_layers[0], decoder.architecture
     device = decoder.embed_tokens.weight.device
     tokens = torch.randint(0, a.vocab_size, (_SAMPLE,), device=device)
     product = layer.self_attn.qkv_proj(layer.input_layernorm(decoder.embed_tokens(tokens)))

@@ -109,17 +109,18 @@ class TotalKV:
 class PassCounts:
     """Cache reads and contents of one forward pass, copied to the host at once.
 
+    Args:
+        lists: Slots attended, tokens held afterwards and slots reserved, integers [3, l, b, h].
+
     Attributes:
         live: Tokens held afterwards, [l, b, h].
-        sums: Slots attended, tokens held and slots reserved of each sequence, over its l * h KV
-            lists.
+        sums: Of each sequence the three numbers, over its l * h KV lists.
     """
 
-    def __init__(self, reads: Tensor, live: Tensor, held: Tensor) -> None:
-        """All integers [l, b, h] of one type."""
-        both = torch.stack([reads, live, held]).cpu()
-        self.live: NDArray[Any] = both[1].numpy()
-        self.sums: list[list[int]] = both.sum((1, 3)).T.tolist()
+    def __init__(self, lists: Tensor) -> None:
+        on_host = lists.cpu()
+        self.live: NDArray[Any] = on_host[1].numpy()
+        self.sums: list[list[int]] = on_host.sum((1, 3)).T.tolist()
 
 
 class DecodeCost(NamedTuple):
@@ -308,19 +309,15 @@ class TotalMeter:
         self._requests = self._tokens = 0
         self._reads = self._prefill_reads = 0.0
         self._held: NDArray[Any] | None = None  # float64 [l, h], summed over finished requests
-        self._peak_tokens, self._peak_bytes = 0.0, 0
+        self._peak = 0  # tokens of all KV lists
 
-    def step(self, live: Tensor | None = None) -> None:
-        """Update the peaks after a forward pass.
+    def live(self) -> Tensor:
+        """Tokens that all KV lists hold now, int64 on the device of the cache."""
+        return self._cache.live(self._rows).sum()
 
-        Args:
-            live: Tokens held after each of several steps, integers [k, l, rows, h]; None to ask
-                the cache.
-        """
-        live = self._cache.live(self._rows)[None] if live is None else live
-        total = int(live.sum((1, 2, 3)).max())
-        self._peak_tokens = max(self._peak_tokens, total / (live.shape[1] * live.shape[3]))
-        self._peak_bytes = max(self._peak_bytes, total * self._cache.slot_bytes)
+    def step(self, live: int) -> None:
+        """Update the peaks after a forward pass that left so many tokens, or a group of them."""
+        self._peak = max(self._peak, live)
 
     def finish(self, request: RequestKV) -> None:
         """Add a finished request; one without a computed token holds nothing."""
@@ -341,9 +338,9 @@ class TotalMeter:
             tokens=self._tokens,
             kv_reads=self._reads,
             prefill_reads=self._prefill_reads,
-            peak_live_tokens=self._peak_tokens,
-            live_bytes=int(self._cache.live(self._rows).sum()) * self._cache.slot_bytes,
-            peak_live_bytes=self._peak_bytes,
+            peak_live_tokens=self._peak / self._held.size,
+            live_bytes=int(self.live()) * self._cache.slot_bytes,
+            peak_live_bytes=self._peak * self._cache.slot_bytes,
             allocated_bytes=self._cache.allocated_bytes,
             peak_allocated_bytes=self._cache.peak_bytes,
             cr_factors=torch.from_numpy(self._tokens / self._held),

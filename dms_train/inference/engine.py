@@ -349,7 +349,9 @@ class InferenceEngine:
                 plan = self._scheduler.schedule(time.monotonic(), {sequence})
                 if not plan.batch:
                     raise InferenceError("the cache is too small for the text; raise cache_bytes")
-                parts.append(self._runner.step(plan.batch, every=True))
+                done = self._runner.step(plan.batch, every=True)
+                self._runner.count(done)
+                parts.append(done.logits)
             self._runner.total.finish(sequence.meter.report())
         finally:
             self._scheduler.remove(sequence)
@@ -402,16 +404,17 @@ class InferenceEngine:
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
         """A step whose tokens the host samples."""
-        logits = self._runner.step(batch)
+        done = self._runner.step(batch)
         for sequence, _ in batch:
             self._memory.note(sequence)
+        chosen = [sequence for sequence, _ in batch if sequence.is_sampled]
+        sampled = sample(done.logits, [s.sampling_row() for s in chosen]) if chosen else []
+        self._runner.count(done)
         self._advanced += [sequence for sequence, _ in batch]
         for sequence, _ in batch:
             if sequence.given_only and not sequence.remaining:
                 self._observe(sequence)
                 sequence.finish_reason = "length"
-        chosen = [sequence for sequence, _ in batch if sequence.is_sampled]
-        sampled = sample(logits, [s.sampling_row() for s in chosen]) if chosen else []
         for sequence, token in zip(chosen, sampled, strict=True):
             self._observe(sequence)
             sequence.append(token)

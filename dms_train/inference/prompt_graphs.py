@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.devices import sent
 from dms_train.inference.models.batch import Group, TokenBatch
 from dms_train.inference.models.decoder import Decoder
 
@@ -63,7 +64,7 @@ class PromptGraphs:
     def step(self, row: int, first: int, tokens: list[int]) -> tuple[Tensor, Tensor]:
         """As the decoder's `forward` for a chunk of one sequence."""
         self._cache.prepare(1, self.chunk)
-        self._tokens.copy_(torch.tensor(tokens))
+        self._tokens.copy_(sent(tokens, self._tokens.device))
         self._first.fill_(first)
         self._row.fill_(row)
         captured = self._graphs[first == 0]

@@ -98,7 +98,7 @@ class RequestBuilder:
             InferenceError: Some are not.
         """
         size = self._vocab_size
-        if not all(0 <= token < size for token in token_ids):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
             raise InferenceError(f"{where} has token ids outside 0..{size - 1}")
 
     def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:

@@ -58,6 +58,27 @@ class DecodeGroup:
         return len(self.inputs.tokens)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardPass:
+    """A forward pass on its way.
+
+    Attributes:
+        logits: float [b, vocab] behind the last token of each sequence that `is_sampled` now, in
+            the order of the batch; [n, vocab] if those of every token were asked for.
+        sequences: Those that take part, single tokens first.
+        prefill: Whether the pass computes prompt tokens of each of them.
+        lists: Slots attended, tokens held and slots reserved by their KV lists, int64 [3, layers,
+            b, kv_heads].
+        live: Tokens held by all KV lists of the cache, int64.
+    """
+
+    logits: Tensor
+    sequences: list[Sequence]
+    prefill: list[bool]
+    lists: Tensor
+    live: Tensor
+
+
 class ModelRunner:
     """A model with its cache.
 
@@ -109,60 +130,64 @@ class ModelRunner:
         )
 
     @torch.no_grad()
-    def step(self, batch: list[tuple[Sequence, int]], *, every: bool = False) -> Tensor:
-        """Compute the next tokens of sequences; advances `computed` and updates `pages`.
+    def step(self, batch: list[tuple[Sequence, int]], *, every: bool = False) -> ForwardPass:
+        """Start to compute the next tokens of sequences; advances `computed`.
 
-        Log-probabilities of given tokens are noted in the sequences.
+        Log-probabilities of given tokens are noted in the sequences, for which the host waits.
 
         Args:
             batch: Sequences with rows and how many tokens each computes.
-            every: Return the logits of every token, of a batch of one sequence.
-
-        Returns:
-            float [b, vocab] behind the last token of each sequence that `is_sampled` then, in the
-            order of the batch; with `every`, [n, vocab].
+            every: Compute the logits of every token, of a batch of one sequence.
         """
         order = sorted(range(len(batch)), key=lambda i: (batch[i][1], batch[i][0].row))
         ordered = [batch[i] for i in order]
-        wanted = wanted_logits(ordered)
-        hidden = self._forward(ordered)
-        score(self.model.decoder, hidden, wanted)
+        wanted, sequences = wanted_logits(ordered), [sequence for sequence, _ in ordered]
+        # or computed again
+        prefill = [s.prefilling or s.given_only or s.remaining > 1 for s in sequences]
+        hidden, reads = self._forward(ordered)
+        rows = sent([s.row for s in sequences], self._device)
+        lists = torch.stack([reads, self.cache.live(rows), self.cache.held_slots(rows)])
+        live = self.total.live()
+        for sequence, count in ordered:
+            sequence.computed += count
         if not every:
             ends = accumulate(batch[i][1] for i in order)
             places = sorted(zip(order, ends, strict=True))
             last = [end - 1 for i, end in places if batch[i][0].is_sampled]
-            hidden = hidden[sent(last, self._device)] if last else hidden[:0]
-        return self.model.decoder.logits(hidden)
+            sampled = hidden[sent(last, self._device)] if last else hidden[:0]
+        logits = self.model.decoder.logits(hidden if every else sampled)
+        score(self.model.decoder, hidden, wanted)
+        return ForwardPass(logits, sequences, prefill, lists, live)
 
-    def _forward(self, batch: list[tuple[Sequence, int]]) -> Tensor:
-        """The last hidden states of all tokens, [t, hidden]; single tokens come first."""
-        parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
-        if len(parts) == 1 and self._prompts and self._prompts.takes(parts[0][1], len(parts[0][2])):
-            hidden, reads = self._prompts.step(*parts[0])
-        else:
-            ready: AbstractContextManager[None] = nullcontext()
-            if isinstance(self.cache, PagedKVCache):
-                ready = self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts])
-            tokens = TokenBatch.ragged(parts, self._device)
-            with ready:
-                hidden, reads = self.model.decoder(tokens, self.cache)
-        rows = sent([row for row, _, _ in parts], self._device)
-        counts = PassCounts(reads, self.cache.live(rows), self.cache.held_slots(rows))
-        for index, (sequence, count) in enumerate(batch):
-            prompt = sequence.prefilling or sequence.given_only
-            prompt = prompt or sequence.remaining > 1  # or computed again
-            sequence.computed += count
+    def count(self, done: ForwardPass) -> None:
+        """Wait for a pass, and note what it has cost in its sequences; updates their `pages`."""
+        counts = PassCounts(done.lists)
+        for index, (sequence, prefill) in enumerate(zip(done.sequences, done.prefill, strict=True)):
             sequence.meter.step(
                 counts,
                 index,
                 tokens=sequence.computed,
                 slot_bytes=self.cache.slot_bytes,
-                prefill=prompt,
-                generates=not sequence.remaining and not sequence.given_only,
+                prefill=prefill,
+                generates=sequence.is_sampled,
             )
             sequence.pages = counts.sums[index][2] // self.limits.page_slots
-        self.total.step()
-        return hidden
+        self.total.step(int(done.live))
+
+    def _forward(self, batch: list[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
+        """The last hidden states of all tokens, [t, hidden], and slots attended, int64 [layers, b,
+        kv_heads]; single tokens come first.
+        """
+        parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
+        if len(parts) == 1 and self._prompts and self._prompts.takes(parts[0][1], len(parts[0][2])):
+            return self._prompts.step(*parts[0])
+        ready: AbstractContextManager[None] = nullcontext()
+        if isinstance(self.cache, PagedKVCache):
+            ready = self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts])
+        tokens = TokenBatch.ragged(parts, self._device)
+        with ready:
+            found: tuple[Tensor, Tensor] = self.model.decoder(tokens, self.cache)
+        return found
 
     def samples(self, sequence: Sequence) -> bool:
         """Whether `launch` takes the next token of a sequence, which is sampled in a plain way."""
@@ -234,7 +259,7 @@ class ModelRunner:
         status = group.launched.wait()
         self.cache.pool.learn(status.left, status.fault, group.launched.reserved)
         counts = GroupCounts(*self.cache.counts(status.lists), self.limits.page_slots)
-        self.total.step(counts.live)
+        self.total.step(int(counts.live.sum((1, 2, 3)).max()))
         taken = []  # 0 of a sequence that has ended
         sampled = zip(group.sequences, group.counts, status.tokens.T.tolist(), strict=True)
         for sequence, count, tokens in sampled:

@@ -60,11 +60,10 @@ def run(preset: str | None, feed: list[list[int]] | None, **how: str):
     runner, running, logits = ModelRunner(model(preset), options), sequences(), []
     for step in range(STEPS):
         while waiting := [s for s in running if s.prefilling]:
-            found = runner.step([(s, min(s.remaining, 16)) for s in waiting])
-            for s, row in zip(waiting, found, strict=True):
-                if not s.prefilling:
-                    s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][0])
-        logits.append(runner.step([(s, 1) for s in running]).cpu())
+            done = runner.step([(s, min(s.remaining, 16)) for s in waiting])
+            for s, row in zip([s for s in waiting if s.is_sampled], done.logits, strict=True):
+                s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][0])
+        logits.append(runner.step([(s, 1) for s in running]).logits.cpu())
         for s, row in zip(running, logits[-1], strict=True):
             s.tokens.append(int(row.argmax()) if feed is None else feed[s.row or 0][step + 1])
     rows = torch.arange(len(PROMPTS), device=DEVICE)

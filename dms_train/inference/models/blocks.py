@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,17 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * wide.to(x.dtype)
+
+    def added(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with an update, and its norm. All [t, size]."""
+        if residual.is_cuda and decode.runs_on(residual.device):
+            kernel: Any = import_module("dms_train.kernels.layers.triton_norm")
+            both: tuple[Tensor, Tensor] = kernel.add_norm(
+                residual, update, self.weight, self.epsilon
+            )
+            return both
+        residual = residual + update
+        return residual, self(residual)
 
 
 def _swiglu(x: Tensor) -> Tensor:

@@ -28,11 +28,25 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
         self.post_attention_layernorm = RMSNorm(a.hidden_size, a.layernorm_epsilon)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """[t, c] to [t, c] and slots read [sequences, kv_heads]."""
-        update, reads = self.self_attn(self.input_layernorm(x), x, inputs)
-        x = x + update
-        return x + self.mlp(self.post_attention_layernorm(x)), reads
+    def forward(
+        self, x: Tensor, residual: Tensor, inputs: AttentionInputs, following: RMSNorm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the layer.
+
+        Args:
+            x: The residual stream behind the layer's first norm, [t, c].
+            residual: The same before that norm.
+            inputs: Shared by the layers.
+            following: The norm behind the layer.
+
+        Returns:
+            The residual stream behind `following` and before it, and slots read [sequences,
+            kv_heads].
+        """
+        update, reads = self.self_attn(x, residual, inputs)
+        residual, x = self.post_attention_layernorm.added(residual, update)
+        residual, x = following.added(residual, self.mlp(x))
+        return x, residual, reads
 
 
 class Decoder(nn.Module):
@@ -67,15 +81,21 @@ class Decoder(nn.Module):
         Returns:
             Hidden states [t, c] and slots read, int64 [layers, sequences, kv_heads].
         """
-        x = self.embed_tokens(batch.tokens)
-        cos, sin = rotary_tables(self.architecture, batch.position, x.dtype)
+        residual = self.embed_tokens(batch.tokens)
+        cos, sin = rotary_tables(self.architecture, batch.position, residual.dtype)
         angles = [(group.take(cos), group.take(sin)) for group in batch.groups]
         inputs = AttentionInputs(cache, batch.groups, angles)
-        reads = []
-        for layer in self.layers:
-            x, read = layer(x, inputs)
+        norms = [layer.input_layernorm for layer in self.decoder_layers]
+        x, reads = norms[0](residual), []
+        for layer, following in zip(self.decoder_layers, [*norms[1:], self.norm], strict=True):
+            x, residual, read = layer(x, residual, inputs, following)
             reads.append(read)
-        return self.norm(x), torch.stack(reads)
+        return x, torch.stack(reads)
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """`layers`, with their type."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., c] to at least float32 [..., vocab]."""

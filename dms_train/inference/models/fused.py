@@ -61,7 +61,7 @@ def suits(decoder: Decoder, sequences: int) -> bool:
         shared = getattr(properties, "shared_memory_per_block_optin", 0)
         if shared < _SHARED_BYTES:
             return False
-    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    layers = decoder.decoder_layers
     if any(layer.self_attn.adapter for layer in layers):
         return False
     weights = [decoder.lm_head.weight, layers[0].mlp.gate_up_proj.weight]
@@ -109,7 +109,7 @@ class FusedDecoder:
         position = torch.arange(longest, device=embedding.device)
         angles = rotary_tables(decoder.architecture, position, embedding.dtype)
         self._angles = [table.view(longest, -1) for table in angles]
-        self._layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        self._layers = decoder.decoder_layers
         self._buffers: dict[int, _Buffers] = {}
 
     def logits(self, inputs: DecodeInputs, last: Tensor) -> Tensor:
