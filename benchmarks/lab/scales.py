@@ -66,11 +66,11 @@ class Scale:
         micro_batch: Samples of a forward pass of the retrofit.
         numbers: Of a Countdown prompt.
         tasks: That the teacher learns unless others are chosen.
-        documents: Training documents of the teacher, those of all tasks.
-        long_documents: Of the retrofits.
+        samples: Of the teacher's data, those of all tasks and of the validation split.
+        long_samples: Likewise of the retrofits' data.
         packing: Whether a document is one example, and samples keep their documents apart.
-            Otherwise a document has `context` tokens of several examples, and most of those of the
-            retrofits begin with a long one.
+            Otherwise a document has the `context` tokens of a sample, from several examples, and
+            most of those of the retrofits begin with a long one.
         retrofits: One after the other, each from the one before.
         methods: Of the retrofits; those of the second one are the variant of its name.
         long_ratios: Compression ratios of the retrofits that are evaluated at longer contexts.
@@ -92,8 +92,8 @@ class Scale:
     micro_batch: int = 32
     numbers: int
     tasks: tuple[str, ...] = ("countdown",)
-    documents: int
-    long_documents: int
+    samples: int
+    long_samples: int
     packing: bool = False
     retrofits: tuple[Retrofit, ...] = (
         Retrofit(cr=4, steps_per_cr=100),
@@ -121,8 +121,8 @@ SCALES = {
         experiment="lab_teacher_s",
         context=2048,
         numbers=4,
-        documents=288_000,
-        long_documents=46_000,
+        samples=288_000,
+        long_samples=46_000,
         lengths=(0.25, 0.5, 0.75, 1, 1.5, 2),
     ),
     "m": Scale(
@@ -130,8 +130,8 @@ SCALES = {
         context=4096,
         micro_batch=8,
         numbers=5,
-        documents=79_000,
-        long_documents=46_000,
+        samples=79_000,
+        long_samples=46_000,
         gqa_steps=240,
         long_steps=500,
         lengths=(0.5, 1, 2, 3, 4),
@@ -141,8 +141,8 @@ SCALES = {
         context=8192,
         micro_batch=4,
         numbers=5,
-        documents=23_500,
-        long_documents=23_500,
+        samples=23_500,
+        long_samples=23_500,
         problems=200,
         jobs=1,
         gqa_steps=100,
@@ -154,8 +154,8 @@ SCALES = {
         context=2048,
         numbers=4,
         tasks=("lab_niah", "lab_variable_tracking", "lab_linear_1d"),
-        documents=480_000,
-        long_documents=96_000,
+        samples=164_000,
+        long_samples=27_000,
         packing=True,
         retrofits=tuple(Retrofit(cr=cr, steps_per_cr=100, hold=100) for cr in (2, 3, 4)),
         methods=(DMS, "dmc"),
@@ -170,8 +170,8 @@ SCALES = {
         context=192,
         micro_batch=4,
         numbers=4,
-        documents=600,
-        long_documents=600,
+        samples=600,
+        long_samples=600,
         retrofits=(Retrofit(cr=2, steps_per_cr=2, hold=1),),
         long_ratios=(2,),
         policies=("streaming_llm",),

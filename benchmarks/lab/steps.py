@@ -23,7 +23,7 @@ _OTHERS = ("--seed", "1")  # than those of the teacher
 _LONG = ("--long-share", "0.7", *_OTHERS)
 _HAYSTACKS = ("lab_niah", "lab_variable_tracking")
 _CONTEXTS = (1, 2, 4)  # times that of the teacher
-_VALIDATION = 200  # documents more than a training takes, so that its validation split has some
+_VALIDATION = 200  # samples more than a training takes, so that its validation split has some
 # whatever their values
 _SAME_RESULTS = (
     *("--workers=", "model.max_num_seqs=", "data.micro_batch_size="),
@@ -119,7 +119,7 @@ def _data(settings: Settings, name: str) -> list[Step]:
     """Documents and problems of a task."""
     scale = settings.scale
     return [
-        _documents(settings, name, "data", scale.documents),
+        _documents(settings, name, "data", scale.samples),
         _long_data(settings, name),
         _made_problems(settings, name),
     ]
@@ -128,13 +128,14 @@ def _data(settings: Settings, name: str) -> list[Step]:
 def _long_data(settings: Settings, name: str) -> Step:
     """Documents of the retrofits."""
     more = _LONG if TASKS[name].long and not settings.scale.packing else _OTHERS
-    return _documents(settings, name, "data_long", settings.scale.long_documents, *more)
+    return _documents(settings, name, "data_long", settings.scale.long_samples, *more)
 
 
-def _documents(settings: Settings, name: str, base: str, documents: int, *more: str) -> Step:
-    """Documents of a task, its share of those of all tasks."""
+def _documents(settings: Settings, name: str, base: str, samples: int, *more: str) -> Step:
+    """Documents that fill the samples of a task, its share of those of all tasks."""
     scale, task, folder = settings.scale, TASKS[name], named(base, name)
-    count = math.ceil(documents * _share(settings, name))
+    each = task.documents_of_a_sample(scale) if scale.packing else 1
+    count = math.ceil(samples * _share(settings, name) * each)
     out = ["--out", str(settings.root / folder), "--documents", str(count)]
     filled = [] if scale.packing else ["--document-tokens", str(scale.context)]
     options = [*filled, *task.options(scale), *task.documents, *more]
@@ -244,12 +245,12 @@ def long_steps(settings: Settings) -> list[Step]:
     own = replace(settings, root=settings.root / "long", tasks=_HAYSTACKS, scale=scale)
     longest = replace(own, scale=replace(scale, context=_CONTEXTS[-1] * scale.context))
     batch, words = _with_longer_samples(longest, settings.teacher)
-    documents = batch * scale.long_steps + _VALIDATION * len(_HAYSTACKS)
+    samples = batch * scale.long_steps + _VALIDATION * len(_HAYSTACKS)
     teacher = Step(name="teacher", words=lambda: words, needs=_needed(own, "data"))
     trained = [teacher, *_retrofits(own, settings.seeds[0])]
     more = _OTHERS if scale.packing else _LONG
     return [
-        *(_documents(longest, task, "data", documents, *more) for task in _HAYSTACKS),
+        *(_documents(longest, task, "data", samples, *more) for task in _HAYSTACKS),
         *(_long_data(own, task) for task in _HAYSTACKS),
         *trained,
         *(step for task in _HAYSTACKS for step in _at_each_context(own, task, trained)),

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from benchmarks.lab.scales import Scale
+from dms_train.data_prep.arithmetic import Arithmetic
+from dms_train.data_prep.countdown import TRAINING, Countdown
+from dms_train.data_prep.lab_linear_1d import LabLinear1d
+from dms_train.data_prep.lab_niah import LabNiah
+from dms_train.data_prep.lab_variable_tracking import LabVariableTracking
+from dms_train.data_prep.token_documents import TokenTask
+
+_DRAWN = 4_000  # documents whose mean length is measured
+_SPARE = 1.1  # times as many, because that mean is off by up to 7 % (three standard errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +25,7 @@ class LabTask:
 
     Attributes:
         command: Of `dms-data`; `COMMAND-problems` makes its problems.
+        draws: What the command draws its documents with.
         weight: Of its samples in a mixture.
         searches: Whether a chain is a long search, evaluated at every length and width of the
             scale; otherwise it is a short answer, generated once.
@@ -26,6 +38,7 @@ class LabTask:
     """
 
     command: str
+    draws: Callable[[Scale], TokenTask]
     weight: int
     searches: bool = True
     long: bool = True
@@ -33,6 +46,17 @@ class LabTask:
     options: Callable[[Scale], list[str]] = lambda scale: []
     problems: Callable[[Scale], list[str]] = lambda scale: []
     sinks: Callable[[Scale], int] = lambda scale: 4
+
+    def documents_of_a_sample(self, scale: Scale) -> float:
+        """Documents that fill a packed sample on average, and a few more."""
+        return _SPARE * scale.context / _mean_positions(self.draws(scale))
+
+
+@lru_cache
+def _mean_positions(task: TokenTask) -> float:
+    """Positions that a document takes in a packed sample, one less than it has tokens."""
+    rng = random.Random(0)
+    return sum(len(task.draw(rng).tokens) - 1 for _ in range(_DRAWN)) / _DRAWN
 
 
 _ANSWERS = ("--loss-on", "answer")  # what is hidden at random cannot be predicted before
@@ -45,16 +69,23 @@ def _context(scale: Scale) -> list[str]:
 TASKS = {
     "countdown": LabTask(
         command="countdown",
+        draws=lambda scale: Countdown(TRAINING[scale.numbers]),
         weight=4,
         options=lambda scale: ["--numbers", str(scale.numbers)],
         sinks=lambda scale: scale.numbers + 3,  # the prompt
     ),
-    "arithmetic": LabTask(command="arithmetic", weight=3),
+    "arithmetic": LabTask(command="arithmetic", draws=lambda scale: Arithmetic(), weight=3),
     "lab_niah": LabTask(
-        command="lab-niah", weight=2, searches=False, documents=_ANSWERS, options=_context
+        command="lab-niah",
+        draws=lambda scale: LabNiah(context=scale.context),
+        weight=2,
+        searches=False,
+        documents=_ANSWERS,
+        options=_context,
     ),
     "lab_variable_tracking": LabTask(
         command="lab-variable-tracking",
+        draws=lambda scale: LabVariableTracking(context=scale.context),
         weight=2,
         searches=False,
         documents=_ANSWERS,
@@ -62,7 +93,12 @@ TASKS = {
         problems=lambda scale: ["--chains", str(min(40, scale.context // 32))],
     ),
     "lab_linear_1d": LabTask(
-        command="lab-linear-1d", weight=2, searches=False, long=False, documents=_ANSWERS
+        command="lab-linear-1d",
+        draws=lambda scale: LabLinear1d(),
+        weight=2,
+        searches=False,
+        long=False,
+        documents=_ANSWERS,
     ),
 }
 

@@ -30,7 +30,7 @@ from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprin
 from dms_train.evaluation.tasks.data_files import file_sha256
 from dms_train.evaluation.tasks.prompts import detect_format, render
 from dms_train.evaluation.tasks.registry import task as find_task
-from dms_train.hf.directory import resolve
+from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -75,6 +75,7 @@ class CheckedRun(NamedTuple):
         directory: Of the model.
         documents: In order.
         prompts: Text of each.
+        longest: Tokens of the longest prompt.
         prompt_format: Around them.
         window: Newest tokens that the policy never evicts; None where it evicts none.
         cr: Compression ratio of the run.
@@ -86,6 +87,7 @@ class CheckedRun(NamedTuple):
     directory: Path
     documents: list[Document]
     prompts: list[str]
+    longest: int
     prompt_format: str
     window: int | None
     cr: float
@@ -122,6 +124,7 @@ def check(options: EvaluationOptions) -> CheckedRun:
         directory=directory,
         documents=documents,
         prompts=prompts,
+        longest=longest,
         prompt_format=prompt_format,
         window=window,
         cr=cr,
@@ -163,7 +166,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
             _prompted(task, document, prompt, options)
             for document, prompt in zip(documents, checked.prompts, strict=True)
         ],
-        engine=checked.engine,
+        engine=replace(checked.engine, max_model_len=_most_tokens(checked)),
         window=(checked.window or 0) if policy.settles else None,
         header=_header(config, checked),
     )
@@ -261,6 +264,14 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
         decode_steps=model.decode_steps,
         cache_dtype=model.cache_dtype,
     )
+
+
+def _most_tokens(checked: CheckedRun) -> int:
+    """Of a prompt and its chain, and of a group of decode steps, whose pages are asked before."""
+    lengths = checked.options.sweep.lengths
+    assert lengths is not None
+    most = checked.longest + length_in_tokens(max(lengths)) + checked.engine.decode_steps
+    return min(most, read_architecture(checked.directory).max_position_embeddings)
 
 
 def _stored_as(cache_dtype: str) -> dict[str, str]:

@@ -14,10 +14,13 @@ from benchmarks.lab.steps import Settings, Step, as_text, long_steps, steps
 from dms_train.checkpoints_tools import pool_kv_heads
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
+from dms_train.data.index_file import read_index
+from dms_train.data.packing import pack
 from dms_train.data_prep import prepare as data
 from dms_train.export.kv_pooling import with_kv_heads
 from dms_train.method.dmc.spec import DMCOptions
 from dms_train.method.dms.spec import DMSOptions
+from dms_train.training.stages import Stage, build_stages
 
 HF = Path("exports") / "final" / "hf"
 
@@ -199,8 +202,6 @@ def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scal
         given = data._parser().parse_args(made[Path(path).parent.name].words()[2:])
         assert (str(given.out / "train"), given.context) == (path, 4 * sizes.context)
         assert given.document_tokens == (None if sizes.packing else 4 * sizes.context)
-        used = trained.stage.pretrain.steps * trained.data.global_batch_size
-        assert 2 * given.documents >= used / 0.98
     for cr in sizes.long_ratios:
         config = compose(made[f"seed1234_cr{cr}"].words()[2:])
         assert config.model.path == str(Path(trained.run.dir) / HF)
@@ -219,6 +220,55 @@ def test_long_steps_train_longer_and_retrofit_at_the_context_of_the_teacher(scal
         assert str(given.out) == config.task.path
         seen.add((config.task.name, given.context, config.model.path))
     assert seen == set(itertools.product(("lab_niah", "lab_variable_tracking"), contexts, models))
+
+
+# mean tokens of 20,000 documents of each task and context, without the last of each
+PACKED = {
+    ("lab_niah", 2048): 511,
+    ("lab_variable_tracking", 2048): 454,
+    ("lab_linear_1d", 2048): 198,
+    ("lab_niah", 8192): 1237,
+    ("lab_variable_tracking", 8192): 1170,
+}
+
+
+@pytest.mark.parametrize("scale", ["s", "m", "l", "recall"])
+def test_no_training_takes_a_document_twice(scale: str, tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args([scale, *words(tmp_path)[1:]]))
+    for found in (before_evaluations(settings), long_steps(settings)):
+        made = {step.name: step.words() for step in found}
+        trained = [compose(each[2:]) for each in made.values() if each[:2] == ["-m", "dms_train"]]
+        assert len(trained) > 2
+        for config in trained:
+            before = 1.0
+            if config.run.load is not None:
+                before = float(config.run.load.rpartition("cr")[2])
+            stages = build_stages(config.stage, 0, before)
+            steps_taken = sum(stage.steps for stage in stages if isinstance(stage, Stage))
+            share = 1 / len(config.data.paths)  # the weights are equal
+            taken = steps_taken * config.data.global_batch_size * share * config.data.seq_length
+            for path in config.data.paths:
+                name = Path(path).parent.name
+                given = data._parser().parse_args(made[name][2:])
+                tokens = given.document_tokens
+                if tokens is None:
+                    task = name.removeprefix("data_").removeprefix("long_")
+                    tokens = PACKED[task, config.data.seq_length]
+                assert 0.98 * given.documents * tokens >= taken
+
+
+def test_the_documents_of_packed_samples_fill_them_and_few_are_left(tmp_path: Path) -> None:
+    """Packed as a training packs them, they make as many samples as the scale asks for."""
+    given = ["recall", *words(tmp_path)[1:]]
+    settings = lab._settings(lab._parser().parse_args(given))
+    wanted = 600
+    settings = replace(settings, scale=replace(settings.scale, samples=wanted))
+    made = {step.name: step.words() for step in before_evaluations(settings)}
+    for task in SCALES["recall"].tasks:
+        assert data.main(made[f"data_{task}"][2:]) == 0
+        positions = read_index(str(tmp_path / f"data_{task}" / "train")).lengths - 1
+        count = len(pack(positions, 2048, seed=1, count=1))  # of one epoch
+        assert wanted / 3 <= count <= 1.2 * wanted / 3
 
 
 def test_the_report_has_one_line_for_a_method(tmp_path: Path) -> None:
@@ -245,7 +295,7 @@ def test_a_mixture_has_as_many_samples_as_one_task(tmp_path: Path) -> None:
     assert teacher.data.paths == tuple(str(each.out / "train") for each in options)
     assert teacher.data.weights == (3, 2, 4)
     counts = [each.documents for each in options]
-    assert sum(counts) == pytest.approx(SCALES["s"].documents, abs=3)
+    assert sum(counts) == pytest.approx(SCALES["s"].samples, abs=3)
     for count, weight in zip(counts, teacher.data.weights, strict=True):
-        assert count == pytest.approx(SCALES["s"].documents * weight / 9, abs=1)
+        assert count == pytest.approx(SCALES["s"].samples * weight / 9, abs=1)
     assert teacher.model.tokenizer == f"{tmp_path}/data_arithmetic/tokenizer"

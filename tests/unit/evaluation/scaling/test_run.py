@@ -163,6 +163,15 @@ def test_another_configuration_in_the_folder_is_refused(whole, target, sheets):
         evaluate(prepare(compose_evaluation(other)), lambda line: None)
 
 
+def test_a_row_of_the_cache_is_for_the_longest_prompt_and_chain(target, sheets):
+    prepared = prepare(compose_evaluation(words(target, sheets, "x", "model.decode_steps=4")))
+    longest = max(len(each.prompt) for each in prepared.documents)  # a character is a token
+    assert prepared.engine.max_model_len == longest + 40 + 4
+    long = prepare(compose_evaluation(words(target, sheets, "x", "sweep.lengths=[64]")))
+    stored = json.loads((target.export / "config.json").read_text())
+    assert long.engine.max_model_len == stored["max_position_embeddings"]
+
+
 def test_the_window_policy_takes_its_window_from_its_ratio(target, sheets, tmp_path):
     more = ("policy.name=window", "policy.cr=4", f"sweep.lengths=[{LENGTHS[1]}]")
     prepared = prepare(
