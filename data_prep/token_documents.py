@@ -49,7 +49,9 @@ class Drawn(NamedTuple):
 
 
 class TokenTask(Protocol):
-    """Draws training documents; picklable."""
+    """Draws training documents; picklable and hashable."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def settings(self) -> dict[str, Any]:

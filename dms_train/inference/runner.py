@@ -175,8 +175,10 @@ class ModelRunner:
         self.total.step(int(done.live))
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
-        """The last hidden states of all tokens, [t, hidden], and slots attended, int64 [layers, b,
-        kv_heads]; single tokens come first.
+        """The last hidden states of all tokens, and slots attended; single tokens come first.
+
+        Returns:
+            [t, hidden] and int64 [layers, b, kv_heads].
         """
         parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
         if len(parts) == 1 and self._prompts and self._prompts.takes(parts[0][1], len(parts[0][2])):

@@ -96,7 +96,9 @@ class Passes:
         )
         cos = torch.ones(len(rows), n, 1, 1, SIZE)
         fields = (query, key, value, cos, torch.zeros_like(cos), position, rows)
-        done = self.cache.step(0, AttentionStep(*(x.to(self.device) for x in fields)))
+        lengths = tuple(counts.values()) if min(counts.values()) < n else None
+        step = AttentionStep(*(x.to(self.device) for x in fields), lengths=lengths)
+        done = self.cache.step(0, step)
         live = self.cache.live(rows.to(self.device))[0].cpu()
         for place, (row, count) in enumerate(counts.items()):
             self.done[row] += count

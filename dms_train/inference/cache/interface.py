@@ -19,6 +19,18 @@ from dms_train.method.decisions import eviction_logits, hard_decisions
 from dms_train.method.layer import method_layer
 
 
+def rotation_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE as the kernels of prompts read it, float32 [b * n, 1, 2, d / 2].
+
+    Args:
+        cos: [b, n, 1, 1, d], both halves alike.
+        sin: Likewise.
+    """
+    half = cos.shape[-1] // 2
+    both = torch.stack([cos[..., :half], sin[..., :half]], -2)
+    return both.float().view(-1, 1, 2, half)
+
+
 class AttentionStep(NamedTuple):
     """Tokens of one layer on their way into a cache, before RoPE.
 
@@ -37,6 +49,7 @@ class AttentionStep(NamedTuple):
             called only where decisions are read.
         lengths: Tokens of each sequence without padding; None if there is none.
         begins: Whether the cache is known to hold nothing of these sequences yet.
+        table: `rotation_table` of `cos` and `sin`; None to have it computed where it is needed.
     """
 
     query: Tensor
@@ -50,6 +63,7 @@ class AttentionStep(NamedTuple):
     adapter: Callable[[], Tensor] | None = None
     lengths: tuple[int, ...] | None = None
     begins: bool = False
+    table: Tensor | None = None
 
     def decisions(self) -> Tensor | None:
         """Hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
@@ -95,11 +109,11 @@ class AttentionStep(NamedTuple):
         if self.spec is not None:
             clear = self.spec.clear_after_rope
             channel = rope.EvictionChannel(self.spec.channel % d, 0.0, clear_after_rope=clear)
-        angles = torch.cat([self.cos[..., : d // 2], self.sin[..., : d // 2]], -1)
+        table = rotation_table(self.cos, self.sin) if self.table is None else self.table
         query, key, activation = rope.rotate(
             self.query.flatten(0, 1).unsqueeze(1),
             self.key.flatten(0, 1).transpose(1, 2),
-            angles.float().view(b * n, 1, 2, d // 2),
+            table,
             channel,
         )
         signal = None

@@ -210,7 +210,8 @@ class PagedKVCache:
         pages, done = self._most_pages(step), []
         for part in map(slice, range(0, b, together), range(together, b + together, together)):
             taken = sum(pages[part])
-            chunk = Chunk(step.rows[part], query[part], arrival.of(part), taken, step.begins)
+            whole = step.lengths is None
+            chunk = Chunk(step.rows[part], query[part], arrival.of(part), taken, step.begins, whole)
             done.append(self._prefill(layer, chunk))
         if len(done) == 1:
             return done[0]
@@ -293,17 +294,18 @@ class PagedKVCache:
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
         """The next tokens of prompts through the kernels."""
-        rows, query, arrival, pages, begins = tokens
-        window, d = self._rings.shape[-1] - 1, query.shape[-1]
-        real = arrival.position >= 0
+        rows, query, arrival, pages, begins, whole = tokens
+        window, (n, d) = self._rings.shape[-1] - 1, query.shape[2:]
+        real = None if whole else arrival.position >= 0
         if begins:
             before = prefill.nothing(len(rows), self.lists.lengths.shape[-1], query.device)
         else:
             seen = arrival.position[:, 0].int()
             stored = (self.lists.lengths[layer], self._rings[layer])
             before = prompt.state_before(*stored, rows, seen, self._rule.source)
-        evicted = prompt.evictions(before, arrival.signal, real, self._rule)
-        chunk = prefill.plan_chunk(evicted, before, window, real.sum(1, dtype=torch.int32))
+        evicted = prompt.evictions(before, arrival.signal, n, real, self._rule)
+        count = None if real is None else real.sum(1, dtype=torch.int32)
+        chunk = prefill.plan_chunk(evicted, before, window, count)
         size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
         table = self._claim(layer, rows, lists, lengths, pages)

@@ -426,7 +426,8 @@ def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
     if step.adapter is not None:
         decided = step.adapter()[index]
         adapter = lambda: decided  # noqa: E731
-    return step._replace(**{x: getattr(step, x)[index] for x in fields}, adapter=adapter)
+    some = {x: getattr(step, x)[index] for x in fields}
+    return step._replace(**some, adapter=adapter, table=None)
 
 
 def _part(arrival: Arrival, start: int) -> Arrival:

@@ -30,6 +30,7 @@ class Chunk(NamedTuple):
         arrival: The tokens.
         pages: That they take at most.
         begins: Whether the cache holds nothing of these prompts.
+        whole: Whether no prompt has padding.
     """
 
     rows: Tensor
@@ -37,6 +38,7 @@ class Chunk(NamedTuple):
     arrival: Arrival
     pages: int
     begins: bool = False
+    whole: bool = False
 
 
 def state_before(
@@ -62,16 +64,19 @@ def state_before(
     return PrefillState(held, seen, evicted, slots)
 
 
-def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: Decisions) -> Tensor:
+def evictions(
+    before: PrefillState, signal: Tensor | None, n: int, real: Tensor | None, rule: Decisions
+) -> Tensor:
     """Which recent and arriving tokens are evicted, as far as decided: [b, h, k + n].
 
     Args:
         before: State before the chunk.
         signal: bool [b, h, n] by deciding token; None if the policy does not use it.
-        real: bool [b, n], whether a token exists.
+        n: Tokens of the chunk.
+        real: bool [b, n], whether a token exists; None if all do.
         rule: How decisions are made.
     """
-    n, k = real.shape[1], before.evicted.shape[-1]
+    k = before.evicted.shape[-1]
     whole = F.pad(before.evicted, (0, n))
     if rule.source == NEVER:
         return whole
@@ -79,10 +84,10 @@ def evictions(before: PrefillState, signal: Tensor | None, real: Tensor, rule: D
         return torch.ones_like(whole)
     assert signal is not None
     if k == 0:  # the first chunk
-        decided = signal & real[:, None]
+        decided = signal if real is None else signal & real[:, None]
         return F.pad(decided[..., rule.shift :], (0, min(n, rule.shift)))
     governed = whole[..., k - rule.shift : k - rule.shift + n]
-    decided = torch.where(real[:, None], signal, governed)
+    decided = signal if real is None else torch.where(real[:, None], signal, governed)
     return torch.cat([whole[..., : k - rule.shift], decided, whole[..., k - rule.shift + n :]], 2)
 
 

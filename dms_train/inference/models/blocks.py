@@ -23,18 +23,32 @@ from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_logits, hard_decisions
 
 
+class Angles(NamedTuple):
+    """RoPE of the tokens of a group.
+
+    Attributes:
+        cos: Cosines, [b, n, 1, 1, d].
+        sin: Sines, likewise.
+        table: `rotation_table` of both.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    table: Tensor
+
+
 class AttentionInputs(NamedTuple):
     """What the layers of one forward pass share.
 
     Attributes:
         cache: Where keys and values go.
         groups: The sequences.
-        angles: Of each group, cosines and sines [b, n, 1, 1, d].
+        angles: Of each group.
     """
 
     cache: KVCache
     groups: list[Group]
-    angles: list[tuple[Tensor, Tensor]]
+    angles: list[Angles]
 
 
 def rotary_frequencies(a: Architecture, device: torch.device) -> Tensor:
@@ -162,7 +176,7 @@ class Attention(nn.Module):
         query, key, value = map(self._heads, self.qkv_proj(x).split(self._widths, -1))
         query, key = self.q_norm(query), self.k_norm(key)
         outputs, reads = [], []
-        for group, (cos, sin) in zip(inputs.groups, inputs.angles, strict=True):
+        for group, angles in zip(inputs.groups, inputs.angles, strict=True):
             adapter = None
             if self.adapter:
                 adapter = partial(self._adapter_decisions, group.take(residual))
@@ -170,14 +184,15 @@ class Attention(nn.Module):
                 query=group.take(query),
                 key=group.take(key),
                 value=group.take(value),
-                cos=cos,
-                sin=sin,
+                cos=angles.cos,
+                sin=angles.sin,
                 position=group.position,
                 rows=group.rows,
                 spec=None if self.adapter else self.spec,
                 adapter=adapter,
                 lengths=group.lengths,
                 begins=group.begins,
+                table=angles.table,
             )
             done = inputs.cache.step(self.layer, step)
             outputs.append(group.flatten(done.output.transpose(1, 2).flatten(2)))

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from dms_train.hf.architecture import Architecture
-from dms_train.inference.cache.interface import KVCache
+from dms_train.inference.cache.interface import KVCache, rotation_table
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import (
     MLP,
+    Angles,
     Attention,
     AttentionInputs,
     RMSNorm,
@@ -83,7 +84,10 @@ class Decoder(nn.Module):
         """
         residual = self.embed_tokens(batch.tokens)
         cos, sin = rotary_tables(self.architecture, batch.position, residual.dtype)
-        angles = [(group.take(cos), group.take(sin)) for group in batch.groups]
+        angles = []
+        for group in batch.groups:
+            own = group.take(cos), group.take(sin)
+            angles.append(Angles(*own, rotation_table(*own)))
         inputs = AttentionInputs(cache, batch.groups, angles)
         norms = [layer.input_layernorm for layer in self.decoder_layers]
         x, reads = norms[0](residual), []

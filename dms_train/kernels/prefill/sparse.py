@@ -149,7 +149,7 @@ def plan_chunk(
     """
     recent, kept = recent_tokens(window), window + 1
     if state.evicted.shape[-1] == 0:
-        return count(evicted, state.lengths, kept=kept, stop=real)
+        return count(evicted, state.lengths, kept=kept, start=state.seen, stop=real)
     held = state.seen.clamp(max=kept)
     stop = None if real is None else recent + real
     before = state.lengths - held[:, None]
