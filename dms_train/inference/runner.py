@@ -113,10 +113,9 @@ class ModelRunner:
                 options.decode_steps,
             )
             self._decodes_prompts = self.cache.decodes_prompts
-            if self._device.type == "cuda" and self.cache.captures_prompts:
+            if self.cache.captures_prompts:
                 chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
-                with torch.no_grad():
-                    self._prompts = PromptGraphs(model.decoder, self.cache, chunk, self.longest)
+                self._prompts = PromptGraphs(model.decoder, self.cache, chunk)
         a = model.architecture
         self.limits = SchedulerLimits(
             rows=options.max_num_seqs,
@@ -181,8 +180,8 @@ class ModelRunner:
             [t, hidden] and int64 [layers, b, kv_heads].
         """
         parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
-        if len(parts) == 1 and self._prompts and self._prompts.takes(parts[0][1], len(parts[0][2])):
-            return self._prompts.step(*parts[0])
+        if self._prompts is not None and self._prompts.takes(parts):
+            return self._prompts.step(parts)
         ready: AbstractContextManager[None] = nullcontext()
         if isinstance(self.cache, PagedKVCache):
             ready = self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts])

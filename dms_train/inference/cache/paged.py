@@ -349,11 +349,12 @@ class PagedKVCache:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Steps inside are captured, or store nothing, and reserve no pages."""
+        before = self._recording, self._reserves
         self._recording, self._reserves = True, False
         try:
             yield
         finally:
-            self._recording, self._reserves = False, True
+            self._recording, self._reserves = before
 
     def status(self) -> list[Tensor]:
         """What the host learns after a step: int32 free pages [1], fault [1], and for `counts`."""

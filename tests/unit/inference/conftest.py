@@ -11,6 +11,7 @@ import torch
 
 from dms_train.export.writer import write_export
 from dms_train.hf.formats import read_spec
+from dms_train.inference import prompt_graphs
 from dms_train.method.base import MethodSpec
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.spec import PRESETS
@@ -37,6 +38,13 @@ def varied_weights(a, seed: int):
     if not a.tie_word_embeddings:
         weights["lm_head.weight"] -= 4 * weights["model.embed_tokens.weight"] * a.hidden_size**-0.5
     return weights
+
+
+@pytest.fixture(params=["chunk after chunk", "one pass"])
+def prompts_pass(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which the kernels compute the prompts of a step."""
+    if request.param == "one pass":
+        monkeypatch.setattr(prompt_graphs, "_MOST", 0)
 
 
 @pytest.fixture(scope="session")

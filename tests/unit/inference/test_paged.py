@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from dms_train.inference import prompt_graphs
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.engine import InferenceEngine
@@ -113,6 +114,7 @@ def test_pages_go_back():
         cache.pool.take(97)
 
 
+@pytest.mark.usefixtures("prompts_pass")
 @pytest.mark.parametrize(
     ("family", "policy", "preset"),
     [
@@ -139,16 +141,21 @@ def test_the_engine_continues_with_the_same_tokens(folder, family, policy, prese
 
 
 @pytest.mark.parametrize(
-    ("policy", "options", "stored"),
+    ("policy", "options", "stored", "most"),
     [
-        ("auto", {}, "auto"),
-        ("auto", {}, "fp8"),
-        ("tova", {"budget": 64}, "auto"),
-        ("quest", {"budget": 64, "page": 4}, "auto"),
+        ("auto", {}, "auto", 24),
+        ("auto", {}, "auto", 0),
+        ("auto", {}, "fp8", 24),
+        ("auto", {}, "fp8", 0),
+        ("tova", {"budget": 64}, "auto", 24),
+        ("quest", {"budget": 64, "page": 4}, "auto", 24),
     ],
 )
-def test_prompts_of_different_lengths_fill_a_cache_together(folder, policy, options, stored):
+def test_prompts_of_different_lengths_fill_a_cache_together(
+    folder, monkeypatch, policy, options, stored, most
+):
     """A pass takes the pages of its tokens, not those of as many prompts like the longest one."""
+    monkeypatch.setattr(prompt_graphs, "_MOST", most)
     directory = folder("llama", small_spec("dms"))
     prompts = [random_ids(n, n) for n in (60, *range(1, 8))]
     how = {"policy": policy, "policy_options": options, "cache_dtype": stored, "page_slots": 4}

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from dms_train.inference import prompt_graphs
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -60,10 +61,17 @@ def step(engine: InferenceEngine) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "options"),
-    [("auto", {}), ("snapkv", {"budget": 16}), ("h2o", {"budget": 16}), ("tova", {"budget": 16})],
+    ("policy", "options", "most"),
+    [
+        ("auto", {}, 24),
+        ("auto", {}, 0),
+        ("snapkv", {"budget": 16}, 24),
+        ("h2o", {"budget": 16}, 24),
+        ("tova", {"budget": 16}, 24),
+    ],
 )
-def test_a_pass_of_prompts_and_single_tokens(folder, planned, policy, options):
+def test_a_pass_of_prompts_and_single_tokens(folder, planned, monkeypatch, policy, options, most):
+    monkeypatch.setattr(prompt_graphs, "_MOST", most)
     directory = folder("llama", small_spec("dms") if policy == "auto" else None)
     how = SIZES | {"policy": policy, "policy_options": options, "max_num_seqs": 2}
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
@@ -84,6 +92,7 @@ def test_a_pass_of_prompts_and_single_tokens(folder, planned, policy, options):
     assert sum(reserved for _, reserved in planned) > 0
 
 
+@pytest.mark.usefixtures("prompts_pass")
 def test_shared_prompts_in_a_cache_that_is_nearly_full(folder, planned):
     draw = random.Random(1)
     directory = folder("llama", small_spec("dms"))
