@@ -78,7 +78,7 @@ def requests(case: str, texts: Texts, args: argparse.Namespace) -> list[Instance
             how = {"until": [], "do_sample": False, "max_gen_toks": args.new_tokens}
             found.append((texts.draw(args.prompt_tokens), how))
         elif case == "choices":
-            question = shared + texts.draw(rest)
+            question = f"{shared} {texts.draw(rest)}"
             found += [(question, " " + texts.draw(_ANSWER_TOKENS)) for _ in range(args.choices)]
         else:
             found.append((texts.draw(args.prompt_tokens),))

@@ -6,9 +6,9 @@
   without eviction, each with as many sequences as fit.
 - fork: 8 chains from one prompt of 8,192 tokens, beside one chain.
 - chains: 3,200 sampled chains of 204 to 2,048 tokens on a model of 12.7M weights, from 40 prompts.
-- requests: 1,000 requests of 1 to 16,384 tokens, half of them but at most 1,024 generated, on a
-  small model in float32, one at a time and all together in a cache that holds a third of them.
-  Their tokens are compared.
+- requests: 1,000 prompts of 1 to 16,384 tokens, each continued by 256, on a small model in float32,
+  one at a time and all together in a cache that holds a third of them. Their tokens are compared.
+  Where some differ, `largest_gap` is how far the best two logits lie apart at the first of them.
 
 Writes `throughput.json` into the folder of the device. Weights are random; every number is that of
 one run after a warm-up.
@@ -190,16 +190,12 @@ def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
 
 def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     """Requests of very different lengths, alone and in a cache that is too small for all."""
-    count, longest, new = (1000, 16384, 1024) if device.type == "cuda" else (12, 900, 128)
+    count, longest, new = (1000, 16384, 256) if device.type == "cuda" else (12, 900, 64)
     model = random_model("small", KEPT, device, torch.float32)
     draw, vocab = random.Random(0), model.architecture.vocab_size
-    # the longest first: where they end, many short ones are admitted, which double their length
-    lengths = sorted((round(longest ** draw.random()) for _ in range(count)), reverse=True)
-    work = []
-    for tokens in lengths:
-        generated = max(1, min(tokens // 2, new))
-        prompt = [draw.randrange(vocab) for _ in range(max(1, tokens - generated))]
-        work.append((prompt, generated))
+    # the shortest first: many are admitted together, and each becomes several times as long
+    lengths = sorted(round(longest ** draw.random()) for _ in range(count))
+    work = [([draw.randrange(vocab) for _ in range(length)], new) for length in lengths]
     found, seconds, cache_bytes, preemptions, held = [], [], 2**30, 0, 0
     for together in (1, count):
         options = EngineOptions(
@@ -215,18 +211,31 @@ def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
         held_at_end, peaks = map(list, zip(*kept, strict=True))
         cache_bytes = max(sum(held_at_end) // 3, 5 * max(peaks) // 4)
         preemptions, held = engine.preemptions, engine.allocated_bytes - empty
+        gaps = [
+            _gap(engine, prompt, first, second)
+            for (prompt, _), first, second in zip(work, found[0], found[-1], strict=True)
+            if first != second
+        ]
         del engine
     return {
         "requests": count,
         "prompt_tokens": sum(len(prompt) for prompt, _ in work),
         "new_tokens": sum(map(len, found[0])),
         "equal": sum(a == b for a, b in zip(*found, strict=True)),
+        "largest_gap": max(gaps, default=0.0),
         "preemptions": preemptions,
         "bytes_left_behind": held,
         "cache_bytes": cache_bytes,
         "seconds_alone": round(seconds[0], 2),
         "seconds_together": round(seconds[1], 2),
     }
+
+
+def _gap(engine: InferenceEngine, prompt: list[int], first: list[int], second: list[int]) -> float:
+    """How far the best two logits lie apart where two continuations of a prompt part."""
+    same = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    best, other = engine.logits([*prompt, *first[:same]])[-1].topk(2).values.tolist()
+    return float(best - other)
 
 
 def _finish(engine: InferenceEngine, work: list[tuple[list[int], int]]) -> list[CompletionOutput]:

@@ -35,8 +35,15 @@ class Tokenizer:
         return cls(Inner.from_file(str(path)))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids, with the tokenizer's special tokens around the text if `special`."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        """Token ids, with the tokenizer's special tokens around the text if `special`.
+
+        Raises:
+            InferenceError: The text has words that a tokenizer of whole words does not know.
+        """
+        try:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # the package raises no other type
+            raise InferenceError(f"the tokenizer cannot encode the text: {error}") from None
         return ids
 
     def knows(self, token: str) -> bool:

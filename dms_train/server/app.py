@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.tokenizer import Tokenizer
 from dms_train.server.access import Access
 from dms_train.server.admission import Admission
@@ -147,10 +148,7 @@ class Api:
         """`/tokenize`."""
         body = parse(await self._body(request), TokenizeBody)
         self._check_model(body.model)
-        tokenizer = self._tokenizer()
-        ids = await asyncio.to_thread(
-            tokenizer.encode, body.prompt, special=body.add_special_tokens
-        )
+        ids = await self._encoded(body.prompt, special=body.add_special_tokens)
         answer = {"count": len(ids), "max_model_len": self._model.longest, "tokens": ids}
         return JSONResponse(answer)
 
@@ -215,11 +213,17 @@ class Api:
             raise ApiError(400, "the model has no tokenizer.json; send token ids")
         return self._model.tokenizer
 
+    async def _encoded(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text."""
+        try:
+            return await asyncio.to_thread(self._tokenizer().encode, text, special=special)
+        except InferenceError as error:
+            raise ApiError(400, str(error)) from None
+
     async def _tokens(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         """A prompt as checked token ids."""
         if isinstance(prompt, str):
-            tokenizer = self._tokenizer()
-            tokens = await asyncio.to_thread(tokenizer.encode, prompt, special=special)
+            tokens = await self._encoded(prompt, special=special)
         else:
             self._check_ids(prompt, "prompt")
             tokens = prompt

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.serve import __main__ as serve
 from benchmarks.serve import throughput
-from benchmarks.serve.models import WINDOW
+from benchmarks.serve.models import WINDOW, random_model
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import EngineOptions
 
 NEW = 9
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,6 +50,15 @@ def test_many_sequences_forks_and_chains_are_measured(tmp_path: Path) -> None:
     assert requests["equal"] == requests["requests"] == 12
     assert requests["preemptions"] > 0
     assert requests["bytes_left_behind"] == 0
+
+
+def test_the_gap_is_that_of_the_first_token_that_differs() -> None:
+    device = torch.device("cpu")
+    model = random_model("small", 0.5, device, torch.float32)
+    engine = InferenceEngine(model, EngineOptions(device="cpu", max_model_len=64))
+    expected = engine.logits([5, 6, 7, 8])[3].sort(descending=True).values
+    found = throughput._gap(engine, [5, 6], [7, 8, 1, 3], [7, 8, 2, 9])
+    assert found == pytest.approx(float(expected[0] - expected[1]), rel=1e-4)
 
 
 def test_the_latency_model_stands_beside_what_was_measured(

@@ -132,3 +132,20 @@ def test_a_key_is_required(model):
                 assert answer["error"]["code"] == "invalid_api_key"
         assert running.ask("/health")[0] == running.ask("/metrics")[0] == 200
         assert [m.id for m in running.client(api_key="secret").models.list()] == [NAME]
+
+
+def test_a_word_that_a_tokenizer_of_whole_words_does_not_know_is_the_senders_fault(tmp_path):
+    directory = served_model.write_model(tmp_path)
+    words = {"the": 0, "river": 1}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}  # which is missing
+    file = directory / "tokenizer.json"
+    described = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    file.write_text(json.dumps(described | {"model": model}))
+    with served_model.serving(directory) as server:
+        body = {"prompt": "the river", "max_tokens": 2}
+        assert server.ask("/v1/completions", body)[0] == 200
+        status, _, answer = server.ask("/v1/completions", {**body, "prompt": "the sea"})
+        assert status == 400
+        assert "tokenizer" in answer["error"]["message"]
+        assert server.ask("/tokenize", {"prompt": "the sea"})[0] == 400
+        assert server.ask("/v1/completions", body)[0] == 200
