@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 Value = TypeVar("Value")
@@ -26,6 +27,14 @@ def duration(text: str) -> float:
 def seed(text: str) -> int:
     """A whole number of at least 0."""
     return _number(text, 0)
+
+
+def picture(text: str) -> Path:
+    """A file that matplotlib writes."""
+    path = Path(text)
+    if path.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text}: give a name that ends in .svg or .png")
+    return path
 
 
 def choice(names: Iterable[str]) -> Callable[[str], str]:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.lab.arguments import picture
 from benchmarks.lab.differences import chain_scores, over_seeds
 from benchmarks.lab.scales import SCALES
 from benchmarks.lab.tasks import TASKS
@@ -190,13 +191,6 @@ def _run(folder: Path, figure: Path | None) -> int:
     return 0
 
 
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".svg", ".png"):
-        raise argparse.ArgumentTypeError(f"{text}: give a name that ends in .svg or .png")
-    return path
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; exit code 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
@@ -205,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="of a lab with tasks of short answers")
-    parser.add_argument("--figure", type=_picture, help=".svg or .png file to write")
+    parser.add_argument("--figure", type=picture, help=".svg or .png file to write")
     return run_main(lambda: _run(**vars(parser.parse_args(arguments))))
 
 

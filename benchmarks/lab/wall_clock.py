@@ -6,6 +6,10 @@ takes the models of a finished lab: the teacher and exports of the first seed. E
 so many bytes, in which as many chains run as fit, and answers the same problems at each budget:
 tokens of a chain in units of 1,024, and chains of a problem. The median time of the repetitions is
 printed beside the accuracy over all of them, and written into the folder of the device.
+
+    python -m benchmarks.lab.wall_clock --table wall_clock.json --figure wall_clock.svg
+
+prints a stored record and draws it.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.lab.arguments import count, list_of, seed
+from benchmarks.lab.arguments import count, list_of, picture, seed
 from benchmarks.lab.steps import HF
 from benchmarks.timing import device_name, versions
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
+from dms_train.evaluation.analysis.charts import color
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import length_in_tokens
@@ -38,6 +43,8 @@ from dms_train.inference.options import SamplingParams
 
 _WARM_UP_TOKENS = 64
 _MEBIBYTE = 2**20
+_HEAD = """| model | length-width | solved | seconds (least to most) | tokens/s |
+|---|---|---|---|---|"""
 
 
 def model_path(folder: Path, name: str, seed: int) -> Path:
@@ -140,6 +147,34 @@ def solved(checked: CheckedRun, texts: list[list[str]]) -> float:
     return statistics.mean(any(mark.score == 1 for mark in chains) for chains in marks)
 
 
+def drawn(record: dict[str, Any]) -> Any:
+    """A figure of matplotlib: accuracy over seconds, a line for the budgets of a width."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, names = figure.add_subplot(), list(record["models"])
+    for name, model in record["models"].items():
+        budgets = sorted(model["budgets"], key=lambda b: b["length"])
+        for width in sorted({b["width"] for b in budgets}):
+            some = [b for b in budgets if b["width"] == width]
+            seconds, solved = ([b[x] for b in some] for x in ("seconds", "accuracy"))
+            label = name if width == budgets[0]["width"] else None
+            axes.plot(seconds, solved, label=label, color=color(name, names), marker="o", ms=3)
+            for budget in some if name == names[0] else ():  # the others are in the same order
+                at = budget["seconds"], budget["accuracy"]
+                text = f"{budget['length']:g}-{width}"
+                axes.annotate(text, at, xytext=(3, -9), textcoords="offset points", fontsize=7)
+    axes.set(xscale="log", xlabel="seconds", ylabel="solved", ylim=(0, 1.03))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.legend()
+    return figure
+
+
 def lines(name: str, model: dict[str, Any]) -> list[str]:
     """Markdown, a line for each budget of a model."""
     found = []
@@ -168,8 +203,7 @@ def _run(args: argparse.Namespace) -> int:
         "settings": settings | {"problems": len(checked[args.models[0]].prompts)},
         "models": {},
     }
-    print("| model | length-width | solved | seconds (least to most) | tokens/s |")
-    print("|---|---|---|---|---|")
+    print(_HEAD)
     for name, found in checked.items():
         record["models"][name] = measure(found, args)
         print("\n".join(lines(name, record["models"][name])), flush=True)
@@ -177,7 +211,23 @@ def _run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "wall_clock.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"written: {folder / 'wall_clock.json'}")
+    _draw(record, args.figure)
     return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Print a stored record."""
+    record = json.loads(args.table.read_text())
+    print(_HEAD)
+    for name, model in record["models"].items():
+        print("\n".join(lines(name, model)))
+    _draw(record, args.figure)
+    return 0
+
+
+def _draw(record: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        drawn(record).savefig(path)
 
 
 def _name(text: str) -> str:
@@ -205,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", type=Path, help="of a finished lab on Countdown")
+    add("folder", type=Path, nargs="?", help="of a finished lab on Countdown")
     add("--models", type=list_of(_name), default=("teacher", "cr4", "cr8"), help="teacher,cr4,cr8")
     add("--seed", type=seed, default=1234, help="of the retrofits (%(default)s)")
     budgets = list_of(_budget_of)
@@ -221,7 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rows", type=count, default=1024, help="most chains in it (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--output", type=Path, default=Path(__file__).parents[1] / "results")
-    return run_main(lambda: _run(parser.parse_args(arguments)))
+    add("--table", type=Path, metavar="JSON", help="print a stored record and end")
+    add("--figure", type=picture, help=".svg or .png file to write")
+    args = parser.parse_args(arguments)
+    if (args.folder is None) == (args.table is None):
+        parser.error("give the folder of a lab, or --table with a stored record")
+    return run_main(lambda: _show(args) if args.table else _run(args))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from dms_train.inference.options import EngineOptions
 
 CASES = (Case(1, 8192), Case(8, 8192), Case(32, 8192), Case(1, 32768))
 SMALL = (Case(1, 600), Case(3, 600))
+PEER = f"{sys.executable} -m benchmarks.serve.peer"
 _FEWEST = 8  # steps of which a median and a spread are meaningful
 KEPT = 0.125  # of the tokens behind the window
 WAYS: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--peer", default=f"{sys.executable} -m benchmarks.serve.peer")
+    parser.add_argument("--peer", default=PEER, help="command (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--table", type=Path, metavar="JSON", help="print a stored record and end")
@@ -131,7 +132,7 @@ def _ours(shape: str, device: torch.device, new_tokens: int) -> list[dict[str, A
 
 def _peers(shape: str, command: str, new_tokens: int) -> list[dict[str, Any]]:
     """vLLM in its default mode and with graphs for decoding only; nothing where it is missing."""
-    if command.endswith("benchmarks.serve.peer") and importlib.util.find_spec("vllm") is None:
+    if command == PEER and importlib.util.find_spec("vllm") is None:
         print("vllm is not installed: no peer; `--peer` names another Python")
         return []
     found = []

@@ -35,6 +35,7 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 
 KEPT = 0.125  # of the tokens behind the window
+PEER = f"{sys.executable} -m benchmarks.serve.online_peer"
 WAYS = {"DMS": "dms", "dense": "keep_all"}
 
 
@@ -259,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--peer", default=f"{sys.executable} -m benchmarks.serve.online_peer")
+    parser.add_argument("--peer", default=PEER, help="command (%(default)s)")
     parser.add_argument("--target-ttft-ms", type=float, default=500)
     parser.add_argument("--target-itl-ms", type=float, default=50)
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
@@ -326,8 +327,8 @@ def _ours(
 
 def _peers(shape: str, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
     """vLLM with the same requests; nothing on a CPU or where it is missing."""
-    missing = importlib.util.find_spec("vllm") is None
-    if device.type != "cuda" or (args.peer.endswith("online_peer") and missing):
+    missing = args.peer == PEER and importlib.util.find_spec("vllm") is None
+    if device.type != "cuda" or missing:
         print("no peer: vllm is not installed, or this is a CPU; `--peer` names another Python")
         return []
     torch.cuda.empty_cache()

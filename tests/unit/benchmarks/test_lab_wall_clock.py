@@ -45,7 +45,29 @@ def test_every_model_is_measured_at_every_budget(lab: Path, tmp_path: Path, caps
             assert 0 < found["seconds_least"] <= found["seconds"] <= found["seconds_most"]
             most = PROBLEMS * found["width"] * 1024 * found["length"]
             assert found["tokens_s"] * found["seconds_least"] <= most * 1.01
-    assert capsys.readouterr().out.count("| cr4 |") == len(BUDGETS)
+    printed = capsys.readouterr().out
+    assert printed.count("| cr4 |") == len(BUDGETS)
+    figure = tmp_path / "wall_clock.svg"
+    assert wall_clock.main(["--table", str(file), "--figure", str(figure)]) == 0
+    assert set(capsys.readouterr().out.splitlines()) < set(printed.splitlines())
+    assert "<svg" in figure.read_text()
+
+
+def test_points_are_drawn_where_they_were_measured() -> None:
+    budgets = [(1.0, 1, 2.0, 0.7), (0.5, 1, 1.0, 0.4), (0.5, 4, 8.0, 0.9)]
+    names = ("length", "width", "seconds", "accuracy")
+    rows = [dict(zip(names, budget, strict=True)) for budget in budgets]
+    (axes,) = wall_clock.drawn({"models": {"teacher": {"budgets": rows}}}).axes
+    found = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
+    assert found == [[(1.0, 0.4), (2.0, 0.7)], [(8.0, 0.9)]]
+
+
+def test_a_folder_or_a_record_is_needed(lab: Path, capsys) -> None:
+    for words in ([], [str(lab), "--table", "wall_clock.json"]):
+        with pytest.raises(SystemExit) as ended:
+            wall_clock.main(words)
+        assert ended.value.code == 2
+        assert "--table" in capsys.readouterr().err
 
 
 def test_a_problem_counts_when_one_of_its_chains_is_right(lab: Path) -> None:
