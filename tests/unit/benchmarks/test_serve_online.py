@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.serve import online
 from benchmarks.serve.traffic import MIXES, Arrival, Lengths, arrivals, poisson_times, recorded
@@ -124,3 +126,17 @@ def test_bad_options_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         online.main(words)
     assert ended.value.code == 2
+
+
+def test_a_peer_of_another_python_is_started(tmp_path: Path) -> None:
+    """Its module may be ours; what it prints on other lines is left out."""
+    program = tmp_path / "online_peer"
+    words = 'printf \'note\\n{"engine": "other", "arguments": "%s"}\\n\' "$*"'
+    program.write_text(f"#!/bin/sh\n{words}\n")
+    program.chmod(0o755)
+    args = argparse.Namespace(
+        peer=str(program), rates="2,4", seconds=3.0, seed=5, sequences=6, lengths=None, mix="toy"
+    )
+    (case,) = online._peers("small", torch.device("cuda"), args)
+    arguments = "small --rates 2,4 --seconds 3.0 --seed 5 --sequences 6 --mix toy"
+    assert case == {"engine": "other", "arguments": arguments}
