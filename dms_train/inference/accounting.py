@@ -107,10 +107,11 @@ class TotalKV:
 
 
 class PassCounts:
-    """Cache reads and contents of one forward pass, copied to the host at once.
+    """Cache reads and contents of one forward pass.
 
     Args:
-        lists: Slots attended, tokens held afterwards and slots reserved, integers [3, l, b, h].
+        lists: Slots attended, tokens held afterwards and slots reserved, integers [3, l, b, h] on
+            the CPU.
 
     Attributes:
         live: Tokens held afterwards, [l, b, h].
@@ -118,9 +119,8 @@ class PassCounts:
     """
 
     def __init__(self, lists: Tensor) -> None:
-        on_host = lists.cpu()
-        self.live: NDArray[Any] = on_host[1].numpy()
-        self.sums: list[list[int]] = on_host.sum((1, 3)).T.tolist()
+        self.live: NDArray[Any] = lists[1].numpy()
+        self.sums: list[list[int]] = lists.sum((1, 3)).T.tolist()
 
 
 class DecodeCost(NamedTuple):

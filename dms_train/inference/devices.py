@@ -48,6 +48,29 @@ def sent(values: Any, device: torch.device) -> Tensor:
     return on_host.to(device, non_blocking=True)
 
 
+class Fetched:
+    """Numbers on their way to the host, which does not wait for them before it needs them.
+
+    Args:
+        values: On the device that computes them.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        on_gpu = values.is_cuda
+        self._values = torch.empty_like(values, device="cpu", pin_memory=on_gpu)
+        self._values.copy_(values, non_blocking=True)
+        self._event = None
+        if on_gpu:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """The numbers on the host, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
+
+
 @contextmanager
 def launches_on(device: str) -> Iterator[None]:
     """Has kernels launched on a GPU such as `cuda:1`, while torch takes one thread of the host.

@@ -21,7 +21,7 @@ from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.policies.registry import check_policy
 from dms_train.inference.request_builder import Prompt, RequestBuilder
 from dms_train.inference.row_memory import RowMemory
-from dms_train.inference.runner import DecodeGroup, ModelRunner
+from dms_train.inference.runner import DecodeGroup, Launched, ModelRunner
 from dms_train.inference.sampler import sample
 from dms_train.inference.scheduler import Schedule, Scheduler
 from dms_train.inference.sequence import Request, Sequence
@@ -90,7 +90,7 @@ class InferenceEngine:
             longest=self.longest,
         )
         self._requests: dict[str, Request] = {}
-        self._launched: DecodeGroup | None = None  # its tokens are not known yet
+        self._launched: list[Launched] = []  # in this order; their tokens are not known yet
         self.decoded_steps = 0
         self._advanced: list[Sequence] = []  # whose outputs have not been returned yet
 
@@ -239,8 +239,7 @@ class InferenceEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
-        waiting = self._launched is not None or bool(self._advanced)
-        return waiting or self._scheduler.has_work
+        return bool(self._launched or self._advanced) or self._scheduler.has_work
 
     @_launches
     def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
@@ -253,7 +252,8 @@ class InferenceEngine:
         fails, its requests are aborted, because their cache is incomplete.
 
         On a GPU the tokens of decoding sequences are only started; those of the step before are
-        returned. Prompts, and sequences whose sampling needs the host, are computed behind them.
+        returned. Prompts are started behind them. Sequences whose sampling needs the host are
+        computed there too, with the prompts of the step, and the host waits for them.
 
         Args:
             request_ids: Requests that may take part; None for all.
@@ -275,12 +275,7 @@ class InferenceEngine:
             requests = [self._requests[request_id] for request_id in ids]
             outputs = [r.to_output() for r in requests if r.finished or not r.final_only]
         except BaseException:
-            launched, self._launched = self._launched, None
-            computed = [sequence for sequence, _ in plan.batch]
-            on_their_way = [] if before is None else before.sequences
-            for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
-                self.abort(sequence.request_id)
-            self._runner.wait(launched)  # a graph's inputs are not written while it runs
+            self._give_up(plan, before)
             raise
         for sequence in taking_part:
             if sequence.finish_reason is not None:
@@ -337,7 +332,7 @@ class InferenceEngine:
             InferenceError: The text is empty, too long or not of this vocabulary, or the cache is
                 too small for it.
         """
-        before, self._launched = self._launched, None
+        before, self._launched = self._launched, []
         self._receive(before)
         request = self._builder.request(SamplingParams())
         self._builder.add_prompt(request, token_ids, SamplingParams(), new_tokens=0)
@@ -386,7 +381,7 @@ class InferenceEngine:
             else:
                 rest.append((sequence, count))
         steps = self._scheduler.group(plan) if self._groups(decoding, rest) else 1
-        self._launched = self._runner.launch(decoding, steps) if decoding else None
+        self._launched = [self._runner.launch(decoding, steps)] if decoding else []
         self._receive(before)
         for sequence in plan.ended:
             self._discard(sequence)
@@ -402,11 +397,24 @@ class InferenceEngine:
         taking_part = [*decoding, *(sequence for sequence, _ in rest)]
         return all(self._requests[s.request_id].grouped for s in taking_part)
 
+    def _give_up(self, plan: Schedule[Sequence], before: list[Launched]) -> None:
+        """Abort the requests of a step that has failed, and of what was on its way before it."""
+        launched, self._launched = self._launched, []
+        computed = [sequence for sequence, _ in plan.batch]
+        on_their_way = [sequence for part in before for sequence in part.sequences]
+        for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
+            self.abort(sequence.request_id)
+        for part in launched:  # a graph's inputs are not written while it runs
+            self._runner.wait(part)
+
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
-        """A step whose tokens the host samples."""
+        """A pass of prompts, and of sequences whose tokens the host samples."""
+        if self._runner.samples_behind(batch):
+            self._launched.append(self._runner.launch_pass(batch))
+            self._snapshot(batch)
+            return
         done = self._runner.step(batch)
-        for sequence, _ in batch:
-            self._memory.note(sequence)
+        self._snapshot(batch)
         chosen = [sequence for sequence, _ in batch if sequence.is_sampled]
         sampled = sample(done.logits, [s.sampling_row() for s in chosen]) if chosen else []
         self._runner.count(done)
@@ -419,22 +427,27 @@ class InferenceEngine:
             self._observe(sequence)
             sequence.append(token)
 
-    def _receive(self, group: DecodeGroup | None) -> None:
-        """Take the tokens of a group of decode steps, if there is one."""
-        if group is None:
-            return
-        self.decoded_steps += group.steps
-        for sequence in self._runner.receive(group):
-            self._observe(sequence)
-            self._advanced.append(sequence)
-            if sequence.finish_reason is not None:
-                self._discard(sequence)
+    def _snapshot(self, batch: list[tuple[Sequence, int]]) -> None:
+        """Take the snapshots of sequences whose next tokens are cut here."""
+        for sequence, _ in batch:
+            self._memory.note(sequence)
+
+    def _receive(self, launched: list[Launched]) -> None:
+        """Take the tokens of what a step has started."""
+        for part in launched:
+            if isinstance(part, DecodeGroup):
+                self.decoded_steps += part.steps
+            for sequence in self._runner.receive(part):
+                self._observe(sequence)
+                self._advanced.append(sequence)
+                if sequence.finish_reason is not None:
+                    self._discard(sequence)
 
     def _discard(self, sequence: Sequence) -> None:
         """Forget what is on its way for a sequence that has ended."""
         sequence.ahead = 0
-        if self._launched is not None:
-            self._launched.unwanted.add(sequence)
+        for part in self._launched:
+            part.unwanted.add(sequence)
 
     def _observe(self, sequence: Sequence) -> None:
         self._scheduler.observe(sequence.meter.tokens, sequence.meter.live_tokens)

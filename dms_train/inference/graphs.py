@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dms_train.inference import devices
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
@@ -85,12 +86,14 @@ class _Captured(NamedTuple):
     Attributes:
         replay: Runs the steps.
         sent: int64 [k, 5 or with limits 8, b] on the host, the fields of `DecodeInputs`.
+        inputs: The same on the device.
         received: int32 [k, ...] on the host, what `GroupStatus` is made of.
         steps: What was captured; it holds the rest of the memory.
     """
 
     replay: Callable[[], None]
     sent: Tensor
+    inputs: Tensor
     received: Tensor
     steps: Callable[[], None]
 
@@ -112,13 +115,17 @@ class DecodeGraphs:
         self._cache = cache
         self._last = torch.zeros(most, dtype=torch.int64, device=cache.pool.device)
         self._sampler: Any = importlib.import_module("dms_train.kernels.layers.triton_sample")
+        self._report: Any = importlib.import_module("dms_train.kernels.decode.triton_report").report
         self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
         self._memory = self._sampler.Workspace.of(max(sizes), cache.pool.device)
         # what a graph reads and writes must be kept as long as the graph
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
-        self._recorder = None if cache.pool.device.type == "cpu" else _Recorder(cache.pool.device)
+        self._recorder, self._copies = None, None
+        if cache.pool.device.type == "cuda":
+            self._recorder = _Recorder(cache.pool.device)
+            self._copies = torch.cuda.Stream(cache.pool.device)
         with torch.no_grad(), cache.recording():
             self._graphs = {
                 (size, count, limited): [
@@ -144,6 +151,7 @@ class DecodeGraphs:
         sent, received = captured.sent, captured.received
         sent[:, 2].fill_(-1)
         sent[:, :, :b] = _packed(inputs)
+        self._copy(captured)
         captured.replay()
         event = None
         if received.is_pinned():
@@ -153,24 +161,49 @@ class DecodeGraphs:
         shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
         return LaunchedGroup(event, received, b, shape, reserved)
 
+    def sample(self, logits: Tensor, inputs: DecodeInputs) -> Tensor:
+        """Draw a token of every sequence behind a forward pass; the host does not wait.
+
+        The next step finds the tokens where it finds those of the step before.
+
+        Args:
+            logits: [b, vocab] on the device.
+            inputs: On the host, each [1, b].
+
+        Returns:
+            int64 [b] on the device.
+        """
+        fields = _unpacked(devices.sent(_packed(inputs)[0], logits.device))
+        tokens = torch.empty_like(fields.rows)
+        self._sampler.sample(
+            logits.to(self._decoder.lm_head.weight.dtype),  # as the steps have them
+            fields.temperature,
+            fields.keys,
+            fields.rows,
+            tokens=tokens,
+            last=self._last,
+            memory=self._memory,
+            limits=fields.limits,
+        )
+        return tokens
+
     def _capture(self, size: int, count: int, *, limited: bool) -> _Captured:
         """Record `count` steps of `size` sequences."""
         device = self._cache.pool.device
-        inputs = torch.zeros(count, 8 if limited else 5, size, dtype=torch.int64, device=device)
-        tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        sent = torch.zeros(count, 8 if limited else 5, size, dtype=torch.int64)
+        sent[:, 2] = -1
+        inputs, tokens = sent.to(device), torch.zeros(size, dtype=torch.int64, device=device)
         layers = self._fused if suits(self._decoder, size) else self._layers
         parts = [*self._cache.status(), tokens.view(torch.int32)]
-        status = torch.empty(count, sum(map(len, parts)), dtype=torch.int32, device=device)
-        sent, received = [torch.zeros_like(x, device="cpu") for x in (inputs, status)]
-        sent[:, 2] = -1
+        received = torch.zeros(count, sum(map(len, parts)), dtype=torch.int32)
         if device.type == "cuda":
             sent, received = sent.pin_memory(), received.pin_memory()
 
         # the steps are kept by this object and must not keep it in turn: its memory would stay
         sampler, last, memory = self._sampler, self._last, self._memory
+        report = self._report
 
         def steps() -> None:
-            inputs.copy_(sent, non_blocking=True)
             for number in range(count):
                 fields = _unpacked(inputs[number])
                 sampler.sample(
@@ -183,11 +216,19 @@ class DecodeGraphs:
                     memory=memory,
                     limits=fields.limits,
                 )
-                torch.cat(parts, out=status[number])
-            received.copy_(status, non_blocking=True)
+                report(parts, received[number])
 
         replay = steps if self._recorder is None else self._recorder.graph(steps)
-        return _Captured(replay, sent, received, steps)
+        return _Captured(replay, sent, inputs, received, steps)
+
+    def _copy(self, captured: _Captured) -> None:
+        """Send the inputs of steps while the GPU still computes the steps before."""
+        if self._copies is None:
+            captured.inputs.copy_(captured.sent)
+            return
+        with torch.cuda.stream(self._copies):
+            captured.inputs.copy_(captured.sent, non_blocking=True)
+        torch.cuda.current_stream(captured.inputs.device).wait_stream(self._copies)
 
 
 class _Layers:

@@ -1,14 +1,17 @@
 """One forward pass over several sequences: token ids in, logits and cache statistics out.
 
 On a GPU, the decoding sequences of a step, or of a group of steps, are one CUDA graph that samples
-as well. The next one can be launched before the host knows the tokens of this one.
+as well. The next one can be launched before the host knows the tokens of this one. Behind prompts
+the same kernel samples, so that the host does not wait for them either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 from dms_train.inference.accounting import GroupCounts, PassCounts, TotalMeter
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
-from dms_train.inference.devices import sent
+from dms_train.inference.devices import Fetched, sent
 from dms_train.inference.graphs import DecodeGraphs, LaunchedGroup
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.fused import DecodeInputs
@@ -67,6 +70,8 @@ class ForwardPass:
             the order of the batch; [n, vocab] if those of every token were asked for.
         sequences: Those that take part, single tokens first.
         prefill: Whether the pass computes prompt tokens of each of them.
+        generates: Whether a token is sampled behind each of them.
+        computed: Tokens of each of them that are computed then.
         lists: Slots attended, tokens held and slots reserved by their KV lists, int64 [3, layers,
             b, kv_heads].
         live: Tokens held by all KV lists of the cache, int64.
@@ -75,8 +80,35 @@ class ForwardPass:
     logits: Tensor
     sequences: list[Sequence]
     prefill: list[bool]
+    generates: list[bool]
+    computed: list[int]
     lists: Tensor
     live: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedPass:
+    """A forward pass on its way behind which the kernels sample.
+
+    Attributes:
+        done: The pass.
+        sampled: Sequences that get a token.
+        fetched: int64, `live`, then `lists` of the pass, then the tokens.
+        unwanted: Sequences that have ended since.
+    """
+
+    done: ForwardPass
+    sampled: list[Sequence]
+    fetched: Fetched
+    unwanted: set[Sequence] = field(default_factory=set)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that take part."""
+        return self.done.sequences
+
+
+Launched: TypeAlias = DecodeGroup | LaunchedPass
 
 
 class ModelRunner:
@@ -156,22 +188,61 @@ class ModelRunner:
             sampled = hidden[sent(last, self._device)] if last else hidden[:0]
         logits = self.model.decoder.logits(hidden if every else sampled)
         score(self.model.decoder, hidden, wanted)
-        return ForwardPass(logits, sequences, prefill, lists, live)
+        generates, computed = [s.is_sampled for s in sequences], [s.computed for s in sequences]
+        return ForwardPass(logits, sequences, prefill, generates, computed, lists, live)
 
     def count(self, done: ForwardPass) -> None:
         """Wait for a pass, and note what it has cost in its sequences; updates their `pages`."""
-        counts = PassCounts(done.lists)
-        for index, (sequence, prefill) in enumerate(zip(done.sequences, done.prefill, strict=True)):
+        self._note(done, done.lists.cpu(), int(done.live))
+
+    def _note(
+        self,
+        done: ForwardPass,
+        lists: Tensor,
+        live: int,
+        unwanted: Collection[Sequence] = (),
+    ) -> None:
+        """Note what a pass has cost, once its numbers are on the host."""
+        counts = PassCounts(lists)
+        passed = zip(done.sequences, done.prefill, done.generates, done.computed, strict=True)
+        for index, (sequence, prefill, generates, computed) in enumerate(passed):
+            if sequence in unwanted:
+                continue
             sequence.meter.step(
                 counts,
                 index,
-                tokens=sequence.computed,
+                tokens=computed,
                 slot_bytes=self.cache.slot_bytes,
                 prefill=prefill,
-                generates=sequence.is_sampled,
+                generates=generates,
             )
             sequence.pages = counts.sums[index][2] // self.limits.page_slots
-        self.total.step(int(done.live))
+        self.total.step(live)
+
+    def samples_behind(self, batch: list[tuple[Sequence, int]]) -> bool:
+        """Whether `launch_pass` takes a pass: all sequences are sampled in a plain way."""
+        return self._graphs is not None and all(
+            s.params.plain and s.given is None and not s.given_only for s, _ in batch
+        )
+
+    def launch_pass(self, batch: list[tuple[Sequence, int]]) -> LaunchedPass:
+        """Start a pass and sample behind it; the host does not wait.
+
+        Advances `computed`, and `ahead` of the sequences that get a token.
+
+        Args:
+            batch: One that `samples_behind`.
+        """
+        assert self._graphs is not None
+        done = self.step(batch)
+        numbers = [done.live.view(1), done.lists.flatten()]
+        sampled = [sequence for sequence, _ in batch if sequence.is_sampled]
+        if sampled:
+            inputs = self._inputs(sampled, torch.ones(len(sampled), dtype=torch.int64), 1)
+            numbers.append(self._graphs.sample(done.logits, inputs))
+            for sequence in sampled:
+                sequence.ahead += 1
+        return LaunchedPass(done, sampled, Fetched(torch.cat(numbers)))
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
         """The last hidden states of all tokens, and slots attended; single tokens come first.
@@ -223,7 +294,7 @@ class ModelRunner:
         number = torch.arange(steps)[:, None]
         # a token that the step before samples is not known yet
         tokens = torch.full((steps, len(sequences)), -1)
-        newest = [-1 if s.ahead else s.tokens[s.computed] for s in sequences]
+        newest = [s.tokens[s.computed] if s.remaining > s.ahead else -1 for s in sequences]
         tokens[0] = torch.from_numpy(np.array(newest))
         columns = [
             (s.computed, s.row or 0, signed_seed(s.seed), s.index, s.length - s.prompt_end)
@@ -242,20 +313,35 @@ class ModelRunner:
             limits=_limits([s.params for s in sequences], steps) if restricted else None,
         )
 
-    def wait(self, group: DecodeGroup | None) -> None:
-        """Wait for a group whose tokens are not wanted, if there is one."""
-        if group is not None:
-            group.launched.wait()
+    def wait(self, launched: Launched) -> None:
+        """Wait for a group or a pass whose tokens are not wanted."""
+        (launched.launched if isinstance(launched, DecodeGroup) else launched.fetched).wait()
 
-    def receive(self, group: DecodeGroup) -> list[Sequence]:
-        """Wait for a group of decode steps, and give its sequences their tokens and costs.
+    def receive(self, launched: Launched) -> list[Sequence]:
+        """Wait for a group of decode steps or a pass; its sequences get their tokens and costs.
 
         Returns:
-            Those that still wanted tokens.
+            Those that still wanted them.
 
         Raises:
             RuntimeError: A token found no page, so that the contents of the cache are invalid.
         """
+        if isinstance(launched, DecodeGroup):
+            return self._receive_group(launched)
+        return self._receive_pass(launched)
+
+    def _receive_pass(self, launched: LaunchedPass) -> list[Sequence]:
+        done, unwanted = launched.done, launched.unwanted
+        numbers = launched.fetched.wait()
+        behind = 1 + done.lists.numel()
+        self._note(done, numbers[1:behind].view_as(done.lists), int(numbers[0]), unwanted)
+        for sequence, token in zip(launched.sampled, numbers[behind:].tolist(), strict=True):
+            if sequence not in unwanted:
+                sequence.ahead -= 1
+                sequence.extend([token])
+        return [sequence for sequence in done.sequences if sequence not in unwanted]
+
+    def _receive_group(self, group: DecodeGroup) -> list[Sequence]:
         assert isinstance(self.cache, PagedKVCache)
         status = group.launched.wait()
         self.cache.pool.learn(status.left, status.fault, group.launched.reserved)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.paged import PagedCache
+from dms_train.kernels.decode.triton_fetch import fetch
 from dms_train.kernels.decode.triton_tiles import (
     LOWEST,
     attend_fp8_tiles,
@@ -27,6 +28,7 @@ from dms_train.kernels.decode.triton_tiles import (
 )
 
 _LOG2E = 1.4426950408889634
+FETCHES = True
 
 
 class Tuning(NamedTuple):
@@ -117,8 +119,9 @@ def _share(
     KV_LISTS: tl.constexpr,
     WIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
-    """This program's part of all tiles; waits for the kernel before.
+    """This program's part of all tiles; with OVERLAP it waits for the kernel before.
 
     Returns:
         Its first tile, its end, the KV list of its first tile, that KV list's first tile, the
@@ -129,7 +132,9 @@ def _share(
     row = tl.load(rows_ptr + kv_list // heads, mask=inside, other=-1)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    length = tl.load(length_ptr + row * heads + kv_list % heads, mask=row >= 0, other=0)
+    length = tl.load(
+        length_ptr + row * heads + kv_list % heads, mask=row >= 0, other=0, cache_modifier=CACHE
+    )
     tiles = tl.where(inside, tl.maximum(tl.cdiv(length, TILE), 1), 0)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
@@ -142,6 +147,43 @@ def _share(
     done = ends <= begin
     here = tl.sum(done.to(tl.int32), 0)
     return begin, end, here, tl.max(tl.where(done, ends, 0), 0), total, busy
+
+
+@triton.jit
+def _fetch_tile(
+    rows_ptr,
+    length_ptr,
+    table_ptr,
+    pages_ptr,
+    kv_lists,
+    heads,
+    places,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    KV_LISTS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Bring this program's first tile into the L2 cache while the kernel before still runs.
+
+    That kernel may change a length by one and add a page, so that the tile may be another one. The
+    numbers are read past the L1 cache, where they would stay.
+    """
+    at, end, kv_list, first, _, _ = _share(
+        rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS, WIDE, False, ".cg"
+    )
+    if at < end:
+        row = tl.maximum(tl.load(rows_ptr + kv_list // heads), 0)
+        list_index = (row * heads + kv_list % heads).to(tl.int64)
+        size = tl.load(length_ptr + list_index, cache_modifier=".cg")
+        slot = tl.minimum((at - first) * TILE + tl.arange(0, TILE), tl.maximum(size - 1, 0))
+        table_at = table_ptr + list_index * places + slot // PAGE
+        page = tl.load(table_at, cache_modifier=".cg").to(tl.int64)
+        PER_LINE: tl.constexpr = 1024 // pages_ptr.dtype.element_ty.primitive_bitwidth
+        for line in tl.static_range((WIDTH + PER_LINE - 1) // PER_LINE):
+            key_ptr = pages_ptr + page * (2 * PAGE * WIDTH) + slot % PAGE * WIDTH + line * PER_LINE
+            fetch(key_ptr)
+            fetch(key_ptr + PAGE * WIDTH)
 
 
 @triton.jit
@@ -218,12 +260,18 @@ def _decode_kernel(
     QUANTISED: tl.constexpr,
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FETCHES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     if OVERLAP:  # launched while the append kernel runs; the next kernel may be launched as well
         tl.extra.cuda.gdc_launch_dependents()
+        if FETCHES:
+            _fetch_tile(
+                rows_ptr, length_ptr, table_ptr, pages_ptr, kv_lists, heads, places,
+                D // 2 if QUANTISED else D, PAGE, TILE, KV_LISTS, WIDE,
+            )  # fmt: skip
     at, end, kv_list, first, total, busy = _share(
-        rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS, WIDE, OVERLAP
+        rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS, WIDE, OVERLAP, ""
     )
     member, channel = tl.arange(0, R_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
     real = (member < R) & (channel < D)
@@ -360,6 +408,7 @@ def attend(
         QUANTISED=quantised,
         ASM=query.device.type == "cuda",
         OVERLAP=overlaps(query.device),
+        FETCHES=FETCHES,
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         num_stages=tuning.stages,

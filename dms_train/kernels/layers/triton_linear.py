@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.decode.triton_fetch import fetch
 
 ROWS = 64  # outputs of a program
 _TOKENS = 64  # most tokens of a program
@@ -100,15 +101,7 @@ def _fetch(weight_ptr, row, width, begin, COUNT: tl.constexpr):
     """Bring COUNT columns of rows of the weights into the L2 cache."""
     column = begin + tl.arange(0, COUNT // 64) * 64  # a cache line holds 64 of 16 bits
     column = tl.minimum(column, width - 1)
-    at = weight_ptr + row[:, None] * width + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    fetch(weight_ptr + row[:, None] * width + column[None, :])
 
 
 @triton.jit
@@ -159,9 +152,37 @@ def _product(
 
 
 @triton.jit
+def _operands(
+    row, token, m, n, bias_ptr, squares_ptr, blocks, residual_ptr, norm_ptr, P: tl.constexpr
+):
+    """What `_finish` combines with a product: squares, bias, residual stream, norm's weight.
+
+    They are read before the product, behind which they would be waited for. Zero where there is
+    none.
+    """
+    squares, bias, before, norm = 0.0, 0.0, 0.0, 0.0
+    if squares_ptr is not None:
+        block = tl.arange(0, P)
+        known = (block < blocks)[:, None] & (token < m)[None, :]
+        squares = tl.load(squares_ptr + block[:, None] * m + token[None, :], mask=known, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + row, mask=row < n, other=0.0)
+    if residual_ptr is not None:
+        inside = (row < n)[:, None] & (token < m)[None, :]
+        at = token[None, :] * n + row[:, None]
+        before = tl.load(residual_ptr + at, mask=inside, other=0.0)
+        norm = tl.load(norm_ptr + row, mask=row < n, other=0.0)
+    return squares, bias, before, norm
+
+
+@triton.jit
 def _finish(
     total,
     pair,
+    squares,
+    bias,
+    before,
+    norm,
     row,
     tile,
     token,
@@ -170,38 +191,30 @@ def _finish(
     k,
     bias_ptr,
     squares_ptr,
-    blocks,
     epsilon,
     residual_ptr,
-    norm_ptr,
     scaled_ptr,
     next_squares_ptr,
     out_ptr,
-    P: tl.constexpr,
     PAIR: tl.constexpr,
 ):
     """What follows a product: division by the norm, bias, SwiGLU, residual addition, storage."""
     at = token[None, :] * n + row[:, None]
     inside = (row < n)[:, None] & (token < m)[None, :]
     if squares_ptr is not None:
-        block = tl.arange(0, P)
-        known = (block < blocks)[:, None] & (token < m)[None, :]
-        squares = tl.load(squares_ptr + block[:, None] * m + token[None, :], mask=known, other=0.0)
         factor = tl.rsqrt(tl.sum(squares, 0) / k + epsilon)[None, :]
         total = total * factor
         pair = pair * factor
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        total += bias.to(tl.float32)[:, None]
     if PAIR:
         total = total * tl.sigmoid(total) * pair
     if residual_ptr is not None:
         kind = residual_ptr.dtype.element_ty
-        before = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        total = (before + total.to(kind).to(tl.float32)).to(kind)
+        total = (before.to(tl.float32) + total.to(kind).to(tl.float32)).to(kind)
         tl.store(residual_ptr + at, total, mask=inside)
         wide = total.to(tl.float32)
-        norm = tl.load(norm_ptr + row, mask=row < n, other=0.0).to(tl.float32)
-        tl.store(scaled_ptr + at, (wide * norm[:, None]).to(kind), mask=inside)
+        tl.store(scaled_ptr + at, (wide * norm.to(tl.float32)[:, None]).to(kind), mask=inside)
         squares = tl.sum(tl.where(inside, wide * wide, 0.0), 0)
         tl.store(next_squares_ptr + tile * m + token, squares, mask=token < m)
     else:
@@ -250,6 +263,9 @@ def _linear_kernel(
         if PAIR:
             _fetch(weight_ptr, first + n, k, begin, FETCH)
         tl.extra.cuda.gdc_wait()
+    squares, bias, before, norm = _operands(
+        row, token, m, n, bias_ptr, squares_ptr, blocks, residual_ptr, norm_ptr, P
+    )
     total, pair = _product(
         x_ptr, weight_ptr, row, n, m, k, begin, end, M, BLOCK_N, BLOCK_K, EVEN, STAGES, PAIR, n,
         token,
@@ -273,8 +289,8 @@ def _linear_kernel(
             tl.store(arrived_ptr + place, 0)
     if last:
         _finish(
-            total, pair, row, tile, token, m, n, k, bias_ptr, squares_ptr, blocks, epsilon,
-            residual_ptr, norm_ptr, scaled_ptr, next_squares_ptr, out_ptr, P, PAIR,
+            total, pair, squares, bias, before, norm, row, tile, token, m, n, k, bias_ptr,
+            squares_ptr, epsilon, residual_ptr, scaled_ptr, next_squares_ptr, out_ptr, PAIR,
         )  # fmt: skip
 
 

@@ -1,0 +1,63 @@
+"""What the host learns after a decode step, written into its memory by one kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dms_train.kernels.decode.kernels import overlaps
+
+_BLOCK = 1024
+_PARTS = 5  # at most
+
+
+@triton.jit
+def _copy(source_ptr, begin, count, place, out_ptr):
+    """Write the part that begins at a place of the output."""
+    if source_ptr is not None:
+        inside = (place >= begin) & (place < begin + count)
+        value = tl.load(source_ptr + place - begin, mask=inside, other=0)
+        tl.store(out_ptr + place, value, mask=inside)
+
+
+@triton.jit
+def _report_kernel(
+    ptr_0, ptr_1, ptr_2, ptr_3, ptr_4, count_0, count_1, count_2, count_3, count_4, out_ptr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = 0
+    _copy(ptr_0, begin, count_0, place, out_ptr)
+    begin += count_0
+    _copy(ptr_1, begin, count_1, place, out_ptr)
+    begin += count_1
+    _copy(ptr_2, begin, count_2, place, out_ptr)
+    begin += count_2
+    _copy(ptr_3, begin, count_3, place, out_ptr)
+    begin += count_3
+    _copy(ptr_4, begin, count_4, place, out_ptr)
+
+
+def report(parts: list[Tensor], out: Tensor) -> None:
+    """Concatenate up to five tensors; safe inside a CUDA graph.
+
+    Args:
+        parts: int32, one-dimensional, on the device.
+        out: int32 [sum of their lengths], contiguous; pinned on the host, or on the device.
+    """
+    missing = _PARTS - len(parts)
+    device = parts[0].device
+    overlap = overlaps(device)
+    _report_kernel[(triton.cdiv(len(out), _BLOCK),)](
+        *parts,
+        *[None] * missing,
+        *map(len, parts),
+        *[0] * missing,
+        out,
+        BLOCK=_BLOCK,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
+    )

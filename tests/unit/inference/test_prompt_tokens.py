@@ -1,0 +1,106 @@
+"""Tokens behind prompts are sampled by the kernels, while the host prepares the next step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dms_train.inference.devices import Fetched
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import SamplingParams
+from dms_train.kernels.decode import kernels as decode
+from tests.unit.inference.conftest import random_ids
+from tests.unit.inference.test_requests import DEVICE, GREEDY, ROWS, directory, run, start, usage
+
+__all__ = ["directory", "start"]  # fixtures
+
+pytestmark = pytest.mark.skipif(
+    not decode.runs_on(DEVICE), reason="needs triton's interpreter, or a GPU"
+)
+DRAWN = SamplingParams(max_tokens=5, temperature=0.9, seed=3)
+LIMITED = replace(DRAWN, top_p=0.5, top_k=20)
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[int]:
+    """Grows whenever the host asks for numbers that were on their way."""
+    found: list[int] = []
+    wait = Fetched.wait
+    monkeypatch.setattr(Fetched, "wait", lambda self: [found.append(1), wait(self)][1])
+    return found
+
+
+def first_tokens(engine: InferenceEngine, prompts: list[list[int]], params: SamplingParams):
+    """The output of every request when it is first returned with a token."""
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.outputs[0].token_ids:
+                found.setdefault(output.request_id, output.outputs[0].token_ids)
+    return [found[request_id] for request_id in ids]
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, LIMITED], ids=["greedy", "drawn", "limited"])
+def test_they_are_those_of_the_host(start, params):
+    prompts = [random_ids(n, seed=n) for n in (7, 3, 19)]
+    engine, reference = start(kernels="triton"), start(kernels="reference")
+    assert first_tokens(engine, prompts, params) == first_tokens(reference, prompts, params)
+
+
+def test_the_next_step_is_started_before_they_are_known(start, waits):
+    engine = start(kernels="triton")
+    request_id = engine.add_request(random_ids(7), GREEDY)
+    (sequence,) = engine._requests[request_id].sequences
+    assert engine.step() == []
+    assert (sequence.computed, sequence.ahead, waits) == (7, 1, [])
+    (output,) = engine.step()
+    assert len(output.outputs[0].token_ids) == len(waits) == 1
+    assert (sequence.computed, sequence.ahead) == (8, 1)  # of the step that is on its way
+
+
+def test_the_host_waits_for_sampling_of_its_own(start, waits):
+    engine = start(kernels="triton")
+    engine.add_request(random_ids(7), replace(GREEDY, logprobs=1))
+    (output,) = engine.step()
+    assert len(output.outputs[0].token_ids) == 1
+    assert not waits
+
+
+@pytest.mark.parametrize("ends", ["stop", "length", "abort", "timeout"])
+def test_a_sequence_that_ends_with_its_first_token_leaves_nothing(start, ends):
+    engine, reference = start(kernels="triton"), start(kernels="reference")
+    before = usage(engine)
+    reference.add_request(random_ids(7), GREEDY)
+    ((first, *_),) = run(reference).values()
+    params = {
+        "stop": replace(GREEDY, stop_token_ids=(first,)),
+        "length": replace(GREEDY, max_tokens=1),
+    }.get(ends, GREEDY)
+    other = engine.add_request(random_ids(9, seed=2), GREEDY)
+    request_id = engine.add_request(random_ids(7), params)
+    assert engine.step() == []
+    (sequence,) = engine._requests[request_id].sequences
+    assert sequence.ahead == 1
+    if ends == "abort":
+        engine.abort(request_id)
+    if ends == "timeout":
+        sequence.deadline = 0.0
+    found = run(engine)
+    assert found.pop(other)
+    assert found == ({} if ends == "abort" else {request_id: [first]})
+    assert usage(engine) == before
+
+
+def test_a_row_that_is_taken_away_meanwhile_changes_no_token(start):
+    engine, reference = start(kernels="triton"), start(kernels="reference")
+    reference.add_request(random_ids(7), DRAWN)
+    (expected,) = run(reference).values()
+    request_id = engine.add_request(random_ids(7), DRAWN)
+    engine.step()
+    (sequence,) = engine._requests[request_id].sequences
+    engine._scheduler.remove(sequence)  # as a preemption does
+    engine._scheduler.add(sequence)
+    assert run(engine) == {request_id: expected}
+    assert usage(engine)[3] == ROWS
