@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
+import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -89,3 +92,33 @@ def versions(device: torch.device) -> dict[str, str | None]:
             "cudnn": str(torch.backends.cudnn.version()),
         }
     return found
+
+
+class Busy:
+    """How much of the time a GPU computes anything, by NVML, while a block runs.
+
+    Attributes:
+        share: Mean of what NVML reported; None on a CPU or without nvidia-ml-py.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._over = device, threading.Event()
+        self._seen: list[int] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.share: float | None = None
+
+    def __enter__(self) -> Busy:
+        if self._device.type == "cuda" and importlib.util.find_spec("pynvml"):
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.share = statistics.fmean(self._seen) / 100 if self._seen else None
+
+    def _watch(self) -> None:
+        """NVML has a new value every sixth of a second or less often."""
+        while not self._over.wait(0.1):
+            self._seen.append(torch.cuda.utilization(self._device))

@@ -1,6 +1,9 @@
 """lm-evaluation-harness on the inference engine beside its own class for transformers.
 
     python -m benchmarks.harness MODEL --device cuda --dtype bfloat16 --output outputs/harness.json
+    python -m benchmarks.harness Llama-3.2-1B --device cuda --dtype float32
+
+A shape of `benchmarks.serve` in place of a model is exported first, with random weights.
 
 `ours` is `EngineLM`: scheduled requests on the compact cache. `transformers` is the harness' `HFLM`
 on the code that a DMS export carries, by default with the torch operations of the export
@@ -27,12 +30,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from benchmarks.harness.random_export import write_random_export
+from benchmarks.serve.models import SHAPES
 from benchmarks.timing import device_name, versions
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.harness.model import EngineLM
@@ -140,9 +146,9 @@ def compare(
     }
 
 
-def build(args: argparse.Namespace) -> dict[str, Any]:
-    """Both models."""
-    directory = resolve(args.model)
+def build(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Both classes over a model directory."""
+    directory = resolve(model)
     options = EngineOptions(
         device=args.device,
         dtype=args.dtype,
@@ -162,11 +168,20 @@ def build(args: argparse.Namespace) -> dict[str, Any]:
         generation.eos_token_id = other.eot_token_id
     if exported:
         other.model.dms_kernels = args.export_kernels
-    return {"ours": EngineLM(args.model, options), "transformers": other}
+    return {"ours": EngineLM(model, options), "transformers": other}
 
 
 def _run(args: argparse.Namespace) -> None:
-    models, device = build(args), torch.device(args.device)
+    if args.model not in SHAPES or Path(args.model).exists():
+        _compare(args, args.model)
+        return
+    with TemporaryDirectory() as folder:
+        write_random_export(args.model, Path(folder) / "model", torch.device(args.device))
+        _compare(args, f"{folder}/model")
+
+
+def _compare(args: argparse.Namespace, model: str) -> None:
+    models, device = build(args, model), torch.device(args.device)
     found = {}
     for number, case in enumerate(args.cases.split(",")):
 
@@ -198,7 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("model", help="model directory or export with a tokenizer")
+    shapes = ", ".join(SHAPES)
+    add("model", help=f"model directory or export with a tokenizer, or one of {shapes}")
     add("--cases", default=",".join(CASES), help="(%(default)s)")
     add("--device", default="cpu")
     add("--dtype", default="auto", choices=DTYPES)

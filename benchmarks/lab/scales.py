@@ -144,6 +144,10 @@ SCALES = {
         numbers=5,
         samples=16_500,
         long_samples=15_500,
+        retrofits=tuple(
+            Retrofit(cr=cr, steps_per_cr=steps, hold=100) for cr, steps in ((4, 50), (8, 40))
+        ),
+        budget_ratios=(4,),
         problems=200,
         jobs=2,
         gqa_steps=400,

@@ -5,7 +5,8 @@
 - memory: a cache of `--cache-gb` for contexts of 32,768 tokens of Llama-3.1-8B, with DMS and
   without eviction, each with as many sequences as fit.
 - fork: 8 chains from one prompt of 8,192 tokens, beside one chain.
-- chains: 3,200 sampled chains of 204 to 2,048 tokens on a model of 12.7M weights, from 40 prompts.
+- chains: 3,200 sampled chains of 204 to 2,048 tokens on a model of 12.7M weights, from 40 prompts;
+  `gpu_busy` is the share of the time in which NVML finds the GPU computing.
 - requests: 1,000 prompts of 1 to 16,384 tokens, each continued by 256, on a small model in float32,
   one at a time and all together in a cache that holds a third of them. Their tokens are compared.
   Where some differ, `largest_gap` is how far the best two logits lie apart at the first of them.
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.serve.case import Case, prompts
 from benchmarks.serve.models import LONGEST, random_model
-from benchmarks.timing import device_name, versions
+from benchmarks.timing import Busy, device_name, versions
 from dms_train.cli.errors import run_main
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -176,15 +177,17 @@ def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
             )
             engine.add_request(tokens[number % PROMPTS], params, final_only=True)
         begin = time.perf_counter()
-        while engine.has_unfinished_requests():
-            engine.step()
-    seconds = time.perf_counter() - begin
+        with Busy(device) as busy:
+            while engine.has_unfinished_requests():
+                engine.step()
+            seconds = time.perf_counter() - begin
     return {
         "chains": chains,
         "sequences": options.max_num_seqs,
         "tokens": sum(lengths),
         "seconds": round(seconds, 2),
         "tokens_s": round(sum(lengths) / seconds),
+        "gpu_busy": None if busy.share is None else round(busy.share, 3),
     }
 
 

@@ -34,3 +34,15 @@ def test_both_models_answer_alike(tmp_path, spec, capsys):
         assert case["ratio"] == pytest.approx(theirs / ours)
     assert record["cr_factor"] > 1.2 if spec else record["cr_factor"] == pytest.approx(1)
     assert "choices" in capsys.readouterr().out
+
+
+def test_a_shape_is_exported_with_random_weights(tmp_path):
+    output = tmp_path / "harness.json"
+    words = [
+        *("small", "--output", str(output), "--documents", "2", "--prompt-tokens", "40"),
+        *("--new-tokens", "6", "--choices", "2", "--repeats", "1", "--batch-size", "2"),
+    ]
+    assert main([*words, "--dtype", "float32"]) == 0
+    cases = json.loads(output.read_text())["cases"]
+    assert cases["generate"]["equal_texts"] == 1
+    assert cases["choices"]["largest_difference"] < 1e-4
