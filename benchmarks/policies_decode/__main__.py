@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from benchmarks.serve.models import random_model
@@ -28,8 +29,8 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache
+from dms_train.inference.decode_inputs import PackedInputs
 from dms_train.inference.graphs import DecodeGraphs
-from dms_train.inference.models.fused import DecodeInputs
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import RequestSizes
@@ -207,12 +208,12 @@ def _steps(
     b = sizes.sequences
     times, before, since = [], None, 0.0
     for step in range(sizes.steps):
-        inputs = DecodeInputs(
-            tokens=torch.full((1, b), 1 if step == 0 else -1),
-            position=torch.full((1, b), held + step),
-            rows=torch.arange(b)[None],
-            keys=torch.zeros(1, b, dtype=torch.int64),
-            temperature=torch.zeros(1, b, dtype=torch.float64),
+        inputs = PackedInputs.of(
+            tokens=np.full((1, b), 1 if step == 0 else -1),
+            position=np.full((1, b), held + step),
+            rows=np.arange(b)[None],
+            keys=np.zeros((1, b), np.int64),
+            temperature=np.zeros(b),
         )
         launched = graphs.launch(inputs)
         if before is not None:

@@ -151,23 +151,27 @@ class GroupCounts:
     """Cache reads and contents of a group of decode steps, of all cache rows.
 
     Args:
-        reads: Slots attended in each step, int32 [k, l, r, h] on the CPU.
+        reads: Slots attended in each step, int32 [k, l, r, h].
         live: Tokens held after it, likewise.
         page_slots: Slots of a page, a power of two.
 
     Attributes:
-        live: As given.
+        most_live: Most tokens that all rows together held after a step.
     """
 
-    def __init__(self, reads: Tensor, live: Tensor, page_slots: int) -> None:
-        self.live = live
-        held = (torch.maximum(reads, live) + (page_slots - 1)) & -page_slots
-        # over layers first: torch adds neighbouring numbers of one KV head, and none overflows
-        sums = torch.stack([x.sum(1, dtype=x.dtype).sum(-1) for x in (reads, live, held)])
+    def __init__(self, reads: NDArray[Any], live: NDArray[Any], page_slots: int) -> None:
+        self._live = live
+        held = (np.maximum(reads, live) + (page_slots - 1)) & -page_slots
+        # over layers first, which adds neighbouring numbers; none overflows
+        sums = [x.sum(1, dtype=x.dtype).sum(-1) for x in (reads, live, held)]  # [k, r] each
+        self.most_live = int(sums[1].sum(-1).max())
+        most = [np.maximum.accumulate(x) for x in sums[1:]]
         # reads up to each step, tokens and slots after it, and the most of both: [5, k, r]
-        self._sums = torch.cat([sums[:1].cumsum(1), sums[1:], sums[1:].cummax(1).values])
+        self._sums = np.stack([sums[0].cumsum(0), *sums[1:], *most])
 
-    def costs(self, rows: Tensor, steps: Tensor, prefill: Tensor) -> list[DecodeCost]:
+    def costs(
+        self, rows: NDArray[Any], steps: NDArray[Any], prefill: NDArray[Any]
+    ) -> list[DecodeCost]:
         """What the first steps of sequences have cost.
 
         Args:
@@ -178,10 +182,9 @@ class GroupCounts:
         last = steps - 1
         reads, *contents = self._sums[:, last, rows]
         of_prompt = self._sums[0, 0, rows] * prefill
-        numbers = torch.stack([of_prompt, reads - of_prompt, *contents]).tolist()
-        # rows of numpy's arrays, because torch takes several times as long to make views
-        lists = self.live[last, :, rows].numpy()
-        each = self._sums[:2, :, rows].movedim(-1, 0).numpy()
+        numbers = np.stack([of_prompt, reads - of_prompt, *contents]).tolist()
+        lists = self._live[last, :, rows]
+        each = np.moveaxis(self._sums[:2, :, rows], -1, 0)
         return list(map(DecodeCost, *numbers, lists, each))
 
 

@@ -404,6 +404,7 @@ class InferenceEngine:
         on_their_way = [sequence for part in before for sequence in part.sequences]
         for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
             self.abort(sequence.request_id)
+        self._advanced = [s for s in self._advanced if s.request_id in self._requests]
         for part in launched:  # a graph's inputs are not written while it runs
             self._runner.wait(part)
 

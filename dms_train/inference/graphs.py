@@ -17,15 +17,23 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dms_train.inference import devices
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.decode_inputs import (
+    FIELDS,
+    LIMITED_FIELDS,
+    ROWS,
+    DecodeInputs,
+    Integers,
+    PackedInputs,
+)
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
-from dms_train.inference.models.fused import DecodeInputs, FusedDecoder, suits
-from dms_train.kernels.layers.sampling_limits import Limits
+from dms_train.inference.models.fused import FusedDecoder, suits
 
 _AHEAD = 2  # groups whose numbers may be on their way between host and device
 
@@ -34,13 +42,13 @@ class GroupStatus(NamedTuple):
     """What the host learns after a group of steps.
 
     Attributes:
-        tokens: int64 [k, b], the sampled ones.
+        tokens: [k, b], the sampled ones.
         lists: int32 [any, k, layers, rows, KV heads], for `PagedKVCache.counts`.
         left: Free pages at the end.
         fault: `FreePages.fault`.
     """
 
-    tokens: Tensor
+    tokens: Integers
     lists: Tensor
     left: int
     fault: int
@@ -73,11 +81,11 @@ class LaunchedGroup:
         """The host waits until the steps are done."""
         if self._event is not None:
             self._event.synchronize()
-        behind = 2 + math.prod(self._shape)
-        lists = self._status[:, 2:behind].clone().view(-1, *self._shape)
-        tokens = self._status[:, behind:].clone().view(torch.int64)[:, : self._sequences]
-        left, fault = self._status[-1, :2].tolist()
-        return GroupStatus(tokens, lists.movedim(1, 0), left, fault)
+        behind, status = 2 + math.prod(self._shape), self._status.numpy()
+        lists = status[:, 2:behind].reshape(-1, *self._shape).copy()
+        tokens = status[:, behind:].copy().view(np.int64)[:, : self._sequences]
+        left, fault = status[-1, :2].tolist()
+        return GroupStatus(tokens, torch.from_numpy(lists).movedim(1, 0), left, fault)
 
 
 class _Captured(NamedTuple):
@@ -136,21 +144,21 @@ class DecodeGraphs:
                 for limited in (False, True)
             }
 
-    def launch(self, inputs: DecodeInputs) -> LaunchedGroup:
+    def launch(self, inputs: PackedInputs) -> LaunchedGroup:
         """Run a group of steps, each of one token of every sequence; the host does not wait.
 
         At most two groups may be on their way.
 
         Args:
-            inputs: On the host, each [k, b]; k is 1 or the `steps` of this object.
+            inputs: Of k steps; k is 1 or the `steps` of this object.
         """
-        k, b = inputs.tokens.shape
+        k, _, b = inputs.fields.shape
         self._cache.prepare(b * self._cache.pages_of_steps(k))
         self._turn = (self._turn + 1) % _AHEAD
-        captured = self._graphs[1 << _power(b), k, inputs.limits is not None][self._turn]
-        sent, received = captured.sent, captured.received
-        sent[:, 2].fill_(-1)
-        sent[:, :, :b] = _packed(inputs)
+        captured = self._graphs[1 << _power(b), k, inputs.limited][self._turn]
+        sent, received = captured.sent.numpy(), captured.received
+        sent[:, ROWS] = -1
+        sent[:, :, :b] = inputs.fields
         self._copy(captured)
         captured.replay()
         event = None
@@ -161,19 +169,19 @@ class DecodeGraphs:
         shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
         return LaunchedGroup(event, received, b, shape, reserved)
 
-    def sample(self, logits: Tensor, inputs: DecodeInputs) -> Tensor:
+    def sample(self, logits: Tensor, inputs: PackedInputs) -> Tensor:
         """Draw a token of every sequence behind a forward pass; the host does not wait.
 
         The next step finds the tokens where it finds those of the step before.
 
         Args:
             logits: [b, vocab] on the device.
-            inputs: On the host, each [1, b].
+            inputs: Of one step.
 
         Returns:
             int64 [b] on the device.
         """
-        fields = _unpacked(devices.sent(_packed(inputs)[0], logits.device))
+        fields = DecodeInputs.of(devices.sent(inputs.fields[0], logits.device))
         tokens = torch.empty_like(fields.rows)
         self._sampler.sample(
             logits.to(self._decoder.lm_head.weight.dtype),  # as the steps have them
@@ -190,8 +198,9 @@ class DecodeGraphs:
     def _capture(self, size: int, count: int, *, limited: bool) -> _Captured:
         """Record `count` steps of `size` sequences."""
         device = self._cache.pool.device
-        sent = torch.zeros(count, 8 if limited else 5, size, dtype=torch.int64)
-        sent[:, 2] = -1
+        fields = LIMITED_FIELDS if limited else FIELDS
+        sent = torch.zeros(count, fields, size, dtype=torch.int64)
+        sent[:, ROWS] = -1
         inputs, tokens = sent.to(device), torch.zeros(size, dtype=torch.int64, device=device)
         layers = self._fused if suits(self._decoder, size) else self._layers
         parts = [*self._cache.status(), tokens.view(torch.int32)]
@@ -205,7 +214,7 @@ class DecodeGraphs:
 
         def steps() -> None:
             for number in range(count):
-                fields = _unpacked(inputs[number])
+                fields = DecodeInputs.of(inputs[number])
                 sampler.sample(
                     layers.logits(fields, last),
                     fields.temperature,
@@ -268,26 +277,6 @@ class _Recorder:
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             steps()
         return graph.replay
-
-
-def _packed(inputs: DecodeInputs) -> Tensor:
-    """The fields of [k, b] each as int64 [k, any, b]."""
-    fields = [*inputs[:4], inputs.temperature.view(torch.int64)]
-    if inputs.limits is not None:
-        top_k, *shares = inputs.limits
-        fields += [top_k, *(share.view(torch.int64) for share in shares)]
-    return torch.stack(fields, 1)
-
-
-def _unpacked(packed: Tensor) -> DecodeInputs:
-    """The fields of one step, from int64 [any, b]."""
-    tokens, position, rows, keys, temperature, *rest = packed.unbind()
-    limits = None
-    if rest:
-        top_k, *shares = rest
-        limits = Limits(top_k, *(share.view(torch.float64) for share in shares))
-    temperature = temperature.view(torch.float64)
-    return DecodeInputs(tokens, position, rows, keys, temperature, limits)
 
 
 def _power(size: int) -> int:

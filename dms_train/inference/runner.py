@@ -20,10 +20,10 @@ from torch import Tensor
 from dms_train.inference.accounting import GroupCounts, PassCounts, TotalMeter
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
+from dms_train.inference.decode_inputs import Floats, Integers, PackedInputs
 from dms_train.inference.devices import Fetched, sent
 from dms_train.inference.graphs import DecodeGraphs, LaunchedGroup
 from dms_train.inference.models.batch import TokenBatch
-from dms_train.inference.models.fused import DecodeInputs
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy
@@ -32,7 +32,6 @@ from dms_train.inference.sampler import signed_seed, stream_keys
 from dms_train.inference.scheduler import SchedulerLimits
 from dms_train.inference.scoring import score, wanted_logits
 from dms_train.inference.sequence import Sequence
-from dms_train.kernels.layers.sampling_limits import Limits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,14 +50,14 @@ class DecodeGroup:
     sequences: list[Sequence]
     counts: list[int]
     prefill: list[bool]
-    inputs: DecodeInputs
+    inputs: PackedInputs
     launched: LaunchedGroup
     unwanted: set[Sequence] = field(default_factory=set)
 
     @property
     def steps(self) -> int:
         """How many."""
-        return len(self.inputs.tokens)
+        return len(self.inputs.fields)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,7 +237,7 @@ class ModelRunner:
         numbers = [done.live.view(1), done.lists.flatten()]
         sampled = [sequence for sequence, _ in batch if sequence.is_sampled]
         if sampled:
-            inputs = self._inputs(sampled, torch.ones(len(sampled), dtype=torch.int64), 1)
+            inputs = _inputs(sampled, np.ones(len(sampled), np.int64), 1)
             numbers.append(self._graphs.sample(done.logits, inputs))
             for sequence in sampled:
                 sequence.ahead += 1
@@ -281,37 +280,13 @@ class ModelRunner:
         counts = [s.tokens_left(steps) for s in sequences]
         if max(counts) < steps:
             steps, counts = 1, [1] * len(counts)
-        inputs = self._inputs(sequences, torch.tensor(counts), steps)
+        inputs = _inputs(sequences, np.array(counts), steps)
         prefill = [s.prefilling for s in sequences]
         launched = self._graphs.launch(inputs)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.computed += count
             sequence.ahead += count
         return DecodeGroup(sequences, counts, prefill, inputs, launched)
-
-    def _inputs(self, sequences: list[Sequence], counts: Tensor, steps: int) -> DecodeInputs:
-        """Of each step and sequence, [k, b]; a sequence takes part in its first `counts` [b]."""
-        number = torch.arange(steps)[:, None]
-        # a token that the step before samples is not known yet
-        tokens = torch.full((steps, len(sequences)), -1)
-        newest = [s.tokens[s.computed] if s.remaining > s.ahead else -1 for s in sequences]
-        tokens[0] = torch.from_numpy(np.array(newest))
-        columns = [
-            (s.computed, s.row or 0, signed_seed(s.seed), s.index, s.length - s.prompt_end)
-            for s in sequences
-        ]
-        # numpy converts lists several times as fast as torch
-        position, rows, seed, index, place = torch.from_numpy(np.array(columns)).T
-        temperature = np.array([s.params.temperature for s in sequences], np.float64)
-        restricted = any(s.params.restricts for s in sequences)
-        return DecodeInputs(
-            tokens=tokens,
-            position=position + number.minimum(counts - 1),
-            rows=torch.where(number < counts, rows, -1),
-            keys=stream_keys(seed, index, place + number),
-            temperature=torch.from_numpy(temperature).expand(steps, -1),
-            limits=_limits([s.params for s in sequences], steps) if restricted else None,
-        )
 
     def wait(self, launched: Launched) -> None:
         """Wait for a group or a pass whose tokens are not wanted."""
@@ -345,8 +320,9 @@ class ModelRunner:
         assert isinstance(self.cache, PagedKVCache)
         status = group.launched.wait()
         self.cache.pool.learn(status.left, status.fault, group.launched.reserved)
-        counts = GroupCounts(*self.cache.counts(status.lists), self.limits.page_slots)
-        self.total.step(int(counts.live.sum((1, 2, 3)).max()))
+        reads, live = (lists.numpy() for lists in self.cache.counts(status.lists))
+        counts = GroupCounts(reads, live, self.limits.page_slots)
+        self.total.step(counts.most_live)
         taken = []  # 0 of a sequence that has ended
         sampled = zip(group.sequences, group.counts, status.tokens.T.tolist(), strict=True)
         for sequence, count, tokens in sampled:
@@ -355,13 +331,13 @@ class ModelRunner:
             else:
                 sequence.ahead -= count
                 taken.append(sequence.extend(tokens[:count]))
-        return self._count(group, counts, torch.tensor(taken))
+        return self._count(group, counts, np.array(taken))
 
-    def _count(self, group: DecodeGroup, counts: GroupCounts, taken: Tensor) -> list[Sequence]:
+    def _count(self, group: DecodeGroup, counts: GroupCounts, taken: Integers) -> list[Sequence]:
         """Note what the first `taken` [b] tokens have cost; the sequences that took some."""
-        (wanted,) = taken.nonzero(as_tuple=True)
+        (wanted,) = taken.nonzero()
         sequences = [group.sequences[index] for index in wanted.tolist()]
-        taken, prefill = taken[wanted], torch.tensor(group.prefill)[wanted]
+        taken, prefill = taken[wanted], np.array(group.prefill)[wanted]
         costs = counts.costs(group.inputs.rows[0, wanted], taken, prefill)
         computed = group.inputs.position[0, wanted] + taken
         slot_bytes, slots = self.cache.slot_bytes, self.limits.page_slots
@@ -372,8 +348,33 @@ class ModelRunner:
         return sequences
 
 
-def _limits(params: list[SamplingParams], steps: int) -> Limits:
-    """What may be drawn in each step, [k, b]."""
-    top_k = torch.tensor([p.top_k for p in params])
-    shares = torch.tensor([[p.top_p, p.log_min_p] for p in params], dtype=torch.float64)
-    return Limits(*(x.expand(steps, -1) for x in (top_k, *shares.T)))
+def _inputs(sequences: list[Sequence], counts: Integers, steps: int) -> PackedInputs:
+    """Of each step and sequence; a sequence takes part in its first `counts` [b] steps."""
+    columns = [
+        (
+            # a token that the step before samples is not known yet
+            s.tokens[s.computed] if s.remaining > s.ahead else -1,
+            *(s.computed, s.row or 0, signed_seed(s.seed), s.index, s.length - s.prompt_end),
+        )
+        for s in sequences
+    ]
+    newest, position, rows, seed, index, place = np.array(columns, np.int64).T
+    number = np.arange(steps)[:, None]
+    tokens = np.full((steps, len(sequences)), -1, np.int64)
+    tokens[0] = newest
+    params = [s.params for s in sequences]
+    return PackedInputs.of(
+        tokens=tokens,
+        position=position + np.minimum(number, counts - 1),
+        rows=np.where(number < counts, rows, -1),
+        keys=stream_keys(seed, index, place + number),
+        temperature=np.array([p.temperature for p in params], np.float64),
+        limits=_limits(params) if any(p.restricts for p in params) else None,
+    )
+
+
+def _limits(params: list[SamplingParams]) -> tuple[Integers, Floats, Floats]:
+    """What may be drawn in each step, top-k, top-p and the logarithm of min-p, [b] each."""
+    top_p, log_min_p = np.array([(p.top_p, p.log_min_p) for p in params], np.float64).T
+    top_k = np.array([p.top_k for p in params], np.int64)
+    return top_k, top_p, log_min_p

@@ -17,7 +17,7 @@ from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
 from dms_train.inference.token_scores import HostScores, token_scores
 from dms_train.kernels.layers.sampling_limits import WEIGHT_BITS
-from dms_train.method.splitmix import GOLDEN, mix, uniform
+from dms_train.method.splitmix import GOLDEN, Integers, mix, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +134,16 @@ def signed_seed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def stream_keys(seed: Tensor, index: Tensor, place: Tensor) -> Tensor:
+def stream_keys(seed: Integers, index: Integers, place: Integers) -> Integers:
     """Keys of `method.splitmix` for tokens.
 
     Args:
-        seed: int64, of the sequences.
-        index: int64, their numbers among the continuations of a request.
-        place: int64, the numbers of the generated tokens.
+        seed: int64 tensor or array, of the sequences.
+        index: The same, their numbers among the continuations of a request.
+        place: The same, the numbers of the generated tokens.
 
     Returns:
-        int64, of the shape that the arguments broadcast to.
+        The same, of the shape that the arguments broadcast to.
     """
     return mix(mix(mix(seed * GOLDEN + 1) + index * GOLDEN) + place * GOLDEN)
 

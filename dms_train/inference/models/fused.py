@@ -17,34 +17,14 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.decode_inputs import DecodeInputs
 from dms_train.inference.models.blocks import RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
 from dms_train.kernels.decode.paged import HeadNorms, Step
-from dms_train.kernels.layers.sampling_limits import Limits
 
 _SEQUENCES = 64  # that a program of a product takes
 _SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
 _CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or H200
-
-
-class DecodeInputs(NamedTuple):
-    """What a decode step reads; each [m] on the device, or [k, m] on the host for a group.
-
-    Attributes:
-        tokens: int64; -1 for the newest token of the cache row, which the step before sampled.
-        position: int64.
-        rows: int64, cache rows; -1 for a place that is not used.
-        keys: int64, streams of random numbers.
-        temperature: float64.
-        limits: Top-k, top-p and min-p; None where no sequence has any.
-    """
-
-    tokens: Tensor
-    position: Tensor
-    rows: Tensor
-    keys: Tensor
-    temperature: Tensor
-    limits: Limits | None = None
 
 
 def suits(decoder: Decoder, sequences: int) -> bool:

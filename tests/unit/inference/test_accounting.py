@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,8 +105,10 @@ def test_decode_steps_of_a_group_are_counted_one_by_one():
     generator = torch.Generator().manual_seed(0)
     reads, live = torch.randint(0, 40, (2, *shape), generator=generator, dtype=torch.int32)
     rows, steps, prefill = [2, 0, 3], [5, 1, 3], [True, True, False]
-    numbers = (torch.tensor(x) for x in (rows, steps, prefill))
-    costs = GroupCounts(reads, live, page).costs(*numbers)
+    numbers = (np.array(x) for x in (rows, steps, prefill))
+    counts = GroupCounts(reads.numpy(), live.numpy(), page)
+    assert counts.most_live == max(step.sum() for step in live)
+    costs = counts.costs(*numbers)
     for cost, row, count, begins in zip(costs, rows, steps, prefill, strict=True):
         read, kept = (
             [x[:, row].flatten().tolist() for x in part[:count]] for part in (reads, live)

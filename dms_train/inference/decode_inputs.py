@@ -1,0 +1,106 @@
+"""What decode steps read: packed by the host into one array, which kernels find as fields.
+
+Shape letters: b sequences of a step, k steps of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dms_train.kernels.layers.sampling_limits import Limits
+
+Integers: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+ROWS = 2  # place among the fields
+FIELDS = 5
+LIMITED_FIELDS = 8
+
+
+class DecodeInputs(NamedTuple):
+    """What a decode step reads, each [b] on the device.
+
+    Attributes:
+        tokens: int64; -1 for the newest token of the cache row, which the step before sampled.
+        position: int64.
+        rows: int64, cache rows; -1 for a place that is not used.
+        keys: int64, streams of random numbers.
+        temperature: float64.
+        limits: Top-k, top-p and min-p; None where no sequence has any.
+    """
+
+    tokens: Tensor
+    position: Tensor
+    rows: Tensor
+    keys: Tensor
+    temperature: Tensor
+    limits: Limits | None = None
+
+    @classmethod
+    def of(cls, packed: Tensor) -> DecodeInputs:
+        """The fields of one step, from int64 [5 or with limits 8, b]."""
+        tokens, position, rows, keys, temperature, *rest = packed.unbind()
+        limits = None
+        if rest:
+            top_k, *shares = rest
+            limits = Limits(top_k, *(share.view(torch.float64) for share in shares))
+        return cls(tokens, position, rows, keys, temperature.view(torch.float64), limits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedInputs:
+    """The inputs of a group of steps on the host.
+
+    Attributes:
+        fields: int64 [k, 5 or with limits 8, b], the fields of `DecodeInputs` in their order.
+    """
+
+    fields: Integers
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Integers,
+        position: Integers,
+        rows: Integers,
+        keys: Integers,
+        temperature: Floats,
+        limits: tuple[Integers, Floats, Floats] | None = None,
+    ) -> PackedInputs:
+        """Pack fields.
+
+        Args:
+            tokens: As in `DecodeInputs`, [k, b].
+            position: Likewise.
+            rows: Likewise.
+            keys: Likewise, or what broadcasts to [k, b].
+            temperature: [b].
+            limits: Of all steps, each [b].
+        """
+        count = FIELDS if limits is None else LIMITED_FIELDS
+        fields = np.empty((len(tokens), count, tokens.shape[1]), np.int64)
+        parts = (tokens, position, rows, keys, temperature, *(limits or ()))
+        for number, part in enumerate(parts):
+            fields[:, number] = part.view(np.int64)
+        return cls(fields)
+
+    @property
+    def limited(self) -> bool:
+        """Whether they have limits."""
+        return self.fields.shape[1] == LIMITED_FIELDS
+
+    @property
+    def position(self) -> Integers:
+        """[k, b]."""
+        return self.fields[:, 1]
+
+    @property
+    def rows(self) -> Integers:
+        """[k, b]."""
+        return self.fields[:, ROWS]
