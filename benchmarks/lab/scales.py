@@ -142,8 +142,8 @@ SCALES = {
         context=8192,
         micro_batch=8,
         numbers=5,
-        samples=16_500,
-        long_samples=15_500,
+        samples=11_500,
+        long_samples=9_000,
         retrofits=tuple(
             Retrofit(cr=cr, steps_per_cr=steps, hold=100) for cr, steps in ((4, 50), (8, 40))
         ),

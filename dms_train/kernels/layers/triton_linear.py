@@ -32,6 +32,7 @@ _TOKENS = 64  # most tokens of a program
 _PROGRAMS = 96  # products with fewer are split
 _SMALL = 132  # with fewer, which leave multiprocessors idle, blocks are smaller for few tokens
 _FETCHED = 128  # columns brought into the L2 cache before the kernel before has ended
+_FETCHED_IN_ATTENTION = 512  # the same behind attention, which leaves the memory idle
 
 
 class Normed(NamedTuple):
@@ -331,6 +332,7 @@ def _launch(
     norm: Tensor | None = None,
     after: Normed | None = None,
     out: Tensor | None = None,
+    fetched: int = _FETCHED,
 ) -> None:
     m, k = x.shape
     pair = weight.shape[0] > n
@@ -363,7 +365,7 @@ def _launch(
         EVEN=k % (tiling.columns * tiling.split) == 0,
         STAGES=tiling.stages,
         PAIR=pair,
-        FETCH=_FETCHED,
+        FETCH=fetched,
         OVERLAP=overlap,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -408,6 +410,7 @@ def add_linear(
     residual: Tensor,
     norm: Tensor,
     after: Normed,
+    behind_attention: bool = False,
 ) -> None:
     """Add a product to the residual stream, and prepare the next RMSNorm.
 
@@ -418,6 +421,7 @@ def add_linear(
         residual: [m, n], updated in place.
         norm: [n], the next norm's weight.
         after: Of the residual stream; written.
+        behind_attention: Whether the kernel before is attention.
     """
     _launch(
         x,
@@ -427,4 +431,5 @@ def add_linear(
         residual=residual,
         norm=norm,
         after=after,
+        fetched=_FETCHED_IN_ATTENTION if behind_attention else _FETCHED,
     )
