@@ -1,15 +1,17 @@
 """Chunks of prompts replayed as CUDA graphs, so that the GPU does not wait for the host.
 
 A chunk takes some hundred small kernels, which the host launches more slowly than the GPU runs
-them. A graph holds a chunk of one sequence, padded to one of a few sizes. It is captured when a
-chunk of its size and kind comes for the second time; the first time its kernels are launched, and
-compiled. Where there is no GPU, the same padded chunks run without graphs.
+them. A graph holds the chunks of 1, 4 or 16 sequences, padded to one of a few sizes. It is captured
+when chunks of its size and kind come for the second time; the first time its kernels are launched,
+and compiled. Where there is no GPU, the same padded chunks run without graphs.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,19 +21,24 @@ from dms_train.inference.models.batch import Group, TokenBatch
 from dms_train.inference.models.decoder import Decoder
 
 _SMALLEST = 16  # tokens of a graph
-_MOST = 24  # prompts; launching the kernels of one pass of all takes less time than more replays
+_SEQUENCES = (16, 4, 1)  # of a graph
+_MOST = 24  # replays; launching the kernels of one pass of all takes less time than more of them
+
+Part: TypeAlias = tuple[int, int, list[int]]  # row, position of the first token, tokens
 
 
 class _Kind(NamedTuple):
     """What a graph computes.
 
     Attributes:
-        size: Tokens, padding included.
+        sequences: How many.
+        size: Tokens of each, padding included.
         whole: Whether there is no padding.
-        begins: Whether the cache holds nothing of the prompt.
+        begins: Whether the cache holds nothing of the prompts.
         copies: Whether pages that others hold too are copied before they change.
     """
 
+    sequences: int
     size: int
     whole: bool
     begins: bool
@@ -52,22 +59,23 @@ class PromptGraphs:
         device = self._device = cache.pool.device
         self._sizes = chunk_sizes(chunk)
         layers, _, heads = cache.lists_shape
-        # row, first position, number of tokens, and the tokens
-        self._inputs = torch.zeros(3 + chunk, dtype=torch.int64, device=device)
+        # rows, first positions and numbers of tokens, and the tokens
+        self._inputs = torch.zeros(3 * _SEQUENCES[0] + chunk, dtype=torch.int64, device=device)
         channels = decoder.architecture.hidden_size
         weight = decoder.embed_tokens.weight
         self._hidden = torch.zeros(chunk, channels, dtype=weight.dtype, device=device)
-        self._reads = torch.zeros(layers, 1, heads, dtype=torch.int64, device=device)
+        reads = torch.zeros(layers, _SEQUENCES[0], heads, dtype=torch.int64, device=device)
+        self._reads = reads
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
         self._launched: set[_Kind] = set()
         if device.type == "cuda":
             self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def takes(self, parts: list[tuple[int, int, list[int]]]) -> bool:
+    def takes(self, parts: list[Part]) -> bool:
         """Whether `step` computes these chunks, and not slower than all of them in one pass."""
-        return len(parts) <= _MOST and all(len(tokens) > 1 for _, _, tokens in parts)
+        return all(len(tokens) > 1 for _, _, tokens in parts) and len(self._batches(parts)) <= _MOST
 
-    def step(self, parts: list[tuple[int, int, list[int]]]) -> tuple[Tensor, Tensor]:
+    def step(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
         """As the decoder's `forward`, for chunks one after the other.
 
         Args:
@@ -77,29 +85,59 @@ class PromptGraphs:
             Hidden states [t, c] and slots read, int64 [layers, chunks, kv_heads]. Those of a single
             chunk are overwritten by the next call.
         """
-        found = []
         with self._cache.reserved([(row, len(tokens)) for row, _, tokens in parts]):
-            for row, first, tokens in parts:
-                self._chunk(row, first, tokens)
-                result = self._hidden[: len(tokens)], self._reads
-                found.append(result if len(parts) == 1 else tuple(x.clone() for x in result))
-        hidden, reads = zip(*found, strict=True)
-        return (
-            (hidden[0], reads[0]) if len(parts) == 1 else (torch.cat(hidden), torch.cat(reads, 1))
-        )
+            if len(parts) == 1:
+                self._replay(parts, self._size(parts[0]))
+                return self._hidden[: len(parts[0][2])], self._reads[:, :1]
+            return self._in_batches(parts)
 
-    def _chunk(self, row: int, first: int, tokens: list[int]) -> None:
-        """Leave the results of a chunk in the memory for them."""
-        count = len(tokens)
-        size = next(size for size in self._sizes if size >= count)
+    def _in_batches(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
+        """Results of several chunks in their order."""
+        hidden, reads, begin = [], [], 0
+        places: list[range] = [range(0)] * len(parts)  # of their tokens in `hidden`
+        order: list[int] = []
+        for size, numbers in self._batches(parts):
+            self._replay([parts[number] for number in numbers], size)
+            hidden.append(self._hidden[: len(numbers) * size].clone())
+            reads.append(self._reads[:, : len(numbers)].clone())
+            for number in numbers:
+                places[number] = range(begin, begin + len(parts[number][2]))
+                begin += size
+            order += numbers
+        index = sent(np.concatenate([np.array(place) for place in places]), self._device)
+        back = sent(np.argsort(order), self._device)
+        return torch.cat(hidden)[index], torch.cat(reads, 1)[:, back]
+
+    def _size(self, part: Part) -> int:
+        """Tokens that a chunk is padded to."""
+        return next(size for size in self._sizes if size >= len(part[2]))
+
+    def _batches(self, parts: list[Part]) -> list[tuple[int, list[int]]]:
+        """Chunks that are computed together: their size, and their places in `parts`."""
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for number, part in enumerate(parts):
+            alike.setdefault((self._size(part), part[1] == 0), []).append(number)
+        return [
+            (size, numbers)
+            for (size, _), found in alike.items()
+            for numbers in _divided(found, self._sizes[-1] // size)
+        ]
+
+    def _replay(self, parts: list[Part], size: int) -> None:
+        """Leave the results of chunks in the memory for them."""
+        rows, first, tokens = zip(*parts, strict=True)
+        counts = [len(part) for part in tokens]
+        begins = first[0] == 0
         kind = _Kind(
+            sequences=len(parts),
             size=size,
-            whole=count == size,
-            begins=first == 0,
-            copies=self._cache.pool.sharing and first > 0,
+            whole=min(counts) == size,
+            begins=begins,
+            copies=self._cache.pool.sharing and not begins,
         )
-        padding = [0] * (size - count)
-        self._inputs[: 3 + size] = sent([row, first, count, *tokens, *padding], self._device)
+        padded = [token for part in tokens for token in [*part, *[0] * (size - len(part))]]
+        given = [*rows, *first, *counts, *padded]
+        self._inputs[: len(given)] = sent(given, self._device)
         if self._device.type != "cuda":
             self._run(kind)
         elif kind not in self._launched:
@@ -110,18 +148,18 @@ class PromptGraphs:
             self._graphs[kind].replay()
 
     def _run(self, kind: _Kind) -> None:
-        """Compute the chunk of `_inputs`."""
-        size = kind.size
-        row, first, count = self._inputs[:3].split(1)
-        tokens, place = self._inputs[3 : 3 + size], torch.arange(size, device=self._device)
-        position = first + place
+        """Compute the chunks of `_inputs`."""
+        b, size = kind.sequences, kind.size
+        rows, first, count = self._inputs[: 3 * b].view(3, b)
+        tokens, place = self._inputs[3 * b :][: b * size], torch.arange(size, device=self._device)
+        position = first[:, None] + place
         if not kind.whole:
-            position = torch.where(place < count, position, -1)
-        lengths = None if kind.whole else (size,)
-        group = Group(row, position[None], slice(0, size), lengths=lengths, begins=kind.begins)
-        hidden, reads = self._decoder(TokenBatch(tokens, position, [group]), self._cache)
-        self._hidden[:size] = hidden
-        self._reads.copy_(reads)
+            position = torch.where(place < count[:, None], position, -1)
+        lengths = None if kind.whole else (size,) * b
+        group = Group(rows, position, slice(0, b * size), lengths=lengths, begins=kind.begins)
+        hidden, reads = self._decoder(TokenBatch(tokens, position.flatten(), [group]), self._cache)
+        self._hidden[: b * size] = hidden
+        self._reads[:, :b] = reads
 
     def _launch(self, kind: _Kind) -> None:
         """Run a chunk where its graph will be captured, which wants its kernels compiled."""
@@ -142,6 +180,16 @@ class PromptGraphs:
         with self._cache.recording(), where:
             self._run(kind)
         return graph
+
+
+def _divided(numbers: list[int], most: int) -> Iterator[list[int]]:
+    """In lists of `_SEQUENCES`, and of no more than `most`."""
+    begin = 0
+    while begin < len(numbers):
+        left = min(most, len(numbers) - begin)
+        count = next(count for count in _SEQUENCES if count <= left)
+        yield numbers[begin : begin + count]
+        begin += count
 
 
 def chunk_sizes(chunk: int) -> list[int]:

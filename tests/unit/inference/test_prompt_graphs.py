@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.llm import LLM
-from dms_train.inference.options import SamplingParams
+from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.prompt_graphs import PromptGraphs, chunk_sizes
 from dms_train.kernels.decode import kernels as decode
 from tests.unit.inference.conftest import random_ids, small_spec
@@ -46,23 +47,63 @@ def test_logits_of_texts_of_every_kind(folder, oracle, preset: str | None) -> No
 
 
 @needs_kernels
-def test_prompts_of_a_step_are_computed_one_after_the_other(folder, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "replays"),
+    [
+        ((31, 5, 17, 11), [1, 1, 1, 1]),
+        ((14, 31, *range(3, 15), 16, *range(4, 9)), [16, 1, 1, 1, 1]),
+    ],
+    ids=["four", "twenty"],
+)
+def test_prompts_of_a_step_are_computed_together_if_their_sizes_agree(
+    folder, monkeypatch, lengths, replays
+) -> None:
     """Their first tokens and costs are those of the cache in plain torch."""
     directory = folder("llama", small_spec("dms"))
-    prompts = [random_ids(n, n) for n in (31, 5, 16, 11)]
+    prompts = [random_ids(n, seed) for seed, n in enumerate(lengths)]
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=1)
-    together, step = [], PromptGraphs.step
+    together, replay = [], PromptGraphs._replay
 
-    def watched(self, parts):
+    def watched(self, parts, size):
         together.append(len(parts))
-        return step(self, parts)
+        replay(self, parts, size)
 
-    monkeypatch.setattr(PromptGraphs, "step", watched)
-    how = {"max_num_seqs": 4, "prefill_chunk": 32, "max_num_batched_tokens": 64}
+    monkeypatch.setattr(PromptGraphs, "_replay", watched)
+    count = len(lengths)
+    how = {"max_num_seqs": count, "prefill_chunk": 256, "max_num_batched_tokens": 256}
     ours = LLM(directory, **SIZES, **how).generate(prompts, params)
-    assert together[0] == 4
+    assert sorted(together, reverse=True) == replays
     theirs = LLM(directory, kernels="reference", **how).generate(prompts, params)
     for a, b in zip(ours, theirs, strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         assert a.kv.prefill_reads == b.kv.prefill_reads
         assert a.kv.peak_live_tokens == b.kv.peak_live_tokens
+
+
+@needs_kernels
+def test_later_chunks_that_share_pages_are_computed_together(folder, monkeypatch) -> None:
+    """Continuations of several prompts, as they are scored alone."""
+    directory = folder("llama", small_spec("dms"))
+    most, replay = [], PromptGraphs._replay
+    monkeypatch.setattr(
+        PromptGraphs,
+        "_replay",
+        lambda self, parts, size: [most.append(len(parts)), replay(self, parts, size)][1],
+    )
+    prompts = [random_ids(9 + i, seed=i) for i in range(3)]
+    choices = [random_ids(2 + i, seed=9 + i) for i in range(4)]
+
+    def scores(together: int) -> list[list[float]]:
+        options = EngineOptions(max_num_seqs=together, **SIZES)
+        engine = InferenceEngine(directory, options)
+        ids = [engine.add_scoring(prompt, choices) for prompt in prompts]
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        return [done.scores.logprobs for number in ids for done in found[number].outputs]
+
+    alone = scores(1)
+    assert set(most) == {1}
+    for ours, expected in zip(scores(12), alone, strict=True):
+        assert ours == pytest.approx(expected, abs=1e-5)
+    assert max(most) == 4
