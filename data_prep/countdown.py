@@ -104,12 +104,15 @@ class CountdownRule:
 
 
 # Of training documents and of problems, by the numbers of a prompt. With five, one first move has
-# about 1,700 tokens below it: instances are kept whose search mostly ends within 8,192.
+# about 1,700 tokens below it: instances are kept whose search mostly ends within 8,192. With three,
+# a search has about 60 tokens, so that a model sees many ends of searches.
 TRAINING = {
+    3: CountdownRule(numbers=3),
     4: CountdownRule(),
     5: CountdownRule(numbers=5, fewest_solving=6, most_solving=12),
 }
 PROBLEMS = {
+    3: CountdownRule(numbers=3, most_solving=2),
     4: CountdownRule(most_solving=2),
     5: CountdownRule(numbers=5, fewest_solving=6, most_solving=9),
 }
@@ -193,6 +196,8 @@ def _last_moves(state: State) -> Block:
 
 
 def _block(state: State) -> Block:
+    if len(state) == 2:
+        return _last_results(state)
     return _last_moves(state) if len(state) == 3 else _searched(state)
 
 
@@ -202,12 +207,11 @@ def _searched(state: State) -> Block:
     hits: dict[int, Hit] = {}
     end = 0
     for move, rest in moves(state):
-        left = rest if len(rest) > 2 else rest[::-1]
-        line = [MARK, *_stated(move), *(NUMBER + number for number in left)]
+        line = [MARK, *_stated(move), *_left(rest)]
         parts.append(np.array(line, dtype=np.uint16))
         marks.append(np.array([end]))
         end += len(line)
-        below = _last_results(rest) if len(rest) == 2 else _block(rest)
+        below = _block(rest)
         for target, hit in below.hits.items():
             hits.setdefault(target, Hit(end + hit.end, (move, *hit.moves)))
         parts.append(below.tokens)
@@ -227,6 +231,11 @@ def _last_results(pair: State) -> Block:
         if result is not None:
             hits.setdefault(result, Hit(len(tokens), (Move(left, operator, right, result),)))
     return Block(np.array(tokens, dtype=np.uint16), np.empty(0, dtype=np.int64), hits)
+
+
+def _left(state: State) -> list[int]:
+    """The numbers that are left; the larger one of two comes first, as in a move."""
+    return [NUMBER + number for number in (state if len(state) > 2 else state[::-1])]
 
 
 def _stated(move: Move) -> list[int]:
@@ -283,18 +292,21 @@ def _stated_rule(rule: CountdownRule) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Countdown:
-    """Training documents of the instances that a rule keeps."""
+    """Training documents of the instances that rules keep, each rule equally often."""
 
-    rule: CountdownRule
+    rules: tuple[CountdownRule, ...]
 
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the documents besides the seed."""
-        return {"task": "countdown", **asdict(self.rule)}
+        if len(self.rules) == 1:
+            return {"task": "countdown", **asdict(self.rules[0])}
+        return {"task": "countdown", "rules": [asdict(rule) for rule in self.rules]}
 
     def draw(self, rng: random.Random) -> Drawn:
         """A document of an instance that is not held out."""
-        drawn = instance(rng, self.rule, "train")
+        rule = self.rules[0] if len(self.rules) == 1 else rng.choice(self.rules)
+        drawn = instance(rng, rule, "train")
         return Drawn(search(rng, drawn), prompt=len(drawn.prompt.split()))
 
 
@@ -346,8 +358,8 @@ def search(rng: random.Random, instance: Instance) -> Tokens:
     rng.shuffle(first)
     parts = [np.array([ID[word] for word in instance.prompt.split()], dtype=np.uint16)]
     for number, (move, rest, bits) in enumerate(first, 1):
-        left = [NUMBER + n for n in rest]
-        parts.append(np.array([ID["R"], MARK + number, *_stated(move), *left], dtype=np.uint16))
+        line = [ID["R"], MARK + number, *_stated(move), *_left(rest)]
+        parts.append(np.array(line, dtype=np.uint16))
         block = _block(rest)
         if bits >> instance.target & 1:
             hit = block.hits[instance.target]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,14 @@ def add_commands(commands: Commands, shared: Parser) -> None:
         shared: Has `--workers` and `--overwrite`.
     """
     parser = _documents(commands, shared, "countdown", "make searches for a target", _COUNTDOWN)
+    told = "of a prompt; 3,3,4,5 makes as many of 4 as of 5, and twice as many of 3 (4)"
+    parser.add_argument("--numbers", type=_numbers, default=(4,), help=told)
     _add_rule(parser)
     parser.set_defaults(run=_run_countdown)
     problems = _problems(commands, "countdown", "Countdown")
+    problems.add_argument(
+        "--numbers", type=int, choices=PROBLEMS, default=4, help="of a prompt (4)"
+    )
     _add_rule(problems)
     problems.set_defaults(run=_run_countdown_problems)
     parser = _documents(
@@ -145,9 +151,16 @@ def _problems(commands: Commands, name: str, what: str) -> Parser:
 
 def _add_rule(parser: Parser) -> None:
     add = parser.add_argument
-    add("--numbers", type=int, choices=(4, 5), default=4, help="of a prompt (%(default)s)")
     add("--fewest-solving", type=count, help="first moves that lead to the target")
     add("--most-solving", type=count, help="fewer make a problem harder")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if not set(found) <= set(TRAINING):
+        known = ", ".join(map(str, TRAINING))
+        raise argparse.ArgumentTypeError(f"{text}: choose from {known}, with commas between them")
+    return found
 
 
 def _share(text: str) -> float:
@@ -157,8 +170,8 @@ def _share(text: str) -> float:
     return value
 
 
-def _rule(args: argparse.Namespace, rules: dict[int, CountdownRule]) -> CountdownRule:
-    given = rules[args.numbers]
+def _rule(args: argparse.Namespace, given: CountdownRule) -> CountdownRule:
+    """A rule with the limits of the arguments."""
     fewest = args.fewest_solving or given.fewest_solving
     most = args.most_solving or max(fewest, given.most_solving)
     if fewest > MOST_FIRST_MOVES:
@@ -167,16 +180,17 @@ def _rule(args: argparse.Namespace, rules: dict[int, CountdownRule]) -> Countdow
         )
     if fewest > most:
         raise DataError(f"--fewest-solving {fewest} is above --most-solving {most}")
-    return CountdownRule(numbers=args.numbers, fewest_solving=fewest, most_solving=most)
+    return replace(given, fewest_solving=fewest, most_solving=most)
 
 
 def _run_countdown(args: argparse.Namespace) -> None:
-    _write_documents(args, countdown.Countdown(_rule(args, TRAINING)))
+    rules = tuple(_rule(args, TRAINING[number]) for number in args.numbers)
+    _write_documents(args, countdown.Countdown(rules))
 
 
 def _run_countdown_problems(args: argparse.Namespace) -> None:
     _refuse_file(args)
-    rule = _rule(args, PROBLEMS)
+    rule = _rule(args, PROBLEMS[args.numbers])
     write_rows(args.out, countdown.held_out_problems(args.problems, rule, args.seed))
     print(f"{args.out}: {args.problems} problems of {rule.numbers} numbers")
 

@@ -119,7 +119,7 @@ def _data(settings: Settings, name: str) -> list[Step]:
     """Documents and problems of a task."""
     scale = settings.scale
     return [
-        _documents(settings, name, "data", scale.samples),
+        _documents(settings, name, "data", scale.samples, *TASKS[name].learned(scale)),
         _long_data(settings, name),
         _made_problems(settings, name),
     ]

@@ -33,6 +33,7 @@ class LabTask:
             begin with them.
         documents: Options of the command.
         options: Of both commands.
+        learned: Further ones of the teacher's documents.
         problems: Of the second one alone.
         sinks: Tokens that `streaming_llm` keeps.
     """
@@ -44,6 +45,7 @@ class LabTask:
     long: bool = True
     documents: tuple[str, ...] = ()
     options: Callable[[Scale], list[str]] = lambda scale: []
+    learned: Callable[[Scale], list[str]] = lambda scale: []
     problems: Callable[[Scale], list[str]] = lambda scale: []
     sinks: Callable[[Scale], int] = lambda scale: 4
 
@@ -69,9 +71,10 @@ def _context(scale: Scale) -> list[str]:
 TASKS = {
     "countdown": LabTask(
         command="countdown",
-        draws=lambda scale: Countdown(TRAINING[scale.numbers]),
+        draws=lambda scale: Countdown((TRAINING[scale.numbers],)),
         weight=4,
         options=lambda scale: ["--numbers", str(scale.numbers)],
+        learned=lambda scale: ["--numbers", ",".join(map(str, scale.learned or (scale.numbers,)))],
         sinks=lambda scale: scale.numbers + 3,  # the prompt
     ),
     "arithmetic": LabTask(command="arithmetic", draws=lambda scale: Arithmetic(), weight=3),

@@ -138,6 +138,19 @@ def test_gqa_trains_and_retrofits_the_means_of_kv_heads(scale: str, heads: int, 
     assert evaluated.sweep.widths == (1,)
 
 
+@pytest.mark.parametrize("scale", ["m", "l"])
+def test_only_the_teacher_of_five_numbers_learns_shorter_searches(scale, tmp_path: Path) -> None:
+    settings = lab._settings(lab._parser().parse_args([scale, "--folder", str(tmp_path)]))
+    named = {step.name: step.words() for step in before_evaluations(settings)}
+
+    def numbers(step: str) -> str:  # the last one counts
+        found = named[step]
+        return found[len(found) - found[::-1].index("--numbers")]
+
+    assert numbers("data_long") == numbers("problems") == "5"
+    assert set(numbers("data").split(",")) == {"3", "4", "5"}
+
+
 def test_both_methods_are_annealed_from_ratio_to_ratio(tmp_path: Path) -> None:
     settings = lab._settings(lab._parser().parse_args(["recall", *words(tmp_path)[1:]]))
     assert settings.tasks == SCALES["recall"].tasks

@@ -135,10 +135,10 @@ def test_the_words_of_countdown_are_the_first_157() -> None:
     assert max(search(rng, instance(rng, TRAINING[4], "train")).max() for _ in range(50)) <= 156
 
 
-@pytest.mark.parametrize("numbers", [4, 5])
-def test_every_line_of_a_search_is_true(numbers: int) -> None:
+@pytest.mark.parametrize(("numbers", "searches"), [(3, 40), (4, 20), (5, 4)])
+def test_every_line_of_a_search_is_true(numbers: int, searches: int) -> None:
     rng = random.Random(3)
-    for _ in range(20 if numbers == 4 else 4):
+    for _ in range(searches):
         drawn = instance(rng, TRAINING[numbers], "train")
         words = decoded(search(rng, drawn))
         assert words[: numbers + 3] == drawn.prompt.split()
@@ -177,6 +177,17 @@ def test_a_search_below_a_first_move_is_complete(numbers: int, searches: int) ->
         again = Instance(drawn.numbers, drawn.target)
         for rest, told in branches(decoded(search(rng, again)), numbers + 3)[:-1]:
             assert whole.setdefault(rest, told) == told
+
+
+def test_a_search_of_three_numbers_has_every_play_up_to_the_target() -> None:
+    rng = random.Random(8)
+    for _ in range(60):
+        drawn = instance(rng, TRAINING[3], "train")
+        told = [" ".join(line[2:]) for line in lines(decoded(search(rng, drawn)), 6)]
+        plays_left = below(drawn.numbers)
+        for line in told[:-1]:
+            assert not can_make(plays_left.pop(line), drawn.target)
+        assert any(f"{each} ".startswith(told[-1][:-1]) for each in plays_left)
 
 
 def test_solving_moves_of_every_target() -> None:
@@ -254,6 +265,16 @@ def test_filled_documents_begin_with_prompts_and_many_with_long_searches(tmp_pat
     assert all((a == b).all() for a, b in zip(documents, again, strict=True))
     other = made(tmp_path / "c", *words, "--seed", "1")
     assert any((a != b).any() for a, b in zip(documents, other, strict=True))
+
+
+def test_several_numbers_are_drawn_as_often_as_they_are_named(tmp_path: Path) -> None:
+    documents = made(tmp_path, "--documents", "300", "--numbers", "3,3,4")
+    counts = Counter(list(each).index(WORDS.index("T")) - 1 for each in documents)
+    assert set(counts) == {3, 4}
+    assert counts[3] == pytest.approx(200, abs=4 * math.sqrt(300 * 2 / 9))
+    preparation = read_manifest(tmp_path / "train").preparation
+    assert preparation is not None
+    assert [rule["numbers"] for rule in preparation["settings"]["rules"]] == [3, 3, 4]
 
 
 def test_the_manifest_has_the_settings_and_the_statistics(tmp_path: Path) -> None:
