@@ -56,6 +56,20 @@ class RowMemory:
         """Tokens of the longest snapshot that a sequence can start from."""
         return self._prefixes.length(sequence.shareable, sequence.request_id)
 
+    def awaited(self, sequence: Sequence) -> Sequence | None:
+        """Who takes a snapshot before long that saves a waiting sequence half of its tokens."""
+        if not self._shared:
+            return None
+        tokens = sequence.shareable
+        cached = self.cached_tokens(sequence)
+        least = (len(tokens) + cached) / 2
+        for other in self._placed.values():
+            for cut in other.cuts:
+                begun = other.computed < cut < len(tokens) and cut >= least
+                if begun and other.tokens[:cut] == tokens[:cut]:
+                    return other
+        return None
+
     def restore(self, sequence: Sequence) -> None:
         """Put that snapshot into the row of a sequence, and plan the snapshots of its prompt."""
         assert sequence.row is not None

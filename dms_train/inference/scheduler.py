@@ -12,7 +12,8 @@ too little, the last ones are preempted. A step itself never lacks a page: it is
 most that its tokens can take.
 
 A sequence starts behind the longest snapshot of its first tokens, and pages that it shares with one
-are copied before they change. The further continuations of a prompt wait for such a snapshot.
+are copied before they change. The further continuations of a prompt wait for such a snapshot. So
+does a prompt if another one is about to leave a snapshot of at least half of it.
 """
 
 from __future__ import annotations
@@ -190,6 +191,14 @@ class CacheMemory(Protocol[StateIn]):
 
     def cached_tokens(self, sequence: StateIn) -> int:
         """Tokens of the longest snapshot that a sequence can start from."""
+        ...
+
+    def awaited(self, sequence: StateIn) -> SequenceState | None:
+        """Whose next tokens a waiting sequence need not compute, if it starts behind them.
+
+        Returns:
+            A sequence with a row that takes a snapshot before long; None if there is no such one.
+        """
         ...
 
     def restore(self, sequence: StateIn) -> None:
@@ -394,6 +403,9 @@ class _Step(Generic[State]):
         for sequence in scheduler.waiting.copy():
             if not self._may_run(sequence) or sequence.awaits_leader:
                 continue
+            awaited = scheduler.memory.awaited(sequence)
+            if awaited is not None and self._may_run(awaited):
+                continue
             growth = scheduler.expected_growth(sequence)
             least = math.ceil(growth + promised + reserve)
             while self._free(least) < least and scheduler.memory.reclaim(sequence):
@@ -413,7 +425,7 @@ class _Step(Generic[State]):
         """Pages that nothing holds and the batch does not take; a lower bound from `least` on."""
         return self._scheduler.memory.free_pages(self.plan.pages + least) - self.plan.pages
 
-    def _may_run(self, sequence: State) -> bool:
+    def _may_run(self, sequence: SequenceState) -> bool:
         return sequence.runnable and (self._allowed is None or sequence in self._allowed)
 
     def _end(self, sequence: State, reason: str) -> None:

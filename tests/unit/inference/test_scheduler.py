@@ -64,6 +64,9 @@ class SimulatedCache:
     def cached_tokens(self, state: SequenceState) -> int:
         return max((n for n in self.snapshots if n < len(state.tokens)), default=0)
 
+    def awaited(self, state: SequenceState) -> None:
+        return None
+
     def restore(self, state: SequenceState) -> None:
         state.computed = self.cached_tokens(state)
         if state.computed:

@@ -226,23 +226,49 @@ def test_continuations_change_no_page_of_each_other(folder):
     assert leaks(engine) == 0
 
 
-def test_of_prompts_that_are_computed_together_one_takes_the_snapshot(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("common", "expected"),
+    [
+        # three of five wait for the second one, which stops after 40 tokens
+        (40, [2 * 16, 2 * 16, 16 + 8, 2 + 4 * 10 + 5 * 2]),
+        # what they have in common is less than half, and they wait for nothing
+        (20, [5 * 16, 4 * 16 + 4, 5 * 16, 4 * 4 + 16]),
+    ],
+)
+def test_of_prompts_that_come_together_one_takes_the_snapshot(
+    folder, monkeypatch, common, expected
+):
     options = EngineOptions(max_num_seqs=8, enable_prefix_caching=True, **SIZES)
     engine = InferenceEngine(folder("llama", DMS), options)
-    examples, counts, taken = random_ids(40, seed=7), computed(engine), []
+    examples, counts, taken = random_ids(common, seed=7), computed(engine), []
     take = engine._runner.cache.snapshot
     monkeypatch.setattr(
         engine._runner.cache, "snapshot", lambda row: taken.append(row) or take(row)
     )
-    prompts = [[*examples, i, *random_ids(9, seed=20 + i)] for i in range(5)]
+    prompts = [[*examples, i, *random_ids(49 - common, seed=20 + i)] for i in range(5)]
     asked = {engine.add_scoring(prompt, [CHOICES[2]]): prompt for prompt in prompts}
     for request, output in run(engine).items():
         (done,) = output.outputs
         assert_scores(done.scores, asked[request] + CHOICES[2], len(asked[request]))
     assert len(taken) == 1
-    assert counts == [5 * 16, 5 * 16, 4 * 16 + 8, 4 * 4 + 12]  # the second one stops after 40
+    assert counts == expected
     later = score(engine, examples + random_ids(9, seed=1), [CHOICES[2]])
-    assert later.outputs[0].kv.cached_tokens == 40
+    assert later.outputs[0].kv.cached_tokens == common
+
+
+def test_a_prompt_does_not_wait_for_one_that_may_not_run(folder):
+    options = EngineOptions(max_num_seqs=8, enable_prefix_caching=True, **SIZES)
+    engine = InferenceEngine(folder("llama", DMS), options)
+    prompts = [[*random_ids(40, seed=7), i, *random_ids(9, seed=20 + i)] for i in range(3)]
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    first, second, third = (engine.add_request(prompt, params) for prompt in prompts)
+    engine.step()  # the first two have rows, and the third one waits
+    waiting = engine._requests[third].sequences[0]
+    assert waiting.row is None
+    while engine.has_request(third):
+        engine.step([third])
+    assert engine._requests[second].sequences[0].computed == 16
+    assert {first, second} == set(run(engine))
 
 
 def test_the_longest_text_that_can_be_scored(folder):
