@@ -313,7 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--jobs",
         type=count,
-        help="commands on each GPU (4, for l 1), or on the CPU (1)",
+        help="commands on each GPU (4, for l 2), or on the CPU (1)",
     )
     add("--workers", type=count, default=os.cpu_count() or 1, help="that make data (%(default)s)")
     return parser

@@ -194,11 +194,7 @@ class CacheMemory(Protocol[StateIn]):
         ...
 
     def awaited(self, sequence: StateIn) -> SequenceState | None:
-        """Whose next tokens a waiting sequence need not compute, if it starts behind them.
-
-        Returns:
-            A sequence with a row that takes a snapshot before long; None if there is no such one.
-        """
+        """A sequence with a row whose next snapshot is worth waiting for; None for no such one."""
         ...
 
     def restore(self, sequence: StateIn) -> None:
