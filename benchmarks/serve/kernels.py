@@ -1,4 +1,4 @@
-"""What the kernels of a decode step take, beside the time of a copy of the bytes that they read.
+"""What the kernels of a decode step take, beside their bytes at the rate of a copy.
 
     python -m benchmarks.serve.kernels [SHAPE] [--sequences 1] [--context 8192]
 
@@ -93,9 +93,9 @@ def bytes_of(a: Architecture, live: float, sequences: int) -> dict[str, float]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: microseconds of a step, and of a copy of the same bytes."""
+    """Markdown: microseconds of a step, and of its bytes at the rate of a copy."""
     rows = [
-        "| part of a step | kernels | us | us of a copy | of the copy |",
+        "| part of a step | kernels | us | us at the rate of a copy | ratio |",
         "|---|---|---|---|---|",
     ]
     for name, part in record["parts"].items():
@@ -152,9 +152,10 @@ def _fill(engine: InferenceEngine, case: Case) -> float:
     params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True)
     for prompt in prompts(case, engine.architecture.vocab_size):
         engine.add_request(prompt, params)
-    live = [0.0]
-    for _ in range(case.sequences + 8):  # a chunk holds one prompt
+    live, more = [0.0], 8
+    while more:
         outputs = engine.step()
+        more -= engine.decoding == case.sequences
         live = [o.outputs[0].kv.live_tokens for o in outputs if o.outputs[0].kv] or live
     torch.cuda.synchronize(engine.options.device)
     return statistics.fmean(live)
@@ -184,8 +185,10 @@ def steps_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
         if kernel.name == "_embed_kernel":
             step = []
         step.append(kernel)
-        if kernel.name == "_report_kernel" and step[0].name == "_embed_kernel":
-            found.append(step)
+        if kernel.name == "_report_kernel":
+            if step[0].name == "_embed_kernel":
+                found.append(step)
+            step = []
     return found
 
 

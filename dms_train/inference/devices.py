@@ -52,17 +52,21 @@ class Fetched:
     """Numbers on their way to the host, which does not wait for them before it needs them.
 
     Args:
-        values: On the device that computes them.
+        values: Memory of the host into which work that is launched already writes them; pinned
+            where a GPU does.
     """
 
     def __init__(self, values: Tensor) -> None:
-        on_gpu = values.is_cuda
-        self._values = torch.empty_like(values, device="cpu", pin_memory=on_gpu)
-        self._values.copy_(values, non_blocking=True)
-        self._event = None
-        if on_gpu:
+        self._values, self._event = values, None
+        if values.is_pinned():
             self._event = torch.cuda.Event()
             self._event.record()
+
+    @classmethod
+    def of(cls, values: Tensor) -> Fetched:
+        """A copy of numbers that a device computes."""
+        memory = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+        return cls(memory.copy_(values, non_blocking=True))
 
     def wait(self) -> Tensor:
         """The numbers on the host, once they are there."""

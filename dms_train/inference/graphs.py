@@ -58,8 +58,7 @@ class LaunchedGroup:
     """A group of steps on its way.
 
     Args:
-        event: Recorded behind it; None on a CPU, where it is done.
-        status: int32 [k, ...] on the host, filled by then.
+        status: int32 [k, ...], which its last kernels write.
         sequences: Of each step.
         shape: Of `GroupStatus.lists` for one step.
         reserved: `DevicePool.reserved` when it was launched.
@@ -67,21 +66,17 @@ class LaunchedGroup:
 
     def __init__(
         self,
-        event: torch.cuda.Event | None,
-        status: Tensor,
+        status: devices.Fetched,
         sequences: int,
         shape: tuple[int, int, int, int],
         reserved: int,
     ) -> None:
-        self._event, self._status = event, status
-        self._sequences, self._shape = sequences, shape
+        self._status, self._sequences, self._shape = status, sequences, shape
         self.reserved = reserved
 
     def wait(self) -> GroupStatus:
         """The host waits until the steps are done."""
-        if self._event is not None:
-            self._event.synchronize()
-        behind, status = 2 + math.prod(self._shape), self._status.numpy()
+        behind, status = 2 + math.prod(self._shape), self._status.wait().numpy()
         lists = status[:, 2:behind].reshape(-1, *self._shape).copy()
         tokens = status[:, behind:].copy().view(np.int64)[:, : self._sequences]
         left, fault = status[-1, :2].tolist()
@@ -161,13 +156,10 @@ class DecodeGraphs:
         sent[:, :, :b] = inputs.fields
         self._copy(captured)
         captured.replay()
-        event = None
-        if received.is_pinned():
-            event = torch.cuda.Event()
-            event.record()
+        status = devices.Fetched(received)
         reserved = self._cache.pool.reserved
         shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
-        return LaunchedGroup(event, received, b, shape, reserved)
+        return LaunchedGroup(status, b, shape, reserved)
 
     def sample(self, logits: Tensor, inputs: PackedInputs) -> Tensor:
         """Draw a token of every sequence behind a forward pass; the host does not wait.

@@ -22,9 +22,11 @@ from dms_train.inference.models.decoder import Decoder
 
 _SMALLEST = 16  # tokens of a graph
 _SEQUENCES = (16, 4, 1)  # of a graph
+_SHORT = 128  # tokens of a chunk that shares a graph; longer ones occupy the GPU alone
 _MOST = 24  # replays; launching the kernels of one pass of all takes less time than more of them
 
 Part: TypeAlias = tuple[int, int, list[int]]  # row, position of the first token, tokens
+Batch: TypeAlias = tuple[int, list[int]]  # tokens of a chunk with its padding, places of chunks
 
 
 class _Kind(NamedTuple):
@@ -71,15 +73,31 @@ class PromptGraphs:
         if device.type == "cuda":
             self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def takes(self, parts: list[Part]) -> bool:
-        """Whether `step` computes these chunks, and not slower than all of them in one pass."""
-        return all(len(tokens) > 1 for _, _, tokens in parts) and len(self._batches(parts)) <= _MOST
-
-    def step(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
-        """As the decoder's `forward`, for chunks one after the other.
+    def batches(self, parts: list[Part]) -> list[Batch] | None:
+        """Which chunks share a graph; None if one pass without graphs takes less time.
 
         Args:
             parts: Of each chunk, its cache row, the position of its first token, and its tokens.
+        """
+        if any(len(tokens) == 1 for _, _, tokens in parts):
+            return None
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for number, (_, first, tokens) in enumerate(parts):
+            size = next(size for size in self._sizes if size >= len(tokens))
+            alike.setdefault((size, first == 0), []).append(number)
+        found = [
+            (size, numbers)
+            for (size, _), places in alike.items()
+            for numbers in _divided(places, self._sizes[-1] // size if size <= _SHORT else 1)
+        ]
+        return found if len(found) <= _MOST else None
+
+    def step(self, parts: list[Part], batches: list[Batch]) -> tuple[Tensor, Tensor]:
+        """As the decoder's `forward`, for chunks one after the other.
+
+        Args:
+            parts: As given to `batches`.
+            batches: What it has returned.
 
         Returns:
             Hidden states [t, c] and slots read, int64 [layers, chunks, kv_heads]. Those of a single
@@ -87,16 +105,16 @@ class PromptGraphs:
         """
         with self._cache.reserved([(row, len(tokens)) for row, _, tokens in parts]):
             if len(parts) == 1:
-                self._replay(parts, self._size(parts[0]))
+                self._replay(parts, batches[0][0])
                 return self._hidden[: len(parts[0][2])], self._reads[:, :1]
-            return self._in_batches(parts)
+            return self._in_order(parts, batches)
 
-    def _in_batches(self, parts: list[Part]) -> tuple[Tensor, Tensor]:
+    def _in_order(self, parts: list[Part], batches: list[Batch]) -> tuple[Tensor, Tensor]:
         """Results of several chunks in their order."""
         hidden, reads, begin = [], [], 0
         places: list[range] = [range(0)] * len(parts)  # of their tokens in `hidden`
         order: list[int] = []
-        for size, numbers in self._batches(parts):
+        for size, numbers in batches:
             self._replay([parts[number] for number in numbers], size)
             hidden.append(self._hidden[: len(numbers) * size].clone())
             reads.append(self._reads[:, : len(numbers)].clone())
@@ -107,21 +125,6 @@ class PromptGraphs:
         index = sent(np.concatenate([np.array(place) for place in places]), self._device)
         back = sent(np.argsort(order), self._device)
         return torch.cat(hidden)[index], torch.cat(reads, 1)[:, back]
-
-    def _size(self, part: Part) -> int:
-        """Tokens that a chunk is padded to."""
-        return next(size for size in self._sizes if size >= len(part[2]))
-
-    def _batches(self, parts: list[Part]) -> list[tuple[int, list[int]]]:
-        """Chunks that are computed together: their size, and their places in `parts`."""
-        alike: dict[tuple[int, bool], list[int]] = {}
-        for number, part in enumerate(parts):
-            alike.setdefault((self._size(part), part[1] == 0), []).append(number)
-        return [
-            (size, numbers)
-            for (size, _), found in alike.items()
-            for numbers in _divided(found, self._sizes[-1] // size)
-        ]
 
     def _replay(self, parts: list[Part], size: int) -> None:
         """Leave the results of chunks in the memory for them."""

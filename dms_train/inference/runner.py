@@ -215,7 +215,8 @@ class ModelRunner:
                 prefill=prefill,
                 generates=generates,
             )
-            sequence.pages = counts.sums[index][2] // self.limits.page_slots
+            if sequence.row is not None:  # taken away since
+                sequence.pages = counts.sums[index][2] // self.limits.page_slots
         self.total.step(live)
 
     def samples_behind(self, batch: list[tuple[Sequence, int]]) -> bool:
@@ -241,7 +242,7 @@ class ModelRunner:
             numbers.append(self._graphs.sample(done.logits, inputs))
             for sequence in sampled:
                 sequence.ahead += 1
-        return LaunchedPass(done, sampled, Fetched(torch.cat(numbers)))
+        return LaunchedPass(done, sampled, Fetched.of(torch.cat(numbers)))
 
     def _forward(self, batch: list[tuple[Sequence, int]]) -> tuple[Tensor, Tensor]:
         """The last hidden states of all tokens, and slots attended; single tokens come first.
@@ -250,8 +251,9 @@ class ModelRunner:
             [t, hidden] and int64 [layers, b, kv_heads].
         """
         parts = [(s.row or 0, s.computed, s.take(count)) for s, count in batch]
-        if self._prompts is not None and self._prompts.takes(parts):
-            return self._prompts.step(parts)
+        batches = None if self._prompts is None else self._prompts.batches(parts)
+        if self._prompts is not None and batches is not None:
+            return self._prompts.step(parts, batches)
         ready: AbstractContextManager[None] = nullcontext()
         if isinstance(self.cache, PagedKVCache):
             ready = self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts])
@@ -344,7 +346,8 @@ class ModelRunner:
         numbers = zip(sequences, costs, taken.tolist(), computed.tolist(), strict=True)
         for sequence, cost, steps, tokens in numbers:
             sequence.meter.decode(cost, steps=steps, tokens=tokens, slot_bytes=slot_bytes)
-            sequence.pages = cost.held // slots
+            if sequence.row is not None:
+                sequence.pages = cost.held // slots
         return sequences
 
 

@@ -17,7 +17,7 @@ from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import TokenLogprobs
 from dms_train.inference.token_scores import HostScores, token_scores
 from dms_train.kernels.layers.sampling_limits import WEIGHT_BITS
-from dms_train.method.splitmix import GOLDEN, Integers, mix, uniform
+from dms_train.method.splitmix import GOLDEN, Numbers, mix, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def signed_seed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def stream_keys(seed: Integers, index: Integers, place: Integers) -> Integers:
+def stream_keys(seed: Numbers, index: Numbers, place: Numbers) -> Numbers:
     """Keys of `method.splitmix` for tokens.
 
     Args:

@@ -469,8 +469,8 @@ class _Step(Generic[State]):
         return self._limits.most_pages(count) + copies
 
     def _idle(self) -> State | None:
-        """The last of the sequences with a row that cannot take part; None if there is none."""
-        idle = [s for s in self._scheduler.placed if not self._may_run(s)]
+        """The last sequence with a row that has nothing to do and awaits no token, if any."""
+        idle = [s for s in self._scheduler.placed if not self._may_run(s) and not s.ahead]
         return max(idle, key=lambda s: s.order, default=None)
 
     def _victim(self, sequence: State) -> State | None:

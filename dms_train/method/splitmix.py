@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Integers = TypeVar("Integers", Tensor, NDArray[np.int64])  # arrays are quicker for few numbers
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])  # arrays are quicker for few numbers
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -21,7 +21,7 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _DOUBLE_BITS = 52  # so that (bits + 0.5) / 2**52 is exact in float64 and never 0 or 1
 
 
-def shift_right(x: Integers, bits: int) -> Integers:
+def shift_right(x: Numbers, bits: int) -> Numbers:
     """Logical right shift of int64; `>>` copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -32,7 +32,7 @@ def steps(like: Tensor, value: int) -> Tensor:
     return torch.full_like(like, signed) * GOLDEN
 
 
-def mix(x: Integers) -> Integers:
+def mix(x: Numbers) -> Numbers:
     """The finalizer of SplitMix64, int64 to int64."""
     x = (x ^ shift_right(x, 30)) * MIX_1
     x = (x ^ shift_right(x, 27)) * MIX_2

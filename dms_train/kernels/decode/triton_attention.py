@@ -28,7 +28,6 @@ from dms_train.kernels.decode.triton_tiles import (
 )
 
 _LOG2E = 1.4426950408889634
-FETCHES = True
 
 
 class Tuning(NamedTuple):
@@ -260,16 +259,14 @@ def _decode_kernel(
     QUANTISED: tl.constexpr,
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
-    FETCHES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     if OVERLAP:  # launched while the append kernel runs; the next kernel may be launched as well
         tl.extra.cuda.gdc_launch_dependents()
-        if FETCHES:
-            _fetch_tile(
-                rows_ptr, length_ptr, table_ptr, pages_ptr, kv_lists, heads, places,
-                D // 2 if QUANTISED else D, PAGE, TILE, KV_LISTS, WIDE,
-            )  # fmt: skip
+        _fetch_tile(
+            rows_ptr, length_ptr, table_ptr, pages_ptr, kv_lists, heads, places,
+            D // 2 if QUANTISED else D, PAGE, TILE, KV_LISTS, WIDE,
+        )  # fmt: skip
     at, end, kv_list, first, total, busy = _share(
         rows_ptr, length_ptr, kv_lists, heads, TILE, KV_LISTS, WIDE, OVERLAP, ""
     )
@@ -408,7 +405,6 @@ def attend(
         QUANTISED=quantised,
         ASM=query.device.type == "cuda",
         OVERLAP=overlaps(query.device),
-        FETCHES=FETCHES,
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         num_stages=tuning.stages,

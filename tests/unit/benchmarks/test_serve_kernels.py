@@ -42,7 +42,9 @@ def test_the_times_of_parts_add_up_to_the_step() -> None:
 
 def test_only_whole_steps_count() -> None:
     whole = ran(STEP, 1000.0)
-    found = kernels.steps_of([*ran(STEP[5:], 0.0), *reversed(whole), *ran(STEP[:4], 5000.0)])
+    between = ran(("_sample_kernel", "_merge_kernel"), 4000.0)
+    others = [*ran(STEP[5:], 0.0), *between, *ran(STEP[:4], 5000.0)]
+    found = kernels.steps_of([*reversed(whole), *others])
     assert found == [whole]
 
 

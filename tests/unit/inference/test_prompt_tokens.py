@@ -104,3 +104,35 @@ def test_a_row_that_is_taken_away_meanwhile_changes_no_token(start):
     engine._scheduler.add(sequence)
     assert run(engine) == {request_id: expected}
     assert usage(engine)[3] == ROWS
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_row_whose_last_token_is_on_its_way_is_not_taken(start, monkeypatch, tokens):
+    """Nothing is computed again, and as many prompts as there are rows begin together."""
+    engine, reference = start(kernels="triton"), start(kernels="reference")
+    params = replace(GREEDY, max_tokens=tokens, ignore_eos=True)
+    prompts = [random_ids(4 + i % 5, seed=i) for i in range(3 * ROWS)]
+    passes, step = [], engine._runner.step
+    monkeypatch.setattr(
+        engine._runner, "step", lambda batch: [passes.append(len(batch)), step(batch)][1]
+    )
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    found = run(engine)
+    assert engine.preemptions == 0
+    assert passes == [ROWS] * 3
+    for prompt in prompts:
+        reference.add_request(prompt, params)
+    assert [found[request_id] for request_id in ids] == list(run(reference).values())
+
+
+def test_a_sequence_of_one_token_leaves_a_snapshot_though_others_wait_for_its_row(start):
+    engine = start(kernels="triton", enable_prefix_caching=True)
+    params = replace(GREEDY, max_tokens=1, ignore_eos=True)
+    prompts = [random_ids(20, seed=i) for i in range(ROWS + 1)]
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    found, last = run(engine), ROWS - 1
+    engine.add_request([*prompts[last], *found[ids[last]], 3], params)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].kv.cached_tokens == 20
