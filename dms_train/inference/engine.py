@@ -382,6 +382,11 @@ class InferenceEngine:
                 rest.append((sequence, count))
         steps = self._scheduler.group(plan) if self._groups(decoding, rest) else 1
         self._launched = [self._runner.launch(decoding, steps)] if decoding else []
+        known = not any(sequence.ahead for sequence, _ in rest)  # all of their tokens
+        if rest and known and self._runner.samples_behind(rest):
+            self._launched.append(self._runner.launch_pass(rest))
+            self._snapshot(rest)
+            rest = []
         self._receive(before)
         for sequence in plan.ended:
             self._discard(sequence)
@@ -409,11 +414,7 @@ class InferenceEngine:
             self._runner.wait(part)
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
-        """A pass of prompts, and of sequences whose tokens the host samples."""
-        if self._runner.samples_behind(batch):
-            self._launched.append(self._runner.launch_pass(batch))
-            self._snapshot(batch)
-            return
+        """A pass whose tokens the host samples, with the prompts of the step."""
         done = self._runner.step(batch)
         self._snapshot(batch)
         chosen = [sequence for sequence, _ in batch if sequence.is_sampled]

@@ -136,3 +136,34 @@ def test_a_sequence_of_one_token_leaves_a_snapshot_though_others_wait_for_its_ro
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert outputs[-1].outputs[0].kv.cached_tokens == 20
+
+
+def test_a_chunk_is_started_before_the_host_waits_for_the_one_before(start, monkeypatch):
+    engine, order = start(kernels="triton"), []
+    launch, wait = engine._runner.launch_pass, Fetched.wait
+    monkeypatch.setattr(
+        engine._runner, "launch_pass", lambda batch: [order.append("launch"), launch(batch)][1]
+    )
+    monkeypatch.setattr(Fetched, "wait", lambda self: [order.append("wait"), wait(self)][1])
+    engine.add_request(random_ids(24), replace(GREEDY, max_tokens=1))
+    ((token,),) = run(engine).values()
+    assert order == ["launch", "launch", "wait", "launch", "wait", "wait"]
+    reference = start(kernels="reference")
+    reference.add_request(random_ids(24), GREEDY)
+    ((expected, *_),) = run(reference).values()
+    assert token == expected
+
+
+def test_a_row_that_is_taken_away_and_given_back_in_a_step_computes_known_tokens(start):
+    """The tokens of a group are on their way then; they are computed once the host knows them."""
+    engine, reference = start(kernels="triton", decode_steps=4), start(kernels="reference")
+    params = replace(DRAWN, max_tokens=14, ignore_eos=True)
+    request_id = engine.add_request(random_ids(5), params, final_only=True)
+    (sequence,) = engine._requests[request_id].sequences
+    while sequence.ahead != 4:
+        engine.step()
+    engine._scheduler.remove(sequence)
+    engine._scheduler.add(sequence)
+    found = run(engine)
+    reference.add_request(random_ids(5), params)
+    assert [found[request_id]] == list(run(reference).values())
