@@ -31,6 +31,7 @@ from dms_train.inference.options import EngineOptions, SamplingParams
 
 KEPT = 0.125  # of the tokens behind the window
 _STEPS = 20
+_ROOM = 100  # for the tokens of these steps, and of those before them
 _PRODUCTS = ("queries, keys, values", "output projection", "gate and up", "down")
 _OTHERS = {
     "_embed_kernel": "embedding",
@@ -149,15 +150,20 @@ def measure(shape: str, case: Case, device: torch.device) -> dict[str, Any]:
 
 def _fill(engine: InferenceEngine, case: Case) -> float:
     """Have all prompts decode; tokens that a KV head holds then, on average."""
-    params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True)
+    new = engine.longest - case.context
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for prompt in prompts(case, engine.architecture.vocab_size):
         engine.add_request(prompt, params)
     live, more = [0.0], 8
     while more:
         outputs = engine.step()
+        if engine.unfinished < case.sequences:
+            raise InferenceError(
+                f"--sequences {case.sequences} --context {case.context}: the first sequence ends "
+                "before the last prompt is computed; take fewer or shorter ones"
+            )
         more -= engine.decoding == case.sequences
         live = [o.outputs[0].kv.live_tokens for o in outputs if o.outputs[0].kv] or live
-    torch.cuda.synchronize(engine.options.device)
     return statistics.fmean(live)
 
 
@@ -165,6 +171,7 @@ def _profiled(engine: InferenceEngine) -> Iterable[list[Kernel]]:
     """The kernels of some steps."""
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize(engine.options.device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(_STEPS):
             engine.step()
@@ -216,7 +223,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--sequences", type=int, default=1, help="(%(default)s)")
     add("--context", type=int, default=8192, help="tokens of each prompt (%(default)s)")
     add("--output", type=Path, default=Path(__file__).parents[1] / "results")
-    return run_main(lambda: _run(parser.parse_args(arguments)))
+    args = parser.parse_args(arguments)
+    if args.sequences < 1 or not 1 <= args.context <= LONGEST - _ROOM:
+        given = f"--sequences {args.sequences} --context {args.context}"
+        parser.error(f"{given}: at least 1, and a context of at most {LONGEST - _ROOM}")
+    return run_main(lambda: _run(args))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from benchmarks.serve import kernels
+from benchmarks.serve.case import Case
 from benchmarks.serve.kernels import Kernel
-from benchmarks.serve.models import architecture
+from benchmarks.serve.models import architecture, random_model
+from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
+from dms_train.inference.options import EngineOptions
 
 LAYER = ("_linear_kernel", "_append_kernel", "_decode_kernel", *["_linear_kernel"] * 3)
 STEP = ("_embed_kernel", *LAYER * 2, "_linear_kernel", "_sample_kernel", "_report_kernel")
@@ -76,6 +79,29 @@ def test_the_table_has_a_row_for_each_part_and_for_all() -> None:
         "| sampling | 1 | 5.0 | - | - |",
         "| all | 3 | 15.0 | 1.0 | 15.00 |",
     ]
+
+
+@pytest.mark.parametrize("longest", [60, 42])
+def test_all_sequences_decode_or_are_too_long_to_do_so_together(longest: int) -> None:
+    model = random_model("small", 1.0, torch.device("cpu"), torch.float32)
+    options = EngineOptions(
+        max_num_seqs=3, max_model_len=longest, prefill_chunk=16, max_num_batched_tokens=16
+    )
+    engine, case = InferenceEngine(model, options), Case(3, 40)
+    if longest == 42:
+        with pytest.raises(InferenceError, match="--sequences 3 --context 40"):
+            kernels._fill(engine, case)
+        return
+    assert 40 < kernels._fill(engine, case) < longest
+    assert engine.decoding == 3
+
+
+@pytest.mark.parametrize("words", [["--sequences", "0"], ["--context", "33000"]])
+def test_sizes_that_do_not_fit_are_refused(words, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        kernels.main(words)
+    assert ended.value.code == 2
+    assert " ".join(words) in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
