@@ -107,3 +107,22 @@ def test_later_chunks_that_share_pages_are_computed_together(folder, monkeypatch
     for ours, expected in zip(scores(12), alone, strict=True):
         assert ours == pytest.approx(expected, abs=1e-5)
     assert max(most) == 4
+
+
+@needs_kernels
+def test_fp8_pages_of_prompts_that_share_a_graph_are_those_of_each_alone(folder, monkeypatch):
+    directory, together, replay = folder("llama", small_spec("dms")), [], PromptGraphs._replay
+    monkeypatch.setattr(
+        PromptGraphs,
+        "_replay",
+        lambda self, parts, size: [together.append(len(parts)), replay(self, parts, size)][1],
+    )
+    prompts = [random_ids(9 + i, seed=i) for i in range(4)]
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    found = []
+    for rows in (1, 4):
+        llm = LLM(directory, cache_dtype="fp8", max_num_seqs=rows, **SIZES)
+        outputs = llm.generate(prompts, params)
+        found.append([(o.outputs[0].token_ids, o.kv.prefill_reads, o.kv.kv_reads) for o in outputs])
+    assert together == [1, 1, 1, 1, 4]
+    assert found[0] == found[1]
