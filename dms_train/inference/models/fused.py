@@ -150,7 +150,6 @@ class FusedDecoder:
             residual=memory.residual,
             norm=layer.post_attention_layernorm.weight,
             after=memory.normed,
-            behind_attention=True,
         )
 
     def _mlp(self, layer: DecoderLayer, norm: Tensor, memory: _Buffers) -> None:

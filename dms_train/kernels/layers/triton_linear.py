@@ -32,7 +32,6 @@ _TOKENS = 64  # most tokens of a program
 _PROGRAMS = 96  # products with fewer are split
 _SMALL = 132  # with fewer, which leave multiprocessors idle, blocks are smaller for few tokens
 _FETCHED = 128  # columns brought into the L2 cache before the kernel before has ended
-_FETCHED_IN_ATTENTION = 512  # the same behind attention, which leaves the memory idle
 
 
 class Normed(NamedTuple):
@@ -332,7 +331,6 @@ def _launch(
     norm: Tensor | None = None,
     after: Normed | None = None,
     out: Tensor | None = None,
-    fetched: int = _FETCHED,
 ) -> None:
     m, k = x.shape
     pair = weight.shape[0] > n
@@ -365,7 +363,7 @@ def _launch(
         EVEN=k % (tiling.columns * tiling.split) == 0,
         STAGES=tiling.stages,
         PAIR=pair,
-        FETCH=fetched,
+        FETCH=_FETCHED,
         OVERLAP=overlap,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -410,7 +408,6 @@ def add_linear(
     residual: Tensor,
     norm: Tensor,
     after: Normed,
-    behind_attention: bool = False,
 ) -> None:
     """Add a product to the residual stream, and prepare the next RMSNorm.
 
@@ -421,7 +418,6 @@ def add_linear(
         residual: [m, n], updated in place.
         norm: [n], the next norm's weight.
         after: Of the residual stream; written.
-        behind_attention: Whether the kernel before is attention.
     """
     _launch(
         x,
@@ -431,5 +427,4 @@ def add_linear(
         residual=residual,
         norm=norm,
         after=after,
-        fetched=_FETCHED_IN_ATTENTION if behind_attention else _FETCHED,
     )
