@@ -105,7 +105,7 @@ class CountdownRule:
 
 # Of training documents and of problems, by the numbers of a prompt. With five, one first move has
 # about 1,700 tokens below it: instances are kept whose search mostly ends within 8,192. With three,
-# a search has about 60 tokens, so that a model sees many ends of searches.
+# a document has about 70 tokens, so that a model sees many ends of searches.
 TRAINING = {
     3: CountdownRule(numbers=3),
     4: CountdownRule(),
