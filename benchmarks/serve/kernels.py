@@ -223,7 +223,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--sequences", type=int, default=1, help="(%(default)s)")
     add("--context", type=int, default=8192, help="tokens of each prompt (%(default)s)")
     add("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     args = parser.parse_args(arguments)
+    if args.table is not None:
+        print(table(json.loads(args.table.read_text())))
+        return 0
     if args.sequences < 1 or not 1 <= args.context <= LONGEST - _ROOM:
         given = f"--sequences {args.sequences} --context {args.context}"
         parser.error(f"{given}: at least 1, and a context of at most {LONGEST - _ROOM}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -68,13 +70,15 @@ def test_the_bytes_are_those_of_the_weights_and_of_live_tokens(shape: str) -> No
     assert sum(found.values()) == 2 * (layers + decoder.lm_head.weight.numel())
 
 
-def test_the_table_has_a_row_for_each_part_and_for_all() -> None:
+def test_the_table_has_a_row_for_each_part_and_for_all(tmp_path, capsys) -> None:
     parts = {
         "attention": {"kernels": 2, "us": 10.0, "bytes": 4e6},
         "sampling": {"kernels": 1, "us": 5.0, "bytes": 0.0},
     }
-    rows = kernels.table({"parts": parts, "copy_bytes_s": 4e12}).splitlines()[2:]
-    assert rows == [
+    stored = tmp_path / "kernels.json"
+    stored.write_text(json.dumps({"parts": parts, "copy_bytes_s": 4e12}))
+    assert kernels.main(["--table", str(stored)]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
         "| attention | 2 | 10.0 | 1.0 | 10.00 |",
         "| sampling | 1 | 5.0 | - | - |",
         "| all | 3 | 15.0 | 1.0 | 15.00 |",

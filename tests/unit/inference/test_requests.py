@@ -371,7 +371,10 @@ def test_top_k_top_p_and_min_p_are_decoded_by_the_kernels(start, final_only):
     assert alone.decoded_steps == 7  # all but the first token
 
 
-@pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda" or not decode.runs_on(DEVICE),
+    reason="needs triton's interpreter: a graph is replayed without this function",
+)
 def test_requests_without_top_k_top_p_and_min_p_run_no_kernels_for_them(start, monkeypatch):
     restrict = importlib.import_module("dms_train.kernels.layers.triton_restrict")
     engine, calls = start(kernels="triton"), []
