@@ -34,7 +34,8 @@ class SequenceState:
     """State of a sequence that the scheduler reads and sets.
 
     Attributes:
-        arrival: Its number in the order of arrival.
+        arrival: Its request's number in the order of arrival.
+        index: Its own number among the continuations of the request.
         priority: Lower ones go first.
         deadline: When it ends unfinished, on the clock of `Scheduler.schedule`; None for never.
         tokens: All prompts and generated tokens so far.
@@ -52,6 +53,7 @@ class SequenceState:
     """
 
     arrival: int
+    index: int = 0
     priority: int = 0
     deadline: float | None = None
     tokens: list[int] = field(default_factory=list)
@@ -116,9 +118,9 @@ class SequenceState:
         return most if self.limit is None else min(most, self.limit - self.length)
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Smaller ones go first."""
-        return self.priority, self.arrival
+    def order(self) -> tuple[int, int, int]:
+        """Smaller ones go first; no two sequences have the same."""
+        return self.priority, self.arrival, self.index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ class Sequence(SequenceState):
 
     Attributes:
         request_id: The request's.
-        index: Its number among the continuations of the request.
         seed: Of its random numbers.
         params: How to continue.
         meter: What it has cost since the prompt started.
@@ -41,7 +40,6 @@ class Sequence(SequenceState):
     """
 
     request_id: str
-    index: int
     seed: int
     params: SamplingParams = field(default_factory=SamplingParams)
     meter: Meter = field(default_factory=Meter)

@@ -83,6 +83,22 @@ def test_a_pool_for_a_third_of_the_requests_changes_no_token(
         assert cache.pool.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("triton", marks=NEEDS_TRITON)])
+def test_continuations_that_do_not_fit_together_generate_the_same_tokens(folder, kernels):
+    directory, prompt = folder("llama", small_spec("dms")), random_ids(20)
+    params = SamplingParams(n=3, seed=7, max_tokens=40, ignore_eos=True)
+    (alone,) = LLM(directory, kernels="reference", **SIZES).generate([prompt], params)
+    one = max(output.kv.peak_allocated_bytes for output in alone.outputs)
+    options = {"max_num_seqs": 3, "cache_bytes": one * 3 // 2, **SIZES, "slab_pages": 1}
+    engine = InferenceEngine(directory, EngineOptions(kernels=kernels, **options))
+    engine.add_request(prompt, params)
+    found = []
+    while engine.has_unfinished_requests():
+        found += [output for output in engine.step() if output.finished]
+    assert [o.token_ids for o in found[0].outputs] == [o.token_ids for o in alone.outputs]
+    assert engine.preemptions > 0
+
+
 def test_a_request_that_outgrows_the_cache_keeps_what_it_has(folder):
     directory = folder("llama", small_spec("dms"))
     llm = LLM(directory, policy="keep_all", cache_bytes=70_000, **SIZES)

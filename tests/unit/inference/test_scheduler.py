@@ -183,6 +183,16 @@ def test_a_sequence_that_outgrows_the_pool_ends_and_the_others_finish():
     assert len(states[0].tokens) >= 16
 
 
+def test_continuations_of_one_prompt_take_turns_in_a_full_pool():
+    cache = SimulatedCache(limits(pages=SMALL.most_pages(24)), survival=1.0)
+    states = [sequence(0, 8, index=index) for index in range(3)]
+    for state in states:
+        cache.scheduler.add(state)
+    assert simulate(cache, [20]) == states
+    assert [s.finish_reason for s in states] == ["length"] * 3
+    assert cache.scheduler.preemptions > 0
+
+
 def test_decoding_goes_before_prompts_and_prompts_fill_the_step():
     cache = SimulatedCache(limits(rows=3, batch_tokens=10, chunk=8), survival=1.0)
     scheduler, decoding = cache.scheduler, sequence(0, 4)
