@@ -55,7 +55,11 @@ def add_command(commands: Commands, rows: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("inputs", nargs="*", help=".jsonl, .json, .parquet or .txt (lines) files, or one hub id")
+    add(
+        "inputs",
+        nargs="*",
+        help=".jsonl, .json, .csv, .parquet or .txt (lines) files, or one hub id",
+    )
     add("--unconditional", type=_positive, metavar="N", help="N empty prompts in place of inputs")
     add("--model", required=True, help="directory or export; a hub id only if it is in the cache")
     add("--column", metavar="NAME", help="with the prompt; default prompt, else messages")

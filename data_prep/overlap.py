@@ -12,7 +12,8 @@ from dms_train.data.errors import DataError
 from dms_train.data_prep.rows import FileRows, Shard
 
 NGRAM = 13  # words; the usual length for contamination checks, of GPT-3 (arXiv:2005.14165, app. C)
-_FIELDS = ("problem", "question", "prompt")
+# the last two are those of GPQA and LiveCodeBench
+_FIELDS = ("problem", "question", "prompt", "Question", "question_content")
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -52,8 +53,8 @@ class EvaluationSets:
         """Read the files.
 
         Args:
-            paths: `.jsonl`, `.json` or `.parquet` files with a column `problem`, `question` or
-                `prompt`.
+            paths: `.jsonl`, `.json`, `.csv` or `.parquet` files with a column `problem`,
+                `question`, `prompt`, `Question` or `question_content`.
 
         Raises:
             DataError: A file cannot be read, has none of these columns, or holds no problem.

@@ -1,7 +1,8 @@
-"""Reads the rows of parquet and JSON files, or of a data set of the hub, from any row on."""
+"""Reads the rows of parquet, JSON and CSV files, or of a data set of the hub, from any row on."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -16,7 +17,7 @@ from dms_train.data.manifest import Source, file_sha256
 from dms_train.data_prep.documents import EVERY_LINE, InputRule, read_documents
 
 _ROWS_PER_BATCH = 64
-_FILE_TYPES = (".parquet", ".jsonl", ".json")
+_FILE_TYPES = (".parquet", ".jsonl", ".json", ".csv")
 _LINES = ".txt"
 _EVERY_LINE = InputRule(text_split=EVERY_LINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -93,7 +94,7 @@ def open_rows(
     """Rows of local files, or of one data set of the hub.
 
     Args:
-        inputs: `.parquet`, `.jsonl` and `.json` files in order, or one hub id `owner/name`.
+        inputs: `.parquet`, `.jsonl`, `.json` and `.csv` files in order, or one hub id `owner/name`.
         columns: Those that are read.
         hub: Used for a hub id.
         lines: Take `.txt` files too, whose lines are the first column; blank ones are left out.
@@ -155,6 +156,8 @@ def _count(path: Path, types: tuple[str, ...]) -> int:
     if path.suffix == ".jsonl":
         with path.open("rb") as stream:
             return sum(1 for line in stream if line.strip())
+    if path.suffix == ".csv":
+        return sum(1 for _ in _read_csv(path, (), lambda _: True))
     if path.suffix == _LINES:
         return sum(1 for _ in read_documents(path, _EVERY_LINE))
     return len(_json_array(path))
@@ -168,11 +171,10 @@ def _parquet(path: Path) -> Any:
         raise DataError(
             f"{path}: reading parquet needs pyarrow; install the extra `data`"
         ) from None
-    if not path.exists():
-        raise FileNotFoundError(2, "No such file or directory", str(path))
+    path.open("rb").close()  # what the system refuses is no damage
     try:
         return parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(f"{path}: not a parquet file ({reason}); copy it again") from None
 
@@ -181,9 +183,9 @@ def _read_parquet(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Num
     import pyarrow
 
     file = _parquet(path)
-    present = [name for name in columns if name in file.schema_arrow.names]
     number = 0
     try:
+        present = [name for name in columns if name in file.schema_arrow.names]
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if not any(wanted(inner) for inner in range(number, number + rows)):
@@ -194,8 +196,10 @@ def _read_parquet(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Num
                     if wanted(number):
                         yield number, values
                     number += 1
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: row {number} cannot be read ({error}); copy it again") from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: rows from {number} on cannot be read ({error}); copy it again"
+        ) from None
 
 
 def _read_lines(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
@@ -229,6 +233,23 @@ def _read_array(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbe
             yield number, _object(f"{path}: row {number}", values)
 
 
+def _read_csv(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
+    number = 0
+    with path.open("rb") as stream:
+        # decoded line by line: a larger block would name a row in front of the damaged one
+        rows = csv.reader((line.decode("utf-8-sig") for line in stream), strict=True)
+        try:
+            names = next(rows, [])
+            for cells in filter(None, rows):  # without blank lines
+                if len(cells) != len(names):
+                    raise csv.Error(f"{len(cells)} cells for {len(names)} columns")
+                if wanted(number):
+                    yield number, dict(zip(names, cells, strict=True))
+                number += 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: row {number} cannot be read ({error})") from None
+
+
 def _object(where: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DataError(f"{where}: expected an object with columns, found {type(values).__name__}")
@@ -245,6 +266,7 @@ _READERS = {
     ".parquet": _read_parquet,
     ".jsonl": _read_lines,
     ".json": _read_array,
+    ".csv": _read_csv,
     _LINES: _read_text,
 }
 

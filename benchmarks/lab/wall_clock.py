@@ -217,10 +217,12 @@ def _run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     """Print a stored record."""
-    record = json.loads(args.table.read_text())
-    print(_HEAD)
-    for name, model in record["models"].items():
-        print("\n".join(lines(name, model)))
+    try:
+        record = json.loads(args.table.read_text(encoding="utf-8"))
+        rows = [line for name, model in record["models"].items() for line in lines(name, model)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise EvaluationError(f"{args.table}: not a record of this command") from None
+    print("\n".join([_HEAD, *rows]))
     _draw(record, args.figure)
     return 0
 

@@ -99,6 +99,8 @@ def _report(words: list[str]) -> None:
     )
     parser.add_argument("--figures", type=Path, help="folder for each figure as a file of its own")
     args = parser.parse_args(words)
+    if args.output.suffix == ".md":
+        parser.error(f"--output {args.output}: the page; its Markdown goes beside it as .md")
     from dms_train.evaluation.analysis.charts import standalone
     from dms_train.evaluation.analysis.comparison import Comparison
     from dms_train.evaluation.analysis.page import figures, markdown, page
@@ -110,6 +112,7 @@ def _report(words: list[str]) -> None:
         args.figures.mkdir(parents=True, exist_ok=True)
         for name, svg in figures(comparison):
             files[args.figures / f"{name}.svg"] = standalone(svg, comparison.methods)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
         print(path)

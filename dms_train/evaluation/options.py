@@ -81,6 +81,11 @@ class DocumentOptions:
     context_length: Annotated[int, AtLeast(1)] = 4096
     haystack: str | None = None
 
+    def check(self, path: str) -> Iterator[str]:
+        """One line for a download of a file that is not asked for."""
+        if self.download and not self.hub:
+            yield f"{path}.download=true: needs {path}.hub=true"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions(DocumentOptions):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dms_train.evaluation.analysis.pareto import BudgetPoint, frontier, margin
 from dms_train.evaluation.bootstrap import Estimate
+from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.scaling.results import DocumentMeasure, Point, RunResult
+from dms_train.evaluation.scaling.store import differing_keys
 
 VANILLA, AVERAGE = "Vanilla", "Average"
 _RESAMPLES, _SEED = 500, 0
@@ -73,10 +75,14 @@ class Comparison:
 
     Args:
         results: Runs of one original model and of what was made of it.
+
+    Raises:
+        EvaluationError: Runs of a task were prompted or sampled differently.
     """
 
     def __init__(self, results: Sequence[RunResult]) -> None:
         self.results = [result for result in results if result.documents]
+        _require_same_sampling(self.results)
         self.points: list[tuple[RunResult, Point]] = [
             (result, point) for result in self.results for point in result.points()
         ]
@@ -139,6 +145,25 @@ class Comparison:
                     pair = [samples.get((task, method), []) for method in (first, second)]
                     found.append(Margin(task, first, second, *_margin(pair)))
         return found
+
+
+def _require_same_sampling(results: Sequence[RunResult]) -> None:
+    """Refuse runs of a task whose accuracies cannot stand in one figure."""
+    first: dict[str, RunResult] = {}
+    for result in results:
+        other = first.setdefault(result.title, result)
+        if differing := differing_keys(_asked(other), _asked(result)):
+            raise EvaluationError(
+                f"{result.folders[0]}: {result.title} with another {', '.join(differing)} than "
+                f"{other.folders[0]}; give them to two reports"
+            )
+
+
+def _asked(result: RunResult) -> dict[str, Any]:
+    """How a run prompts and samples, seeds apart."""
+    config = result.header["config"]
+    sampling = {k: v for k, v in config.get("sampling", {}).items() if k != "seed"}
+    return {"prompt_format": config["model"].get("prompt_format"), "sampling": sampling}
 
 
 def line(marks: Sequence[Mark], method: str) -> list[BudgetPoint]:

@@ -40,8 +40,9 @@ document.querySelectorAll('th').forEach(head => head.addEventListener('click', (
   const body = head.closest('table').tBodies[0], column = head.cellIndex;
   const down = head.dataset.order = head.dataset.order === '1' ? '-1' : '1';
   const value = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
+  const number = text => parseFloat(text.replace('[', ''));  // of an interval its lower end
   const rows = [...body.rows].sort((a, b) => {
-    const x = value(a), y = value(b), p = parseFloat(x), q = parseFloat(y);
+    const x = value(a), y = value(b), p = number(x), q = number(y);
     return down * (isNaN(p) || isNaN(q) ? x.localeCompare(y) : p - q);
   });
   body.append(...rows);

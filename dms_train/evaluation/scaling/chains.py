@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from dms_train.evaluation.tasks.base import Document
 from dms_train.inference.accounting import KVTrace
 from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import CompletionOutput, RequestOutput
 
@@ -70,7 +71,7 @@ def generate(
         max_num_seqs: Chains at the same time.
 
     Raises:
-        InferenceError: A prompt is too long for the model.
+        InferenceError: A prompt is too long for the model, or the cache is too small for a chain.
     """
     waiting = iter(documents)
     running: dict[str, PromptedDocument] = {}
@@ -90,6 +91,11 @@ def generate(
 def _finished(prompted: PromptedDocument, output: RequestOutput) -> GeneratedDocument:
     chains = []
     for chain in output.outputs:
+        if chain.finish_reason == "memory":
+            raise InferenceError(
+                f"document {prompted.document.id}: the cache is too small for a chain of it; take "
+                "shorter sweep.lengths or a device with more memory"
+            )
         assert chain.kv.trace is not None
         chains.append(GeneratedChain(output=chain, trace=chain.kv.trace))
     return GeneratedDocument(

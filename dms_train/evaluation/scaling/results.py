@@ -267,6 +267,8 @@ def summary(result: RunResult) -> dict[str, Any]:
     """The content of `summary.json`."""
     return {
         "config_hash": result.header["config_hash"],
+        "config": result.header["config"],
+        "versions": result.header["versions"],
         "complete": result.complete,
         "documents": len(result.documents),
         "seconds": result.seconds,

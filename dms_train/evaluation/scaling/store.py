@@ -59,20 +59,20 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
         written.unlink()
     known = read_header(folder)
     if known["config_hash"] != header["config_hash"]:
-        differing = _differing(known["config"], header["config"])
+        differing = differing_keys(known["config"], header["config"])
         raise EvaluationError(
             f"{folder}: holds a run with another {', '.join(differing)}; choose another run.dir"
         )
     return known
 
 
-def _differing(first: dict[str, Any], second: dict[str, Any], path: str = "") -> list[str]:
+def differing_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> list[str]:
     """Dotted keys whose values are not the same."""
     found = []
     for key in sorted({*first, *second}):
         here, a, b = f"{path}{key}", first.get(key), second.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differing(a, b, f"{here}.")
+            found += differing_keys(a, b, f"{here}.")
         elif a != b:
             found.append(here)
     return found
@@ -82,15 +82,20 @@ def read_header(folder: Path) -> dict[str, Any]:
     """What `run.json` of a folder says.
 
     Raises:
-        EvaluationError: There is none, or it is damaged.
+        EvaluationError: There is none, or it is damaged or of another program.
     """
     try:
-        found: dict[str, Any] = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        found = json.loads((folder / RUN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvaluationError(f"{folder}: no {RUN}; give the folder of a dms-eval run") from None
     except json.JSONDecodeError as error:
         raise EvaluationError(f"{folder / RUN}: not valid JSON ({error.msg})") from None
-    return found
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"{folder / RUN}: not UTF-8 ({error.reason})") from None
+    header: dict[str, Any] = found if isinstance(found, dict) else {}
+    if not isinstance(header.get("config"), dict) or not header.get("config_hash"):
+        raise EvaluationError(f"{folder / RUN}: not of a dms-eval run; leave the folder out")
+    return header
 
 
 def read_chains(folder: Path) -> list[Row]:

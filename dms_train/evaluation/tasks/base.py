@@ -178,7 +178,8 @@ class Task(ABC):
         if options.path is None and not options.hub:
             generated = self.generate(options, tokens)
             if generated is None:
-                raise EvaluationError(f"task {self.name}: needs task.path=FILE; {self.where}")
+                hub = " or task.hub=true" if self.source is not None else ""
+                raise EvaluationError(f"task {self.name}: needs task.path=FILE{hub}; {self.where}")
             return list(generated), f"task {self.name}"
         path = self._path(options)
         rows = list(read_rows(path, sha256=options.sha256))

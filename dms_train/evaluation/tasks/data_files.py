@@ -47,8 +47,9 @@ class DataSource:
             )
         except Exception as error:  # of the hub, the network and the disk
             reason = " ".join(str(error).split())[:200]
-            how = "" if download else "; task.download=true fetches it"
-            raise EvaluationError(f"{self.repo}/{self.file}: {reason}{how}") from None
+            if not download:
+                reason = "not in the local cache of the hub; task.download=true fetches it"
+            raise EvaluationError(f"{self.repo}/{self.file}: {reason}") from None
         return Path(found)
 
 
@@ -124,5 +125,6 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         ) from None
     try:
         yield from parquet.read_table(path).to_pylist()
-    except ArrowException as error:
-        raise EvaluationError(f"{path}: not a parquet file ({error})") from None
+    except (ArrowException, OSError) as error:  # OSError: of a damaged page
+        reason = str(error).strip().partition("\n")[0]
+        raise EvaluationError(f"{path}: not a parquet file, or damaged ({reason})") from None

@@ -151,6 +151,46 @@ def test_problems_of_evaluation_sets_are_left_out_and_reported(
     assert preparation["overlaps"] == {"evaluation.jsonl, 13-gram": 1, "evaluation.jsonl, exact": 1}
 
 
+def test_gpqa_and_livecodebench_are_evaluation_sets(
+    tmp_path: Path, write_rows: WriteRows, prepare: Callable[..., int]
+) -> None:
+    gas = "has the lowest boiling point at a pressure of one atmosphere"
+    (tmp_path / "gpqa_diamond.csv").write_bytes(
+        b"\xef\xbb\xbfPre-Revision Question,Question,Correct Answer\r\n"
+        b'old,"Which ""gas"", of these four,\n' + gas.encode() + b'?",Helium\r\n'
+        b"\r\n"
+        b"What is 3 + 1?,Which is the lightest lepton?,The electron\r\n"
+    )
+    programs = [
+        {"question_title": "What is 3 + 1?", "question_content": "Read n.\nPrint 2n."},
+        {"question_title": "B", "question_content": f"Print which gas of these {gas}."},
+    ]
+    rows = [
+        row(0, problem=f'WHICH "gas", of these four, {gas}?'),
+        row(1, problem=f"Helium, of these four, {gas}. Why?"),
+        row(2, problem="Which is the lightest lepton?"),
+        row(3),  # an older version of a question, and a title
+        row(4, problem="Read n. Print 2n."),
+        row(5, problem=f"We ask which gas of these {gas}."),
+    ]
+    sets = (str(tmp_path / "gpqa_diamond.csv"), write_rows(programs, "test.jsonl"))
+    words = [word for path in sets for word in ("--evaluation-set", path)]
+    assert prepare(write_rows(rows), *words) == 0
+    hits = [one.get("overlap") for one in verdicts(tmp_path)]
+    assert [hit and (hit["kind"], hit["where"]) for hit in hits] == [
+        ("exact", "gpqa_diamond.csv: row 0"),
+        ("13-gram", "gpqa_diamond.csv: row 0"),
+        ("exact", "gpqa_diamond.csv: row 1"),
+        None,
+        ("exact", "test.jsonl: row 0"),
+        ("13-gram", "test.jsonl: row 1"),
+    ]
+    preparation = read_manifest(tmp_path / "out").preparation
+    assert preparation is not None
+    found = [(one["name"], one["problems"]) for one in preparation["settings"]["evaluation_sets"]]
+    assert found == [("gpqa_diamond.csv", 2), ("test.jsonl", 2)]
+
+
 def test_the_manifest_says_how_the_documents_were_chosen(
     tmp_path: Path, r1: str, write_rows: WriteRows, prepare: Callable[..., int]
 ) -> None:
@@ -363,6 +403,78 @@ def test_unfit_input_is_refused(
     write_rows([{"text": "a"}], "text.jsonl")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     refused(capsys, prepare(*words), *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b'Question\na\n"b\nc\n', ("row 1", "unexpected end of data")),
+        (b'Question\n"a"b\n', ("row 0", "expected after")),
+        (b"id,Question\n1,a\n\n2\n", ("row 1", "1 cells for 2 columns")),
+        (b"Question\na\nb,c\n", ("row 1", "2 cells for 1 columns")),
+        (b"Question\n" + b"a\n" * 3 + b"\xff\n", ("row 3", "can't decode byte 0xff")),
+        ("Question\na\n".encode("utf-16"), ("row 0", "can't decode byte 0xff")),
+    ],
+)
+def test_a_damaged_row_of_a_csv_file_is_named(
+    tmp_path: Path,
+    write_rows: WriteRows,
+    prepare: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+    parts: tuple[str, str],
+) -> None:
+    file = tmp_path / "set.csv"
+    file.write_bytes(content)
+    where, reason = parts
+    status = prepare(write_rows([row(0)]), "--evaluation-set", str(file))
+    refused(capsys, status, f"{file}: {where} cannot be read", reason)
+
+
+def page_of(path: Path) -> int:
+    """Where the problems of rows 30 to 59 begin."""
+    from pyarrow import parquet
+
+    column = parquet.read_metadata(path).row_group(1).column(0)
+    assert column.path_in_schema == "problem"
+    return int(column.data_page_offset)
+
+
+def text_of(path: Path) -> int:
+    return path.read_bytes().index(b"What is 45")
+
+
+def footer_of(path: Path) -> int:
+    content = path.read_bytes()
+    return len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (page_of, "rows from 30 on cannot be read (Couldn't deserialize thrift"),
+        (text_of, "rows from 30 on cannot be read ('utf-8' codec can't decode byte"),
+        (footer_of, "not a parquet file (Couldn't deserialize thrift"),
+    ],
+)
+def test_a_damaged_parquet_file_is_named(
+    tmp_path: Path,
+    prepare: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    place: Callable[[Path], int],
+    said: str,
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.Table.from_pylist([row(number) for number in range(90)])
+    parquet.write_table(table, path, row_group_size=30, compression="none", use_dictionary=False)
+    start = place(path)
+    content = bytearray(path.read_bytes())
+    content[start : start + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    refused(capsys, prepare(str(path)), f"{path}: {said}", "copy it again")
 
 
 def test_missing_packages_are_named(

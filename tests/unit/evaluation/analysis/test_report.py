@@ -34,6 +34,7 @@ def header(task: str, method: str, cr: float) -> dict:
         "documents": {"count": DOCUMENTS, "sha256": "0"},
         "model": {"sha256": f"{cr:g}" * 12},
         "cr": cr,
+        "sampling": {"temperature": 0.6, "seed": 0},
         "sweep": {"lengths": LENGTHS, "widths": WIDTHS},
     }
     return {
@@ -253,3 +254,51 @@ def test_runs_without_chains_are_refused(tmp_path, capsys):
         page(Comparison(load_all([tmp_path])))
     assert command.main(["report", str(tmp_path / "absent")]) == 2
     assert "no run.json here or below" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sampling", "differing"),
+    [
+        ({"temperature": 1.0, "seed": 0}, "sampling.temperature"),
+        ({"temperature": 0.6, "seed": 0, "top_k": 5}, "sampling.top_k"),
+        ({"temperature": 0.6, "seed": 1}, None),
+    ],
+)
+def test_runs_that_were_sampled_differently_are_not_compared(tmp_path, capsys, sampling, differing):
+    other = header("sums", "DMS", 2.0)
+    other["config"]["sampling"] = sampling
+    other["config_hash"] = store.config_hash(other["config"])
+    for name, head in (("a", header("sums", "Vanilla", 1.0)), ("b", other)):
+        store.open_run(tmp_path / name, head)
+        with store.ChainWriter(tmp_path / name, 0, 1) as writer:
+            writer.add(rows(0, head["config"]["cr"], random.Random(0)))
+    given = ["report", str(tmp_path), "--output", str(tmp_path / "out" / "r.html")]
+    code = command.main(given)
+    refusal = capsys.readouterr().err
+    if differing is None:
+        assert (code, refusal) == (0, "")
+        return
+    assert code == 2
+    assert refusal.count("\n") == 1
+    for fact in (differing, str(tmp_path / "a"), str(tmp_path / "b"), "SUMS"):
+        assert fact in refusal
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "7", '{"config": 1, "config_hash": "x"}', "{", "\x80"]
+)
+def test_a_run_of_another_program_is_refused(tmp_path, capsys, text):
+    file = tmp_path / "run.json"
+    file.write_bytes(text.encode("latin-1"))
+    assert command.main(["report", str(tmp_path), "--output", str(tmp_path / "r.html")]) == 2
+    refusal = capsys.readouterr().err
+    assert str(file) in refusal
+    assert refusal.count("\n") == 1
+
+
+def test_the_page_is_not_written_over_by_its_markdown(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["report", str(folder), "--output", str(tmp_path / "r.md")])
+    assert ended.value.code == 2
+    assert "--output" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

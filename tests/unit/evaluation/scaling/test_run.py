@@ -98,6 +98,8 @@ def test_every_budget_is_counted_from_the_chains(whole):
     assert [p["budget"] for p in summary["points"]] == list(points)
     assert summary["seconds"] > 0
     assert summary["peak_allocated_bytes"] > 0
+    assert store.config_hash(summary["config"]) == summary["config_hash"]
+    assert summary["versions"] == whole.header["versions"]
 
 
 def test_the_header_names_what_decides_the_result(whole, target):
@@ -161,6 +163,21 @@ def test_another_configuration_in_the_folder_is_refused(whole, target, sheets):
     other = words(replace(target, export=target.teacher), sheets, whole.folders[0])
     with pytest.raises(EvaluationError, match=r"another cr, model\.sha256, policy\.window"):
         evaluate(prepare(compose_evaluation(other)), lambda line: None)
+
+
+def test_a_chain_that_outgrows_the_cache_ends_the_run(target, sheets, tmp_path):
+    wide = words(target, sheets, tmp_path / "run", "sweep.lengths=[0.75]", "policy=keep_all")
+    prepared = prepare(compose_evaluation([w for w in wide if w != f"sweep.lengths={LENGTHS}"]))
+    small = replace(
+        prepared, engine=replace(prepared.engine, cache_bytes=24_000, slab_pages=1, page_slots=4)
+    )
+    with pytest.raises(InferenceError, match=r"document \d+: the cache is too small"):
+        evaluate(small, lambda line: None)
+
+
+def test_a_download_that_is_not_asked_for_is_refused(target, sheets):
+    with pytest.raises(ConfigError, match=r"task\.download=true: needs task\.hub=true"):
+        compose_evaluation(words(target, sheets, "x", "task.download=true"))
 
 
 def test_a_row_of_the_cache_is_for_the_longest_prompt_and_chain(target, sheets):

@@ -77,7 +77,7 @@ def test_another_number_of_documents_than_published_is_refused(name, tmp_path):
 
 @pytest.mark.parametrize("name", [*FROM_FILES, *MADE])
 def test_a_task_without_its_file_says_where_to_get_it(name):
-    with pytest.raises(EvaluationError, match=r"needs task\.path=FILE; .*"):
+    with pytest.raises(EvaluationError, match=r"needs task\.path=FILE( or task\.hub=true)?; "):
         TASKS[name].documents(TaskOptions(), tokens)
 
 
@@ -142,6 +142,11 @@ def test_all_kinds_of_files_give_the_same_rows(tmp_path):
 
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert list(read_rows(tmp_path / "a.parquet")) == rows
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content[4:40] = b"\xff" * 36  # the header of the first page
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(EvaluationError, match=r"a\.parquet: not a parquet file, or damaged"):
+        list(read_rows(tmp_path / "a.parquet"))
 
 
 def test_gsm8k_reads_whole_solutions_and_bare_answers():
