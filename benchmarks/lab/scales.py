@@ -30,6 +30,7 @@ class Variant:
         overrides: Of the experiment.
         experiment: In `conf/experiment`.
         model: What is retrofitted: the teacher, or what `gqa` makes of it.
+        shorter: Factor by which its samples are shorter, with as many tokens in a step.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Variant:
     overrides: tuple[str, ...] = ()
     experiment: str = "lab_retrofit"
     model: str = "teacher"
+    shorter: int = 1
 
 
 DMS = "dms"
@@ -49,9 +51,11 @@ VARIANTS = {
     "steps_4x": Variant(title="4 times the tokens", steps=4),
     "window_4": Variant(title="a window of 4 tokens", overrides=("method.window=4",)),
     "window_64": Variant(title="a window of 64 tokens", overrides=("method.window=64",)),
+    "zeroing_10": Variant(title="10 steps of zeroing", overrides=("stage.zero_neuron.steps=10",)),
     "zeroing_2000": Variant(
         title="2,000 steps of zeroing", overrides=("stage.zero_neuron.steps=2000",)
     ),
+    "half_context": Variant(title="samples of half the length", shorter=2),
     "gqa": Variant(title="half of the KV heads", model="gqa"),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.lab.card import GREEDY, TEACHER
 from benchmarks.lab.scales import DMS, VARIANTS, Retrofit, Scale, Variant
 from benchmarks.lab.tasks import TASKS, named
 from dms_train.cli.config_source import compose
@@ -18,6 +19,7 @@ _DATA = ("-m", "dms_train.data_prep.prepare")
 _TRAIN = ("-m", "dms_train")
 _POOL = ("-m", "dms_train.checkpoints_tools.pool_kv_heads")
 _EVALUATE = ("-m", "dms_train.cli.evaluate")
+_CARD = ("-m", "benchmarks.lab.card")
 HF = Path("exports") / "final" / "hf"
 _OTHERS = ("--seed", "1")  # than those of the teacher
 _LONG = ("--long-share", "0.7", *_OTHERS)
@@ -100,11 +102,16 @@ def steps(settings: Settings) -> list[Step]:
     fewer, one_seed = _compared(settings.scale), len(trained) // len(settings.seeds)
     evaluated: list[Step] = []
     for task in settings.tasks:
-        evaluated.append(_evaluation(settings, task, teacher))
+        evaluated += _of_the_teacher(settings, task, teacher)
         evaluated += [_evaluation(settings, task, step, *fewer) for step in pooled[1:] + variants]
         evaluated += [_evaluation(settings, task, step) for step in trained[:one_seed]]
         evaluated += _policies(settings, task)
         evaluated += [_evaluation(settings, task, step) for step in trained[one_seed:]]
+    card = Step(
+        name="card",
+        words=lambda: [*_CARD, str(settings.root), "--experiment", settings.scale.experiment],
+        needs=tuple(step.name for step in evaluated if step.name.startswith(f"evaluate_{TEACHER}")),
+    )
     report = Step(
         name="report",
         words=lambda: _report(settings),
@@ -112,7 +119,8 @@ def steps(settings: Settings) -> list[Step]:
         repeats=True,
     )
     made = [step for task in settings.tasks for step in _data(settings, task)]
-    return [*made, teacher, *trained, *pooled, *variants, *evaluated, report]
+    made += _shorter_data(settings)
+    return [*made, teacher, *trained, *pooled, *variants, *evaluated, card, report]
 
 
 def _data(settings: Settings, name: str) -> list[Step]:
@@ -125,10 +133,10 @@ def _data(settings: Settings, name: str) -> list[Step]:
     ]
 
 
-def _long_data(settings: Settings, name: str) -> Step:
+def _long_data(settings: Settings, name: str, base: str = "data_long") -> Step:
     """Documents of the retrofits."""
     more = _LONG if TASKS[name].long and not settings.scale.packing else _OTHERS
-    return _documents(settings, name, "data_long", settings.scale.long_samples, *more)
+    return _documents(settings, name, base, settings.scale.long_samples, *more)
 
 
 def _documents(settings: Settings, name: str, base: str, samples: int, *more: str) -> Step:
@@ -319,9 +327,38 @@ def _variants(settings: Settings) -> list[Step]:
             hold=max(1, round(first.hold * variant.steps)),
         )
         folder = settings.run(f"{name}_cr{first.cr}", settings.seeds[0])
-        needs = (variant.model, *_needed(settings, "data_long"))
-        found.append(_retrofit(settings, variant, retrofit, folder, needs, *variant.overrides))
+        base, own = "data_long", settings
+        if variant.shorter > 1:
+            base, own = f"data_{name}", _with_shorter_samples(settings, variant)
+        needs = (variant.model, *_needed(settings, base))
+        found.append(
+            _retrofit(own, variant, retrofit, folder, needs, *variant.overrides, data=base)
+        )
     return found
+
+
+def _shorter_data(settings: Settings) -> list[Step]:
+    """Documents of the variants with shorter samples."""
+    return [
+        _long_data(_with_shorter_samples(settings, VARIANTS[name]), task, f"data_{name}")
+        for name in settings.also
+        if VARIANTS[name].shorter > 1
+        for task in settings.tasks
+    ]
+
+
+def _with_shorter_samples(settings: Settings, variant: Variant) -> Settings:
+    """Retrofits with as many tokens in a step, in shorter samples."""
+    scale, factor = settings.scale, variant.shorter
+    batch = compose([f"experiment={variant.experiment}", *scale.retrofit]).data.global_batch_size
+    shorter = replace(
+        scale,
+        context=scale.context // factor,
+        micro_batch=scale.micro_batch * factor,
+        long_samples=scale.long_samples * factor,
+        retrofit=(*scale.retrofit, f"data.global_batch_size={batch * factor}"),
+    )
+    return replace(settings, scale=shorter)
 
 
 def _retrofit(
@@ -331,13 +368,14 @@ def _retrofit(
     folder: Path,
     needs: tuple[str, ...],
     *more: str,
+    data: str = "data_long",
 ) -> Step:
     scale, root = settings.scale, settings.root
     words = [
         *_TRAIN,
         f"experiment={variant.experiment}",
         f"model.path={settings.pretrained(variant.model)}",
-        *_blend(settings, "data_long"),
+        *_blend(settings, data),
         f"data.seq_length={scale.context}",
         f"data.micro_batch_size={scale.micro_batch}",
         f"stage.retrofit.target_cr={retrofit.cr}",
@@ -355,6 +393,16 @@ def _retrofit(
 def _evaluation(settings: Settings, task: str, trained: Step, *more: str) -> Step:
     model = _exported(settings, trained.name)
     return _evaluate(settings, task, trained.name, model, *more, needs=trained.name)
+
+
+def _of_the_teacher(settings: Settings, task: str, teacher: Step) -> list[Step]:
+    """With all budgets; of searches, which are sampled, also one greedy chain."""
+    found = [_evaluation(settings, task, teacher)]
+    if TASKS[task].searches:
+        more = ("sampling.temperature=0", "sweep.widths=[1]")
+        model = _exported(settings, teacher.name)
+        found.append(_evaluate(settings, task, GREEDY, model, *more, needs=teacher.name))
+    return found
 
 
 def _exported(settings: Settings, step: str) -> Path:
@@ -453,7 +501,7 @@ def budget_of(settings: Settings, task: str, cr: int) -> int:
 def _report(settings: Settings) -> list[str]:
     """Of the teacher, policies, DMS and DMC with the first seed: a method has one line."""
     root, first = settings.root, f"seed{settings.seeds[0]}_"
-    others = ["gqa", *(f"{first}{name}_cr" for name in VARIANTS if name != "dmc")]
+    others = ["gqa", GREEDY, *(f"{first}{name}_cr" for name in VARIANTS if name != "dmc")]
     found = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     runs = [
         path

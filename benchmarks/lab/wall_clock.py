@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.lab.arguments import count, list_of, picture, seed
 from benchmarks.lab.steps import HF
+from benchmarks.records import show
 from benchmarks.timing import device_name, versions
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
@@ -217,14 +218,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     """Print a stored record."""
-    try:
-        record = json.loads(args.table.read_text(encoding="utf-8"))
-        rows = [line for name, model in record["models"].items() for line in lines(name, model)]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise EvaluationError(f"{args.table}: not a record of this command") from None
-    print("\n".join([_HEAD, *rows]))
-    _draw(record, args.figure)
-    return 0
+    code = show(args.table, _table)
+    _draw(json.loads(args.table.read_text(encoding="utf-8")), args.figure)
+    return code
+
+
+def _table(record: dict[str, Any]) -> str:
+    rows = [line for name, model in record["models"].items() for line in lines(name, model)]
+    return "\n".join([_HEAD, *rows])
 
 
 def _draw(record: dict[str, Any], path: Path | None) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import show
 from benchmarks.serve.case import Case, measure
 from benchmarks.serve.latency import known_gpu, latency_table
 from benchmarks.serve.models import LONGEST, SHAPES, WINDOW, random_model
@@ -56,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     if args.table:
-        return run_main(lambda: _show(args.table))
+        return run_main(lambda: show(args.table, lambda record: table(record["cases"])))
     if args.predicted:
-        return run_main(lambda: _predict(args.predicted))
+        return run_main(lambda: show(args.predicted, _predicted))
     if unknown := set(args.shapes) - set(SHAPES):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
     if args.new_tokens < _FEWEST:
@@ -90,17 +91,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(path: Path) -> int:
-    """Print the table of a stored record."""
-    print(table(json.loads(path.read_text())["cases"]))
-    return 0
-
-
-def _predict(path: Path) -> int:
-    """Print the steps of a stored record beside those of the latency model."""
-    record = json.loads(path.read_text())
-    print(latency_table(record["cases"], known_gpu(record["device"])))
-    return 0
+def _predicted(record: dict[str, Any]) -> str:
+    """The steps of a record beside those of the latency model."""
+    return latency_table(record["cases"], known_gpu(record["device"]))
 
 
 def _ours(shape: str, device: torch.device, new_tokens: int) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.records import show
 from benchmarks.serve.case import Case, prompts
 from benchmarks.serve.models import LONGEST, SHAPES, random_model
 from benchmarks.timing import ceilings, device_name, versions
@@ -226,8 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     args = parser.parse_args(arguments)
     if args.table is not None:
-        print(table(json.loads(args.table.read_text())))
-        return 0
+        return run_main(lambda: show(args.table, table))
     if args.sequences < 1 or not 1 <= args.context <= LONGEST - _ROOM:
         given = f"--sequences {args.sequences} --context {args.context}"
         parser.error(f"{given}: at least 1, and a context of at most {LONGEST - _ROOM}")

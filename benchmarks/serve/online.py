@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from benchmarks.records import show
 from benchmarks.serve.models import LONGEST, SHAPES, architecture, random_model
 from benchmarks.serve.traffic import MIXES, Arrival, Lengths, Mix, arrivals, poisson_times, recorded
 from benchmarks.timing import device_name, versions
@@ -268,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_load(parser)
     args = parser.parse_args(arguments)
     if args.table:
-        return run_main(lambda: _show(args.table))
+        return run_main(lambda: show(args.table, tables))
     if unknown := set(args.shapes) - set(SHAPES):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
     try:
@@ -276,12 +277,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return run_main(lambda: _run(args, asked))
-
-
-def _show(path: Path) -> int:
-    """Print the tables of a stored record."""
-    print(tables(json.loads(path.read_text())))
-    return 0
 
 
 def _run(args: argparse.Namespace, asked: Load) -> int:

@@ -87,3 +87,38 @@ def test_forks_and_turns_generate_the_same_tokens(policy: str, own: dict) -> Non
             tokens.append(drained(engine)[talk].outputs[0].token_ids)
         found.append(tokens)
     assert found[0] == found[1]
+
+
+LONG = [
+    ("streaming_llm", {"budget": 60, "sinks": 7}),
+    ("h2o", {"budget": 60}),
+    ("tova", {"budget": 60}),
+]
+
+
+@pytest.mark.parametrize(("policy", "own"), LONG, ids=[name for name, _ in LONG])
+def test_long_searches_behind_short_prompts_generate_the_same_tokens(
+    policy: str, own: dict
+) -> None:
+    params = SamplingParams(temperature=0.6, seed=1, max_tokens=400, ignore_eos=True)
+    found = []
+    for kernels in ("auto", "reference"):
+        engine = engine_of(policy, own, kernels, max_num_seqs=96, decode_steps=8)
+        ids = [engine.add_request(prompt(7 + n % 2), params, final_only=True) for n in range(96)]
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {o.request_id: o for o in engine.step()}
+            held = engine.live_positions(ids[0]) if engine.has_request(ids[0]) else None
+            if policy == "streaming_llm" and held is not None:
+                _require_sinks_and_newest(held, sinks=7, budget=60)
+        found.append([done[i].outputs[0].token_ids for i in ids])
+    assert found[0] == found[1]
+
+
+def _require_sinks_and_newest(held: list[list[torch.Tensor]], sinks: int, budget: int) -> None:
+    for layer in held:
+        for position in layer:
+            newest = position[-1].item() if len(position) else -1
+            last = range(max(sinks, newest + 1 - (budget - sinks)), newest + 1)
+            kept = [*range(min(sinks, newest + 1)), *last]
+            assert position.tolist() == kept

@@ -53,6 +53,7 @@ def test_a_teacher_is_pretrained_retrofitted_exported_and_evaluated(folder: Path
     report = (folder / "report.md").read_text()
     assert "Countdown" in report
     assert "NIAH (lab)" in report
+    assert "| Countdown | 32 |" in (folder / "teacher" / "README.md").read_text()
     scale = SCALES["toy"]
     for name in ("teacher", "seed1234_cr2"):
         run = load([folder / "eval" / name])

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.lab import __main__ as lab
 from benchmarks.lab.scales import SCALES, VARIANTS
 from benchmarks.lab.steps import Settings, Step, as_text, long_steps, steps
+from benchmarks.lab.tasks import TASKS
 from dms_train.checkpoints_tools import pool_kv_heads
 from dms_train.cli.config_source import compose, compose_evaluation
 from dms_train.config.check import check
@@ -76,7 +77,9 @@ def test_the_commands_of_every_scale_compose(
     found = before_evaluations(settings)
     seeds = 2 * len(SCALES[scale].methods) * len(SCALES[scale].retrofits)
     trained = 2 + seeds + len(settings.also)  # 2: the teacher and gqa
-    count = (3 + trained) * len(tasks) + trained + 1  # 1: the means of KV heads
+    searches = sum(TASKS[task].searches for task in tasks)  # a greedy evaluation each
+    # 3 of data, and 1 of shorter samples; 1: the means of KV heads
+    count = (4 + trained) * len(tasks) + searches + trained + 1
     assert len({step.name for step in found}) == len(found) == count
     known: set[str] = set()
     for step in found:  # every step stands behind those that it needs
@@ -84,23 +87,48 @@ def test_the_commands_of_every_scale_compose(
         known.add(step.name)
     teacher = None
     prefixes = []
-    for step in found[: 3 * len(tasks)]:
+    for step in found[: 4 * len(tasks)]:
         given = data._parser().parse_args(step.words()[2:])
         if step.name.startswith("data"):
             prefixes.append(str(given.out / "train"))
-            filled = None if SCALES[scale].packing else SCALES[scale].context
+            context = SCALES[scale].context // (1 + step.name.startswith("data_half_context"))
+            filled = None if SCALES[scale].packing else context
             assert given.document_tokens == filled
-    for step in found[3 * len(tasks) :]:
+    for step in found[4 * len(tasks) :]:
         words = step.words()
         if words[:2] == ["-m", "dms_train"]:
             config = compose(words[2:])
             teacher = teacher or config.model.architecture
             check(config, world_size=step.ranks, architecture=teacher)
-            assert SCALES[scale].context == config.data.seq_length
+            shorter = 1 + ("half_context" in step.name)
+            assert SCALES[scale].context == config.data.seq_length * shorter
             assert set(config.data.paths) <= set(prefixes)
             assert len(config.data.paths) == len(tasks)
         elif step.name != "gqa_means":
             compose_evaluation(words[2:])
+
+
+@pytest.mark.parametrize("scale", ["s", "m", "l"])
+def test_shorter_samples_have_as_many_tokens_in_a_step(scale: str, tmp_path: Path) -> None:
+    given = [scale, *words(tmp_path)[1:], "--also", "half_context,steps_half"]
+    made = {s.name: s for s in steps(lab._settings(lab._parser().parse_args(given)))}
+    first = SCALES[scale].retrofits[0].cr
+    half, same = (
+        compose(made[f"seed1234_{name}_cr{first}"].words()[2:]).data
+        for name in ("half_context", "steps_half")
+    )
+    assert 2 * half.seq_length == same.seq_length
+    assert half.global_batch_size * half.seq_length == same.global_batch_size * same.seq_length
+    assert half.micro_batch_size * half.seq_length == same.micro_batch_size * same.seq_length
+    assert half.paths == (f"{tmp_path}/data_half_context/train",)
+    documents = [
+        data._parser().parse_args(made[name].words()[2:])
+        for name in ("data_half_context", "data_long")
+    ]
+    assert documents[0].documents == 2 * documents[1].documents
+    evaluated = (f"evaluate_seed1234_{name}_cr{first}" for name in ("half_context", "steps_half"))
+    lengths = [compose_evaluation(made[name].words()[2:]).sweep.lengths for name in evaluated]
+    assert lengths[0] == lengths[1] == SCALES[scale].lengths
 
 
 @pytest.mark.parametrize(
@@ -288,7 +316,7 @@ def test_the_report_has_one_line_for_a_method(tmp_path: Path) -> None:
     settings = lab._settings(lab._parser().parse_args(words(tmp_path)))
     shown = ["teacher", "seed1234_cr4", "seed1234_dmc_cr4", "teacher_lab_niah", "tova_as_cr4"]
     others = ["gqa", "gqa_lab_niah", "seed1234_gqa_cr4", "seed1234_window_4_cr4_lab_niah"]
-    others += ["seed1234_dmc_4x_cr4", "seed7_cr4", "seed12345_cr4"]
+    others += ["seed1234_dmc_4x_cr4", "seed7_cr4", "seed12345_cr4", "teacher_greedy"]
     for name in (*shown, *others):
         (tmp_path / "eval" / name).mkdir(parents=True)
         (tmp_path / "eval" / name / "summary.json").touch()

@@ -70,16 +70,6 @@ def test_a_folder_or_a_record_is_needed(lab: Path, capsys) -> None:
         assert "--table" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"models": {"teacher": {}}}', "\x80"])
-def test_another_file_is_no_record(tmp_path: Path, text: str, capsys) -> None:
-    file = tmp_path / "other.json"
-    file.write_bytes(text.encode("latin-1"))
-    assert wall_clock.main(["--table", str(file)]) == 2
-    refusal = capsys.readouterr().err
-    assert str(file) in refusal
-    assert refusal.count("\n") == 1
-
-
 def test_a_problem_counts_when_one_of_its_chains_is_right(lab: Path) -> None:
     model = wall_clock.model_path(lab, "teacher", seed=1234)
     checked = wall_clock.checked_problems(model, lab, PROBLEMS, [1.0])

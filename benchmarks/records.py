@@ -1,0 +1,28 @@
+"""Records of benchmarks that were stored, printed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dms_train.evaluation.errors import EvaluationError
+
+
+def show(path: Path, text: Callable[[Any], str]) -> int:
+    """Print a stored record; 0.
+
+    Args:
+        path: JSON file.
+        text: Makes what is printed of the record.
+
+    Raises:
+        EvaluationError: The file holds something else.
+    """
+    try:
+        shown = text(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise EvaluationError(f"{path}: not a record of this command") from None
+    print(shown)
+    return 0
