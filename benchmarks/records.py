@@ -20,9 +20,13 @@ def show(path: Path, text: Callable[[Any], str]) -> int:
     Raises:
         EvaluationError: The file holds something else.
     """
+    refused = EvaluationError(f"{path}: not a record of this command")
     try:
-        shown = text(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise EvaluationError(f"{path}: not a record of this command") from None
-    print(shown)
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise refused from None
+    try:
+        print(text(record))
+    except (KeyError, TypeError, AttributeError):
+        raise refused from None
     return 0

@@ -19,6 +19,7 @@ from dms_train.data_prep.documents import EVERY_LINE, InputRule, read_documents
 _ROWS_PER_BATCH = 64
 _FILE_TYPES = (".parquet", ".jsonl", ".json", ".csv")
 _LINES = ".txt"
+_LONGEST_CELL = 1 << 26  # characters of a cell of a CSV file
 _EVERY_LINE = InputRule(text_split=EVERY_LINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -235,6 +236,7 @@ def _read_array(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbe
 
 def _read_csv(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
     number = 0
+    csv.field_size_limit(_LONGEST_CELL)
     with path.open("rb") as stream:
         # decoded line by line: a larger block would name a row in front of the damaged one
         rows = csv.reader((line.decode("utf-8-sig") for line in stream), strict=True)

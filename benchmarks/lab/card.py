@@ -82,7 +82,7 @@ def _properties(a: Architecture, config: dict[str, Any]) -> list[str]:
         f"{a.max_position_embeddings:,} |",
         f"| weights | {parameter_count(a):,}, {config['parallel']['params_dtype']} in training |",
         f"| data | {', '.join(Path(path).parent.name for path in data['paths'])}: documents of "
-        "`dms-data`, of which problems are held out |",
+        "`dms-data`, without the problems of the evaluation |",
         f"| training | {pretrain['steps']:,} steps of {data['global_batch_size']} x "
         f"{data['seq_length']:,} tokens ({tokens / 1e6:,.0f} M), learning rate "
         f"{pretrain['lr']:g}, weight decay {config['optim']['weight_decay']:g}, "
@@ -120,7 +120,8 @@ def card(root: Path, experiment: str) -> str:
         "",
         "## Reproduce",
         "",
-        f"`python -m benchmarks.lab` makes the data and runs `dms-train experiment={experiment}`.",
+        f"`python -m benchmarks.lab` with the scale of `{experiment}` makes the data and runs",
+        f"`dms-train experiment={experiment}`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -111,6 +111,7 @@ def steps(settings: Settings) -> list[Step]:
         name="card",
         words=lambda: [*_CARD, str(settings.root), "--experiment", settings.scale.experiment],
         needs=tuple(step.name for step in evaluated if step.name.startswith(f"evaluate_{TEACHER}")),
+        repeats=True,
     )
     report = Step(
         name="report",

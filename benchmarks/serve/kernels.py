@@ -5,7 +5,8 @@
 Some steps of the engine run under torch's profiler, with DMS and random weights. Kernels overlap:
 each is launched while the one before it runs. The time of a kernel is therefore from the end of the
 one before it to its own end, and the times add up to that of a step without gaps before it. Needs a
-GPU from Hopper on. Prints a table, and writes `kernels.json` into the folder of the device.
+GPU from Hopper on. Prints a table, and writes `kernels_SHAPE_SEQUENCES.json` into the folder of the
+device.
 """
 
 from __future__ import annotations
@@ -208,9 +209,11 @@ def _run(args: argparse.Namespace) -> int:
     record |= measure(args.shape, Case(args.sequences, args.context), device)
     folder = args.output / re.sub(r"\W+", "_", str(record["device"]).lower())
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kernels.json").write_text(json.dumps(record, indent=1) + "\n")
+    name = re.sub(r"\W+", "_", f"kernels_{args.shape.lower()}_{args.sequences}")
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(record, indent=1) + "\n")
     print(table(record))
-    print(f"written: {folder / 'kernels.json'}")
+    print(f"written: {file}")
     return 0
 
 

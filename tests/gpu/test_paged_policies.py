@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -104,7 +106,10 @@ def test_long_searches_behind_short_prompts_generate_the_same_tokens(
     found = []
     for kernels in ("auto", "reference"):
         engine = engine_of(policy, own, kernels, max_num_seqs=96, decode_steps=8)
-        ids = [engine.add_request(prompt(7 + n % 2), params, final_only=True) for n in range(96)]
+        ids = [
+            engine.add_request(prompt(7 + n % 2), replace(params, seed=n), final_only=True)
+            for n in range(96)
+        ]
         done = {}
         while engine.has_unfinished_requests():
             done |= {o.request_id: o for o in engine.step()}

@@ -13,6 +13,7 @@ from typing import Any
 from dms_train.evaluation.errors import EvaluationError
 
 _BLOCK = 1 << 20
+_LONGEST_CELL = 1 << 26  # characters of a cell of a CSV file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +113,13 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(_LONGEST_CELL)
     with path.open(encoding="utf-8-sig", newline="") as stream:
-        yield from csv.DictReader(stream)
+        rows = csv.DictReader(stream, strict=True)
+        try:
+            yield from rows
+        except csv.Error as error:
+            raise EvaluationError(f"{path}:{rows.reader.line_num}: cannot be read ({error})") from None
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -123,6 +129,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise EvaluationError(
             f"{path}: parquet needs pyarrow; pip install 'dms-train[data]'"
         ) from None
+    path.open("rb").close()  # what the system refuses is no damage
     try:
         yield from parquet.read_table(path).to_pylist()
     except (ArrowException, OSError) as error:  # OSError: of a damaged page

@@ -107,7 +107,10 @@ def test_a_policy_gets_the_tokens_of_the_retrofitted_model(folder: Path) -> None
 def test_finished_steps_are_skipped_and_other_settings_refused(folder, capsys) -> None:
     assert lab.main(words(folder, *MIXED, "--rows", "7", "--workers", "2")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.endswith(": started")] == ["report: started"]
+    assert [line for line in lines if line.endswith(": started")] == [
+        "card: started",
+        "report: started",
+    ]
     assert lab.main(words(folder, *MIXED, "--problems", "3")) == 2
     error = capsys.readouterr().err
     assert "problems was finished with other settings; take another --folder" in error

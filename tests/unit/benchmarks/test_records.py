@@ -16,7 +16,7 @@ STORED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "nvidi
 COMMANDS = [
     pytest.param(serve.main, "--table", "serve.json", id="serve"),
     pytest.param(serve.main, "--predicted", "serve.json", id="predicted"),
-    pytest.param(kernels.main, "--table", "kernels.json", id="kernels"),
+    pytest.param(kernels.main, "--table", "kernels_llama_3_2_1b_1.json", id="kernels"),
     pytest.param(online.main, "--table", "online.json", id="online"),
     pytest.param(wall_clock.main, "--table", "wall_clock.json", id="wall_clock"),
 ]
@@ -48,6 +48,13 @@ def test_another_file_is_refused(
     refusal = capsys.readouterr().err
     assert str(file) in refusal
     assert refusal.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_known_is_named(tmp_path: Path, capsys) -> None:
+    record = json.loads((STORED / "serve.json").read_text()) | {"device": "Riva 128"}
+    (tmp_path / "serve.json").write_text(json.dumps(record))
+    assert serve.main(["--predicted", str(tmp_path / "serve.json")]) == 2
+    assert "Riva 128" in capsys.readouterr().err
 
 
 def test_every_stored_record_is_json() -> None:

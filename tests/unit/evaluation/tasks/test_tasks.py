@@ -147,6 +147,18 @@ def test_all_kinds_of_files_give_the_same_rows(tmp_path):
     (tmp_path / "a.parquet").write_bytes(content)
     with pytest.raises(EvaluationError, match=r"a\.parquet: not a parquet file, or damaged"):
         list(read_rows(tmp_path / "a.parquet"))
+    with pytest.raises(FileNotFoundError):
+        list(read_rows(tmp_path / "absent.parquet"))
+
+
+def test_a_long_cell_of_a_csv_file_is_read_and_a_damaged_one_named(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text(f"question,answer\n{'x' * 200_000},1\n")
+    ((row),) = read_rows(file)
+    assert row == {"question": "x" * 200_000, "answer": "1"}
+    file.write_text('question,answer\n"a"b,1\n')
+    with pytest.raises(EvaluationError, match=r"a\.csv:2: cannot be read"):
+        list(read_rows(file))
 
 
 def test_gsm8k_reads_whole_solutions_and_bare_answers():
