@@ -119,7 +119,9 @@ def _csv(path: Path) -> Iterator[dict[str, Any]]:
         try:
             yield from rows
         except csv.Error as error:
-            raise EvaluationError(f"{path}:{rows.reader.line_num}: cannot be read ({error})") from None
+            raise EvaluationError(
+                f"{path}:{rows.reader.line_num}: cannot be read ({error})"
+            ) from None
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
