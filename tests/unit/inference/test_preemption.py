@@ -21,12 +21,13 @@ NEEDS_TRITON = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs trit
 
 
 def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of mixed lengths, half of them sampled."""
+    """Prompts of mixed lengths, half of them sampled, some with several continuations."""
     draw = random.Random(seed)
     return [
         (
             random_ids(draw.randint(1, longest // 2), seed=i),
             SamplingParams(
+                n=3 if i % 5 == 1 else 1,
                 max_tokens=draw.randint(1, longest),
                 temperature=float(i % 2),
                 seed=i,
@@ -41,14 +42,14 @@ def requests(count: int, longest: int, seed: int) -> list[tuple[list[int], Sampl
 def run(
     engine: InferenceEngine, work: list[tuple[list[int], SamplingParams]]
 ) -> list[CompletionOutput]:
-    """Outputs of all requests, added while others run."""
+    """Continuations of all requests, which are added while others run."""
     waiting, ids, found = list(work), [], {}
     while waiting or engine.has_unfinished_requests():
         for prompt, params in waiting[:3]:
             ids.append(engine.add_request(prompt, params))
         del waiting[:3]
-        found |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
-    return [found[i] for i in ids]
+        found |= {o.request_id: o.outputs for o in engine.step() if o.finished}
+    return [output for i in ids for output in found[i]]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,14 @@ def test_a_pool_for_a_third_of_the_requests_changes_no_token(
     directory = folder("llama", small_spec("dms"))
     work = requests(count, longest, seed=1)
     alone = LLM(directory, policy=policy, kernels="reference", **SIZES)
-    single = [alone.generate(prompt, params)[0] for prompt, params in work]
+    outputs = [alone.generate(prompt, params)[0].outputs for prompt, params in work]
+    single = [output for found in outputs for output in found]
     held = [output.kv.peak_allocated_bytes for output in single]
     third = max(sum(held) // 3, 2 * max(held))
     options = {"max_num_seqs": count, "cache_bytes": third, **SIZES}
     engine = InferenceEngine(directory, EngineOptions(policy=policy, kernels=kernels, **options))
     for found, expected in zip(run(engine, work), single, strict=True):
-        assert found.token_ids == expected.outputs[0].token_ids
+        assert found.token_ids == expected.token_ids
         assert len(found.kv.trace.kv_reads) == len(found.token_ids)
         assert found.kv.trace.kv_reads[-1] == expected.kv.kv_reads
         assert found.kv.trace.live_tokens.max() <= expected.kv.peak_live_tokens
