@@ -103,14 +103,19 @@ def card(root: Path, experiment: str) -> str:
     model, file = root / TEACHER / "exports" / "final" / "hf", root / TEACHER / "config.yaml"
     if not file.exists():
         raise EvaluationError(f"{file}: no such file; give the folder of a finished lab")
-    config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        properties = _properties(
+            read_architecture(model), yaml.safe_load(file.read_text(encoding="utf-8"))
+        )
+    except (yaml.YAMLError, KeyError, TypeError):
+        raise EvaluationError(f"{file}: not the configuration of a training") from None
     lines = [
         _HEAD,
         f"# {experiment}",
         "",
         "A model that was trained from nothing on generated problems, to be retrofitted.",
         "",
-        *_properties(read_architecture(model), config),
+        *properties,
         "",
         "## Accuracy",
         "",

@@ -38,6 +38,7 @@ class DataSource:
         """
         try:
             from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import LocalEntryNotFoundError
         except ImportError:
             raise EvaluationError(
                 "the hub needs huggingface_hub; pip install 'dms-train[hf]'"
@@ -48,7 +49,7 @@ class DataSource:
             )
         except Exception as error:  # of the hub, the network and the disk
             reason = " ".join(str(error).split())[:200]
-            if not download:
+            if not download and isinstance(error, LocalEntryNotFoundError):
                 reason = "not in the local cache of the hub; task.download=true fetches it"
             raise EvaluationError(f"{self.repo}/{self.file}: {reason}") from None
         return Path(found)

@@ -69,3 +69,12 @@ def test_a_teacher_that_was_not_trained_or_evaluated_has_no_card(lab: Path, caps
     assert card.main([str(lab / "absent"), "--experiment", "x"]) == 2
     assert str(lab / "absent") in capsys.readouterr().err
     assert not (lab / "teacher" / "README.md").exists()
+
+
+@pytest.mark.parametrize("text", ["", "data: {}", "a: [", "7"])
+def test_another_configuration_is_named(lab: Path, text: str, capsys) -> None:
+    (lab / "teacher" / "config.yaml").write_text(text)
+    assert card.main([str(lab), "--experiment", "x"]) == 2
+    refusal = capsys.readouterr().err
+    assert "config.yaml" in refusal
+    assert refusal.count("\n") == 1
