@@ -101,8 +101,12 @@ class AttentionStep(NamedTuple):
         arrival = Arrival(self.position, key.transpose(1, 2), value, signal)
         return query.flatten(2, 3).transpose(1, 2), arrival
 
-    def rotated_by_kernel(self) -> tuple[Tensor, Arrival]:
-        """`rotated` in one pass over memory, in float32 inside; where Triton runs."""
+    def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, Arrival]:
+        """`rotated` in one pass over memory, in float32 inside; where Triton runs.
+
+        Args:
+            decides: Whether the arriving tokens get their signal.
+        """
         rope = import_module("dms_train.kernels.layers.triton_rope")
         b, n, g, _, d = self.query.shape
         channel = rope.EvictionChannel(0, 1.0, clear_after_rope=False)
@@ -117,10 +121,10 @@ class AttentionStep(NamedTuple):
             channel,
         )
         signal = None
-        if self.spec is not None:
+        if decides and self.spec is not None:
             activation = activation.view(b, n, g)
             signal = hard_decisions(eviction_logits(activation, self.spec)).transpose(1, 2)
-        elif self.adapter is not None:
+        elif decides and self.adapter is not None:
             signal = self.adapter()
         value = self.value.squeeze(3).transpose(1, 2)
         arrival = Arrival(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)

@@ -220,7 +220,7 @@ class PagedKVCache:
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
         """Queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
-        return step.rotated_by_kernel()
+        return step.rotated_by_kernel(decides=self._rule.source == SIGNAL)
 
     def _decode(self, layer: int, step: AttentionStep) -> Attended:
         """One token per sequence; the kernels apply RoPE and decide."""
@@ -274,7 +274,8 @@ class PagedKVCache:
         append, attend = decode.kernels()
         rotated = append.append(token, cache, rule, norms=norms)
         if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
+            evicts = self._rule.source != NEVER
+            self._memory[b] = attend.workspace(rotated, cache, evicts=evicts)
         scale = token.query.shape[-1] ** -0.5
         output: Tensor = attend.attend(rotated, cache, token.rows, scale, self._memory[b])
         return output

@@ -135,5 +135,5 @@ def settle(
         recent=before.evicted.shape[-1],
         ring=ring,
         rows=rows,
-        writes=source != NEVER,
+        evicts=source != NEVER,
     )

@@ -28,6 +28,7 @@ from dms_train.kernels.decode.triton_tiles import (
 )
 
 _LOG2E = 1.4426950408889634
+_FEW_LISTS = 16  # of evicting policies; they have about as many tiles as there are programs
 
 
 class Tuning(NamedTuple):
@@ -78,22 +79,39 @@ class Workspace(NamedTuple):
     tuning: Tuning
 
 
-def default_tuning(d: int, itemsize: int) -> Tuning:
+def default_tuning(d: int, itemsize: int, *, one_tile: bool = False) -> Tuning:
     """Tuning for a head size and bytes per channel of the cache: 16 KB of keys at a time.
 
     FP8 bytes are unpacked between load and product; programs of two warps hide that latency better
     than half as many programs of four.
+
+    Args:
+        d: Head size.
+        itemsize: Bytes of a channel.
+        one_tile: Whether a program has hardly more than one, so that none is loaded ahead.
     """
     tile = max(16, min(128, 2**14 // (triton.next_power_of_2(d) * itemsize)))
-    return Tuning(tile, warps=2, stages=2, per_sm=4) if itemsize == 1 else Tuning(tile)
+    if itemsize == 1:
+        return Tuning(tile, warps=2, stages=2, per_sm=4)
+    return Tuning(tile, stages=1 if one_tile else 3)
 
 
-def workspace(query: Tensor, cache: PagedCache, tuning: Tuning | None = None) -> Workspace:
-    """Workspace for queries like [b, h * g, d]."""
+def workspace(
+    query: Tensor, cache: PagedCache, tuning: Tuning | None = None, *, evicts: bool = False
+) -> Workspace:
+    """Workspace for queries like [b, h * g, d].
+
+    Args:
+        query: Of a step.
+        cache: What it attends.
+        tuning: Of the launch; None takes the default.
+        evicts: Whether KV lists are much shorter than their sequences.
+    """
     b, all_heads, d = query.shape
     heads = cache.lengths.shape[1]
     kv_lists, device = b * heads, query.device
-    tuning = tuning or default_tuning(d, cache.pages.dtype.itemsize)
+    one_tile = evicts and kv_lists <= _FEW_LISTS
+    tuning = tuning or default_tuning(d, cache.pages.dtype.itemsize, one_tile=one_tile)
     units = 4
     if device.type == "cuda":
         units = torch.cuda.get_device_properties(device).multi_processor_count

@@ -9,8 +9,9 @@ RMSNorm is divided between two products. The one that writes the residual stream
 times the norm's weight, and the sum of squares of each block of channels. The next one divides its
 results by the root of their mean.
 
-On Hopper, a kernel is launched while the one before it still runs, and fetches its first weights
-into the L2 cache before it waits for that one's end.
+On Hopper, a kernel is launched while the one before it still runs. Before it waits for that one's
+end, it fetches its first weights into the L2 cache, or reads all of them where a program has few
+enough to hold.
 
 Shape letters: m tokens, k channels of the input, n of the output, p blocks of the input's channels.
 """
@@ -31,6 +32,7 @@ ROWS = 64  # outputs of a program
 _TOKENS = 64  # most tokens of a program
 _PROGRAMS = 96  # products with fewer are split
 _SMALL = 132  # with fewer, which leave multiprocessors idle, blocks are smaller for few tokens
+_HELD = 512  # columns of 16 bits that a program reads before the kernel before has ended
 _FETCHED = 128  # columns brought into the L2 cache before the kernel before has ended
 
 
@@ -64,6 +66,8 @@ class _Tiling(NamedTuple):
         split: Programs that share the input channels of an output.
         stages: Blocks of weights on their way at the same time.
         warps: Warps of a program.
+        held: Whether a program has one block of weights, which it reads before the kernel before
+            has ended.
     """
 
     rows: int
@@ -71,6 +75,7 @@ class _Tiling(NamedTuple):
     split: int
     stages: int
     warps: int = 4
+    held: bool = False
 
 
 class Workspace(NamedTuple):
@@ -149,6 +154,26 @@ def _product(
             )
             second = tl.dot(other, x, second, input_precision="ieee")
     return first, second
+
+
+@triton.jit
+def _held_weights(weight_ptr, row, n, k, begin, BLOCK_K: tl.constexpr):
+    """The block of weights of a program that has one, [rows, BLOCK_K]."""
+    channel = begin + tl.arange(0, BLOCK_K)
+    at = row.to(tl.int64)[:, None] * k + channel[None, :]
+    return tl.load(weight_ptr + at, mask=(row < n)[:, None], other=0.0)
+
+
+@triton.jit
+def _held_product(
+    x_ptr, weight, token, m, k, begin, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """This block times tokens of the input, float32 [BLOCK_N, M]."""
+    channel = begin + tl.arange(0, BLOCK_K)
+    at = token[:, None] * k + channel[None, :]
+    x = tl.load(x_ptr + at, mask=(token < m)[:, None], other=0.0)
+    empty = tl.zeros([BLOCK_N, M], tl.float32)
+    return tl.dot(weight, tl.trans(x), empty, input_precision="ieee")
 
 
 @triton.jit
@@ -248,6 +273,7 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     PAIR: tl.constexpr,
     FETCH: tl.constexpr,
+    HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tile, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -258,18 +284,26 @@ def _linear_kernel(
     end = tl.minimum(begin + columns, k)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    if HELD:
+        weight = _held_weights(weight_ptr, row, n, k, begin, BLOCK_K)
+    elif OVERLAP:
         first = tl.minimum(row, n - 1).to(tl.int64)
         _fetch(weight_ptr, first, k, begin, FETCH)
         if PAIR:
             _fetch(weight_ptr, first + n, k, begin, FETCH)
+    if OVERLAP:
         tl.extra.cuda.gdc_wait()
     squares, bias, before, norm = _operands(
         row, token, m, n, bias_ptr, squares_ptr, blocks, residual_ptr, norm_ptr, P
     )
-    total, pair = _product(
-        x_ptr, weight_ptr, row, n, m, k, begin, end, M, BLOCK_N, BLOCK_K, EVEN, STAGES, PAIR, n,
-        token,
-    )  # fmt: skip
+    if HELD:
+        total = _held_product(x_ptr, weight, token, m, k, begin, M, BLOCK_N, BLOCK_K)
+        pair = 0.0
+    else:
+        total, pair = _product(
+            x_ptr, weight_ptr, row, n, m, k, begin, end, M, BLOCK_N, BLOCK_K, EVEN, STAGES, PAIR,
+            n, token,
+        )  # fmt: skip
     last = True
     if SPLIT > 1:
         place = block * tl.num_programs(0) + tile
@@ -313,6 +347,10 @@ def _tiling(m: int, n: int, k: int, itemsize: int, *, pair: bool, adds: bool) ->
     tiles, split = triton.cdiv(n, ROWS), 1
     if _PROGRAMS <= tiles < _SMALL and m <= 16 and not pair and not adds:
         return _Tiling(16, 1024 // itemsize, 1, 3, warps=2)
+    held = triton.cdiv(k, _HELD)  # programs that share the channels
+    fits = itemsize == 2 and k % _HELD == 0 and _PROGRAMS <= tiles * held <= 2 * _PROGRAMS
+    if fits and 1 < held <= 8 and m <= 16 and not pair:
+        return _Tiling(ROWS, _HELD, held, 1, held=True)
     columns = 256 // itemsize  # two cache lines of a row
     while not pair and tiles * split < _PROGRAMS and k >= 4 * split * columns and split < 8:
         split *= 2
@@ -364,6 +402,7 @@ def _launch(
         STAGES=tiling.stages,
         PAIR=pair,
         FETCH=_FETCHED,
+        HELD=tiling.held,
         OVERLAP=overlap,
         num_warps=tiling.warps,
         num_stages=tiling.stages,

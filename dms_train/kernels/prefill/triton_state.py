@@ -46,7 +46,7 @@ def _recent_kernel(
 def _settle_kernel(
     evicted_ptr, edges_ptr, start_ptr, stop_ptr, length_ptr, seen_ptr, rows_ptr, ring_ptr,
     read_ptr, heads, s, edges, recent,
-    RING: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, WRITES: tl.constexpr,
+    RING: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, EVICTS: tl.constexpr,
 ):  # fmt: skip
     """Count what the queries of one KV list read, and write its ring."""
     kv_list = tl.program_id(0)
@@ -54,17 +54,22 @@ def _settle_kernel(
     first, stop = tl.load(start_ptr + b), tl.load(stop_ptr + b)
     seen = tl.load(seen_ptr + b)
     evicted_ptr += kv_list.to(tl.int64) * s
-    reads = tl.zeros([TOKENS], tl.int64)
-    for begin in range(0, s, TOKENS):
-        token = begin + tl.arange(0, TOKENS)
-        marked = tl.load(evicted_ptr + token, mask=token < s, other=0) != 0
-        last = tl.where(marked, tl.minimum(stop, token + RING), stop)
-        queries = tl.maximum(last - tl.maximum(token, recent), 0)
-        reads += tl.where((token >= first) & (token < stop), queries, 0)
+    if EVICTS:
+        counts = tl.zeros([TOKENS], tl.int64)
+        for begin in range(0, s, TOKENS):
+            token = begin + tl.arange(0, TOKENS)
+            marked = tl.load(evicted_ptr + token, mask=token < s, other=0) != 0
+            last = tl.where(marked, tl.minimum(stop, token + RING), stop)
+            queries = tl.maximum(last - tl.maximum(token, recent), 0)
+            counts += tl.where((token >= first) & (token < stop), queries, 0)
+        reads = tl.sum(counts, 0)
+    else:  # a query reads all tokens up to itself
+        own = tl.maximum(stop - recent, 0).to(tl.int64)
+        reads = (recent - first) * own + own * (own + 1) // 2
     older = tl.load(length_ptr + kv_list) - tl.minimum(seen, RING)
     behind = older.to(tl.int64) * (stop - recent)
-    tl.store(read_ptr + kv_list, tl.sum(reads, 0) + behind)
-    if WRITES:
+    tl.store(read_ptr + kv_list, reads + behind)
+    if EVICTS:
         stored = tl.load(rows_ptr + b).to(tl.int64) * heads + kv_list % heads
         length = tl.load(edges_ptr + kv_list * edges + edges - 1)
         entry = tl.arange(0, PADDED)
@@ -174,7 +179,7 @@ def settle(
     recent: int,
     ring: Tensor,
     rows: Tensor,
-    writes: bool,
+    evicts: bool,
 ) -> Tensor:
     """Count the slots that the queries of a chunk attend, and note its last tokens in the ring.
 
@@ -185,7 +190,7 @@ def settle(
         recent: How many of them the chunk includes, 0 or k.
         ring: int32 [r, h, w + 1]; updated.
         rows: int64 [b].
-        writes: Whether the policy reads the ring; otherwise it stays.
+        evicts: Whether any token may be marked; otherwise the ring stays.
 
     Returns:
         int64 [b, h], summed over the queries.
@@ -196,7 +201,7 @@ def settle(
     _settle_kernel[(b * h,)](
         chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, chunk.stop, lengths, seen, rows,
         ring, reads, h, s, chunk.edges.shape[-1], recent,
-        RING=size, PADDED=triton.next_power_of_2(size), TOKENS=_TOKENS, WRITES=writes, num_warps=4,
+        RING=size, PADDED=triton.next_power_of_2(size), TOKENS=_TOKENS, EVICTS=evicts, num_warps=4,
     )  # fmt: skip
     return reads
 

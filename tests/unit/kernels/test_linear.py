@@ -84,6 +84,29 @@ def test_a_product_added_to_the_residual_stream(m: int, n: int, k: int) -> None:
         assert not memory.arrived.any()
 
 
+# (n, k) whose programs hold their weights, and tokens
+HELD = [(1, 768, 4096), (9, 3072, 1024), (16, 3050, 1024)]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), HELD)
+def test_products_of_programs_that_hold_their_weights(m: int, n: int, k: int) -> None:
+    torch.manual_seed(m)
+    assert triton_linear._tiling(m, n, k, 2, pair=False, adds=True).held
+    x, weight, norm = (normal(*shape).half() for shape in ((m, k), (n, k), (n,)))
+    residual, memory = normal(m, n).half(), triton_linear.Workspace.of(m, DEVICE)
+    after, before = triton_linear.Normed.like(residual, 0.0), residual.double()
+    scaled = weight * 0.1
+    triton_linear.add_linear(x, scaled, memory, residual=residual, norm=norm, after=after)
+    product = x.double() @ scaled.double().T
+    torch.testing.assert_close(residual.double(), before + product, rtol=2e-3, atol=2e-2)
+    one = normal(k).half()
+    out = triton_linear.linear(normed(x, one), scaled, memory, out=residual.clone())
+    wide = F.linear((x * one).double(), scaled.double())
+    wide = wide / (x.double().square().mean(1, keepdim=True) + EPSILON).sqrt()
+    torch.testing.assert_close(out.double(), wide, rtol=2e-3, atol=2e-2)
+    assert not memory.arrived.any()
+
+
 def test_a_step_starts_with_known_and_with_sampled_tokens() -> None:
     torch.manual_seed(0)
     width, d = 150, 6

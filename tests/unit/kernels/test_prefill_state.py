@@ -44,15 +44,15 @@ def test_the_ring_is_read_in_the_order_of_positions():
                 assert bool(found[1][b, h, place]) == (there and entry % 2 == 1)
 
 
-@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("evicts", [True, False])
 @pytest.mark.parametrize(
     ("recent", "seen", "real"),
     [(0, [0, 0, 0], [9, 3, 140]), (RECENT, [3, 40, 70], [2, 9, 130])],
     ids=["first", "later"],
 )
-def test_a_chunk_is_counted_and_noted_in_the_ring(recent, seen, real, writes):
+def test_a_chunk_is_counted_and_noted_in_the_ring(recent, seen, real, evicts):
     b, n, rows = 3, max(real), [1, 3, 0]
-    evicted = torch.rand(b, HEADS, recent + n, generator=torch.manual_seed(2)) < 0.5
+    evicted = torch.rand(b, HEADS, recent + n, generator=torch.manual_seed(2)) < 0.5 * evicts
     held = [min(tokens, WINDOW + 1) for tokens in seen] if recent else [0] * b
     older = on_device([[7 * (s > WINDOW + 1), 4 * (s > WINDOW + 1)] for s in seen])
     start, stop = [recent - h for h in held], [recent + r for r in real]
@@ -63,7 +63,7 @@ def test_a_chunk_is_counted_and_noted_in_the_ring(recent, seen, real, writes):
     ring = torch.full((ROWS, HEADS, WINDOW + 1), -7, dtype=torch.int32, device=DEVICE)
     place = on_device(rows, torch.int64)
     reads = triton_state.settle(
-        chunk, lengths, on_device(seen), recent=recent, ring=ring, rows=place, writes=writes
+        chunk, lengths, on_device(seen), recent=recent, ring=ring, rows=place, evicts=evicts
     )
     for i in range(b):
         for h in range(HEADS):
@@ -78,7 +78,7 @@ def test_a_chunk_is_counted_and_noted_in_the_ring(recent, seen, real, writes):
                 back = after - token
                 marked = int(evicted[i, h, stop[i] - back]) if token >= 0 else 0
                 noted = 2 * (end - back) + marked if token >= 0 else 0
-                assert entry == (noted if writes else -7)
+                assert entry == (noted if evicts else -7)
     assert (ring[2] == -7).all()
 
 
