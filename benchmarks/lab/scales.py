@@ -155,9 +155,7 @@ SCALES = {
         learned=_SHORT_FIRST,
         samples=20_000,
         long_samples=9_000,
-        retrofits=tuple(
-            Retrofit(cr=cr, steps_per_cr=steps, hold=100) for cr, steps in ((4, 50), (8, 40))
-        ),
+        retrofits=(Retrofit(cr=4, steps_per_cr=100), Retrofit(cr=8, steps_per_cr=75)),
         budget_ratios=(4,),
         problems=200,
         jobs=2,
