@@ -4,12 +4,14 @@
 #   METHOD  dms (default), dms_nvidia, dms_fastdms, dmc, dmc_c or dmc_hardc
 #   CR      compression ratio, 4 by default
 #   STEPS   factor on the number of steps: 0.5 for a slow machine, 2 for a better model
+#   SEED    of the training, 1234 by default
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-outputs/demo}
 METHOD=${METHOD:-dms}
 CR=${CR:-4}
 STEPS=${STEPS:-1}
+SEED=${SEED:-1234}
 export TOKENIZERS_PARALLELISM=false
 # Large buffers are kept instead of being returned and mapped again in every step: a tenth faster.
 export MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000
@@ -28,7 +30,7 @@ dms-data exam-problems --out "$OUT/data/problems.jsonl" --sheets 200 --n 2
 
 log "2/2  retrofit to CR $CR, export, validate: $(steps 6) zeroing steps instead of the paper's 2,000," \
   "$(steps 42) a CR unit instead of 100, $(steps 130) of cool-down"
-dms-train experiment=demo "method=$METHOD" "${METHOD_VALUES[@]}" run.dir="$OUT" "data.paths=[$OUT/data/train]" \
+dms-train experiment=demo "method=$METHOD" "${METHOD_VALUES[@]}" run.dir="$OUT" "run.seed=$SEED" "data.paths=[$OUT/data/train]" \
   stage.validate.problems="$OUT/data/problems.jsonl" \
   stage.zero_neuron.steps="$(steps 6)" stage.retrofit.steps_per_cr="$(steps 42)" \
   stage.hold.steps="$(steps 130)" stage.retrofit.target_cr="$CR"

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.policies.cases import Case, cases
+from benchmarks.policies.cases import DENSE, Case, cases
 from benchmarks.policies.exam import ExamTask
 from benchmarks.policies.stories import StoriesTask
 from benchmarks.policies.table import Row, tables, titled, write_page
@@ -33,6 +33,7 @@ from dms_train.cli.config_source import ASSETS_DIR
 from dms_train.cli.errors import run_main
 from dms_train.data_prep.progress import progress_bar
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.inference.policies.registry import policy_names
 
 
 class Task(Protocol):
@@ -92,13 +93,19 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Task, Case]]:
     exam = ExamTask(model=args.exam_model, sheets=args.sheets)
-    plan: list[tuple[Task, Case]] = [(exam, case) for case in cases(args.cr, args.exam_export)]
+    plan: list[tuple[Task, Case]] = [(exam, case) for case in _cases(args, args.exam_export)]
     missing = [path for path in (args.stories_model, args.stories) if not path or not path.exists()]
     if missing:
         print("stories are left out: give --stories-model and --stories", file=sys.stderr)
         return plan
     stories = StoriesTask(model=args.stories_model, file=args.stories, stories=args.texts)
-    return plan + [(stories, case) for case in cases(args.cr, args.stories_export)]
+    return plan + [(stories, case) for case in _cases(args, args.stories_export)]
+
+
+def _cases(args: argparse.Namespace, exports: list[Path]) -> list[Case]:
+    """Those of `--methods`, and the dense model."""
+    found = cases(args.cr, exports)
+    return [c for c in found if not args.methods or c.method in {DENSE, *args.methods}]
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -116,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--cr", type=float, nargs="+", default=[2.0, 3.0, 4.0], help="compression ratios")
+    add("--methods", nargs="+", choices=policy_names(), metavar="METHOD", help="some only (all)")
     add("--exam-model", type=Path, default=ASSETS_DIR / "exam_teacher")
     add("--exam-export", type=Path, nargs="*", default=[], help="models trained on sheets")
     add("--sheets", type=int, default=ExamTask.sheets)

@@ -45,6 +45,14 @@ def test_every_policy_without_training_is_measured_at_every_ratio():
         cases([2.0], [TEACHER])
 
 
+def test_some_methods_are_measured_beside_the_dense_model(tmp_path, capsys):
+    words = ["--sheets", "1", "--cr", "4", "--methods", "window", "tova"]
+    assert command.main([*words, "--results", str(tmp_path / "rows.jsonl")]) == 0
+    rows = [json.loads(row) for row in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["method"] for row in rows} == {"keep_all", "window", "tova"}
+    assert "Stories" not in capsys.readouterr().out
+
+
 def test_a_run_continues_behind_the_rows_that_it_has(tmp_path):
     file = tmp_path / "results" / "rows.jsonl"
     task = ExamTask(model=TEACHER, sheets=1, problems=1, max_tokens=110)
