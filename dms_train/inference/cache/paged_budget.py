@@ -266,7 +266,7 @@ class BudgetPagedCache(PagedKVCache):
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
         """Tokens after which the policy's hooks decide."""
-        query, arrival = step.rotated_by_kernel()
+        query, arrival = step.rotated_by_kernel(decides=False)
         if isinstance(self.policy, StreamingLLMPolicy):
             n = range(0, query.shape[2], _QUERIES)
             parts = [

@@ -28,7 +28,7 @@ from dms_train.kernels.decode.triton_tiles import (
 )
 
 _LOG2E = 1.4426950408889634
-_FEW_LISTS = 16  # of evicting policies; they have about as many tiles as there are programs
+_FEW_LISTS = 16  # of an evicting policy; a program of theirs has few tiles
 
 
 class Tuning(NamedTuple):
@@ -79,7 +79,7 @@ class Workspace(NamedTuple):
     tuning: Tuning
 
 
-def default_tuning(d: int, itemsize: int, *, one_tile: bool = False) -> Tuning:
+def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> Tuning:
     """Tuning for a head size and bytes per channel of the cache: 16 KB of keys at a time.
 
     FP8 bytes are unpacked between load and product; programs of two warps hide that latency better
@@ -88,12 +88,13 @@ def default_tuning(d: int, itemsize: int, *, one_tile: bool = False) -> Tuning:
     Args:
         d: Head size.
         itemsize: Bytes of a channel.
-        one_tile: Whether a program has hardly more than one, so that none is loaded ahead.
+        few_tiles: Whether a program has few. Then a third one on its way gains nothing, and its
+            memory keeps programs of the next kernels from starting.
     """
     tile = max(16, min(128, 2**14 // (triton.next_power_of_2(d) * itemsize)))
     if itemsize == 1:
         return Tuning(tile, warps=2, stages=2, per_sm=4)
-    return Tuning(tile, stages=1 if one_tile else 3)
+    return Tuning(tile, stages=2 if few_tiles else 3)
 
 
 def workspace(
@@ -105,13 +106,13 @@ def workspace(
         query: Of a step.
         cache: What it attends.
         tuning: Of the launch; None takes the default.
-        evicts: Whether KV lists are much shorter than their sequences.
+        evicts: Whether a policy keeps KV lists shorter than their sequences.
     """
     b, all_heads, d = query.shape
     heads = cache.lengths.shape[1]
     kv_lists, device = b * heads, query.device
-    one_tile = evicts and kv_lists <= _FEW_LISTS
-    tuning = tuning or default_tuning(d, cache.pages.dtype.itemsize, one_tile=one_tile)
+    few_tiles = evicts and kv_lists <= _FEW_LISTS
+    tuning = tuning or default_tuning(d, cache.pages.dtype.itemsize, few_tiles=few_tiles)
     units = 4
     if device.type == "cuda":
         units = torch.cuda.get_device_properties(device).multi_processor_count

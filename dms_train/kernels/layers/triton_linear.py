@@ -93,7 +93,8 @@ class Workspace(NamedTuple):
     def of(cls, tokens: int, device: torch.device) -> Workspace:
         """For products with this many tokens.
 
-        Only products with fewer blocks than `_PROGRAMS` are split, until there are as many.
+        Products of fewer than `_PROGRAMS` blocks, or of as many whose weights are held, are split,
+        into at most twice as many programs.
         """
         blocks = triton.cdiv(tokens, _TOKENS)
         parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)

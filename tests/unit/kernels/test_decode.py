@@ -20,6 +20,7 @@ from dms_train.kernels.decode.paged import (
     OUT_OF_PAGES,
     SIGNAL,
     Decisions,
+    PagedCache,
 )
 from tests.support import paged_cases as problems
 from tests.support.paged_cases import Shape
@@ -48,6 +49,16 @@ def attend():
         return output
 
     return _attend
+
+
+@pytest.mark.parametrize(("rows", "evicts", "stages"), [(2, True, 2), (3, True, 3), (1, False, 3)])
+def test_tiles_on_their_way_of_few_kv_lists(rows: int, evicts: bool, stages: int) -> None:
+    from dms_train.kernels.decode import triton_attention as triton_decode
+
+    pages, lists = torch.empty(1, 2, 16, 64), torch.zeros(rows, 8, dtype=torch.int32)
+    cache = PagedCache(pages, lists[..., None], lists, lists[..., None], None, None)
+    query = torch.empty(rows, 32, 64)
+    assert triton_decode.workspace(query, cache, evicts=evicts).tuning.stages == stages
 
 
 @pytest.mark.parametrize("name", sorted(problems.rules(5)))

@@ -84,7 +84,7 @@ def test_a_product_added_to_the_residual_stream(m: int, n: int, k: int) -> None:
         assert not memory.arrived.any()
 
 
-# (n, k) whose programs hold their weights, and tokens
+# tokens, outputs and channels of products whose programs hold their weights
 HELD = [(1, 768, 4096), (9, 3072, 1024), (16, 3050, 1024)]
 
 
@@ -92,7 +92,7 @@ HELD = [(1, 768, 4096), (9, 3072, 1024), (16, 3050, 1024)]
 def test_products_of_programs_that_hold_their_weights(m: int, n: int, k: int) -> None:
     torch.manual_seed(m)
     assert triton_linear._tiling(m, n, k, 2, pair=False, adds=True).held
-    x, weight, norm = (normal(*shape).half() for shape in ((m, k), (n, k), (n,)))
+    x, weight, norm, bias = (normal(*shape).half() for shape in ((m, k), (n, k), (n,), (n,)))
     residual, memory = normal(m, n).half(), triton_linear.Workspace.of(m, DEVICE)
     after, before = triton_linear.Normed.like(residual, 0.0), residual.double()
     scaled = weight * 0.1
@@ -100,11 +100,30 @@ def test_products_of_programs_that_hold_their_weights(m: int, n: int, k: int) ->
     product = x.double() @ scaled.double().T
     torch.testing.assert_close(residual.double(), before + product, rtol=2e-3, atol=2e-2)
     one = normal(k).half()
-    out = triton_linear.linear(normed(x, one), scaled, memory, out=residual.clone())
+    out = triton_linear.linear(normed(x, one), scaled, memory, out=residual.clone(), bias=bias)
     wide = F.linear((x * one).double(), scaled.double())
-    wide = wide / (x.double().square().mean(1, keepdim=True) + EPSILON).sqrt()
+    wide = wide / (x.double().square().mean(1, keepdim=True) + EPSILON).sqrt() + bias.double()
     torch.testing.assert_close(out.double(), wide, rtol=2e-3, atol=2e-2)
     assert not memory.arrived.any()
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 200])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_workspace_holds_the_parts_of_every_product(m: int, itemsize: int) -> None:
+    memory, held = triton_linear.Workspace.of(m, torch.device("cpu")), 0
+    blocks = -(-m // 64)
+    for n in range(1, 14_000, 61):
+        for k in range(96, 9_300, 160):
+            for adds in (False, True):
+                cut = triton_linear._tiling(m, n, k, itemsize, pair=False, adds=adds)
+                if cut.split > 1:
+                    tiles = -(-n // cut.rows) * blocks
+                    width = triton_linear._padded(m)
+                    assert tiles * cut.split * cut.rows * width <= memory.parts.numel()
+                    assert tiles <= memory.arrived.numel()
+                assert not cut.held or cut.split * cut.columns == k
+                held += cut.held
+    assert (held > 0) == (itemsize == 2 and m <= 16)
 
 
 def test_a_step_starts_with_known_and_with_sampled_tokens() -> None:
