@@ -29,7 +29,7 @@ _VALIDATION = 200  # samples more than a training takes, so that its validation 
 # whatever their values
 _SAME_RESULTS = (
     *("--workers=", "model.max_num_seqs=", "data.micro_batch_size="),
-    "stage.pretrain.cuda_graph=",
+    "parallel.cuda_graph=",
 )
 
 
@@ -206,8 +206,6 @@ def _teacher(settings: Settings) -> Step:
         ranks = _largest_divisor(data.global_batch_size, settings.gpus)
         own = data.global_batch_size // ranks
         words.append(f"data.micro_batch_size={_largest_divisor(own, data.micro_batch_size)}")
-    elif settings.gpus and not settings.scale.packing:
-        words.append("stage.pretrain.cuda_graph=true")
     needs = _needed(settings, "data")
     return Step(name="teacher", words=lambda: words, needs=needs, ranks=ranks)
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step [--shapes qwen2.5-1.5b] [--cases ours:lm,ours:distill,ours:dms]
         [--layouts dp1,tp2_sp,dp2] [--layers local,transformer_engine] [--peer-layers ...]
-        [--cuda-graph] [--profile] [--output benchmarks/results]
+        [--cuda-graph auto] [--profile] [--output benchmarks/results]
 
 Every case runs in a process of its own (or in torchrun, where the layout takes several GPUs) with
 the settings of `launch/env.sh`, and is written to `train_step.json` in the device's folder as soon
@@ -31,6 +31,7 @@ from benchmarks.timing import device_name
 from benchmarks.train_step import kernel_times
 from benchmarks.train_step.shapes import KINDS, LAYERS, SHAPES, SUBJECTS, Case, Layout, parse_layout
 from dms_train.cli.errors import run_main
+from dms_train.mcore.options import CUDA_GRAPH
 
 ROOT = Path(__file__).resolve().parents[2]
 _CASES = "peer:lm,ours:lm,peer:distill,ours:distill,ours:dms"
@@ -51,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=_words(LAYERS), default=["auto"], help="of ours")
     parser.add_argument("--peer-layers", type=_words(LAYERS[1:]), default=["local"])
     parser.add_argument("--recompute", choices=("selective", "full"))
-    parser.add_argument("--cuda-graph", action="store_true", help="for ours:lm on one GPU")
+    parser.add_argument(
+        "--cuda-graph", choices=CUDA_GRAPH, default="auto", help="parallel.cuda_graph of ours"
+    )
     parser.add_argument("--microbatches", type=int, default=1, help="of each data-parallel rank")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="kernels of one further step")

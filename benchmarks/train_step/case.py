@@ -69,6 +69,7 @@ def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
         sequence_parallel=layout.sp,
         params_dtype="bf16" if device.type == "cuda" else "fp32",
         recompute_granularity=case.recompute,
+        cuda_graph=case.cuda_graph,
     )
 
 
@@ -98,9 +99,7 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     spec = PRESETS[case.kind if case.kind in METHODS else "dms"]
     if case.shape == "tiny" and spec.window:
         spec = spec.override(window=16)
-    options = TrainEngineOptions(
-        parallel=parallel, optim=_OPTIM, seed=1, cuda_graph=case.cuda_graph
-    )
+    options = TrainEngineOptions(parallel=parallel, optim=_OPTIM, seed=1)
     engine = McoreEngine(
         architecture, spec, view, options, DeviceWeights(architecture, 1, view.device)
     )

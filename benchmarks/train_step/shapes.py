@@ -137,7 +137,7 @@ class Case:
         layers: `parallel.layers` of ours, `local` or `transformer_engine` of the peer.
         microbatches: Of one data-parallel rank in a step.
         recompute: `parallel.recompute_granularity`.
-        cuda_graph: `stage.pretrain.cuda_graph`.
+        cuda_graph: `parallel.cuda_graph` of ours; the peer has none.
         warmup: Steps before those that are measured.
         profile: Whether the kernels of a further step are profiled.
     """
@@ -149,7 +149,7 @@ class Case:
     layers: str = "auto"
     microbatches: int = 1
     recompute: str | None = None
-    cuda_graph: bool = False
+    cuda_graph: str = "auto"
     warmup: int = 3
     steps: int = 10
     profile: bool = False
@@ -164,11 +164,8 @@ class Case:
     def known(self) -> bool:
         """Whether the subject supports this. The peer has no method, no pipeline, KL of whole rows.
 
-        Its local layers have no sequence parallelism. A CUDA graph is of ours, for the LM loss on
-        one process.
+        Its local layers have no sequence parallelism.
         """
-        if self.cuda_graph and (self.subject, self.kind, self.layout.world) != ("ours", "lm", 1):
-            return False
         if self.subject == "ours":
             return True
         whole = self.kind == "lm" or self.layout.tp == 1
@@ -179,7 +176,7 @@ class Case:
     def label(self) -> str:
         """The row's name."""
         subject = "ours" if self.subject == "ours" else "megatron-core"
-        graph = ", CUDA graph" if self.cuda_graph else ""
+        graph = ", eager" if self.subject == "ours" and self.cuda_graph == "never" else ""
         return f"{subject} ({self.layers}{graph}): {_LABELS[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:

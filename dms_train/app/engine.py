@@ -21,7 +21,6 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
         optim=config.optim,
         seed=config.run.seed,
         kernels=config.kernels,
-        cuda_graph=config.stage.uses_cuda_graph,
     )
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)

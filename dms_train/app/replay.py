@@ -66,8 +66,8 @@ def _before(file: Path, step: int) -> Prepared:
     # as written it may be relative to where the run was started
     run = replace(config.run, dir=str(folder), resume="auto")
     # every microbatch is computed in the same way, on any machine
-    stage = replace(config.stage, pretrain=replace(config.stage.pretrain, cuda_graph=False))
-    prepared = prepare(replace(config, run=run, stage=stage))
+    parallel = replace(config.parallel, cuda_graph="never")
+    prepared = prepare(replace(config, run=run, parallel=parallel))
     if not prepared.start.resumes:
         return prepared
     start = run_folder.resume_point(prepared.config, prepared.start, before=f"step_{step:08d}")

@@ -135,7 +135,7 @@ def _announce_kernels(config: RunConfig) -> None:
     """Refuse what cannot train on this machine; log the backend that is used."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers.choose(config.parallel.layers, device)
-    if config.stage.uses_cuda_graph:
+    if config.parallel.cuda_graph == "always":
         graph.require_gpu(device)
     name = kernels.choose(config.kernels, device)
     log.logger().info("attention: %s kernels on %s", name, device.type.upper())

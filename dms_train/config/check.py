@@ -69,16 +69,11 @@ def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
 
 
 def _cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
-    if not config.stage.uses_cuda_graph:
+    if config.parallel.cuda_graph != "always":
         return
-    where, granularity = "stage.pretrain.cuda_graph=true", config.parallel.recompute_granularity
-    if world_size > 1:
-        yield f"{where}: serves one process and there are {world_size}; set it to false"
-    if granularity is not None:
-        yield (
-            f"{where}: parallel.recompute_granularity={granularity} reads random states on the "
-            "host; set it to null"
-        )
+    where = "parallel.cuda_graph=always"
+    for obstacle in config.parallel.graph_obstacles(world_size):
+        yield f"{where}: {obstacle}"
     if config.data.packing:
         yield f"{where}: packed documents vary in number; set data.packing=false"
 

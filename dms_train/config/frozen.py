@@ -16,10 +16,10 @@ _FREE = (
     "observe",
     "cluster",
     "kernels",
+    "parallel.cuda_graph",
     "parallel.layers",
     "stage.validate",
     "stage.evaluate",
-    "stage.pretrain.cuda_graph",
     "data.micro_batch_size",
     "data.cache_dir",
 )

@@ -30,7 +30,7 @@ from dms_train.mcore.model.model import DMSModel, transformer_config
 from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
-from dms_train.mcore.schedule.graph import PassGraph, serves
+from dms_train.mcore.schedule.graph import PassGraph, choose_graph
 from dms_train.mcore.schedule.step import PassContext, PassTotals, run_pass, to_device, token_scale
 from dms_train.method.base import MethodSpec
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
@@ -41,8 +41,7 @@ class TrainEngineOptions:
     """The parts of the configuration that the engine needs.
 
     Without `trains` no gradient buffers and no optimizer are built: for converters. `kernels` is a
-    configured name of the attention's backend. With `cuda_graph` the passes of `pretrain` are
-    replayed as a CUDA graph, on one process and without recomputation.
+    configured name of the attention's backend.
     """
 
     parallel: ParallelOptions
@@ -50,7 +49,6 @@ class TrainEngineOptions:
     seed: int
     trains: bool = True
     kernels: str = "auto"
-    cuda_graph: bool = False
 
 
 class McoreEngine:
@@ -72,7 +70,7 @@ class McoreEngine:
         self.spec = spec
         self.view = view
         self._options = options
-        self._graph = PassGraph(view.device) if options.cuda_graph else None
+        self._graph = choose_graph(options.parallel, view) if options.trains else None
         backend = kernels.choose(options.kernels, view.device)
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = kernels.backend(backend)
@@ -80,7 +78,8 @@ class McoreEngine:
         self._config = transformer_config(architecture, options.parallel)
         fused = kernels.fuses(backend)
         fusions.apply(self._config, view.device, fused=fused)
-        self._method = MethodState(spec, self._attend, fused=fused)
+        fused_on = view.device if fused else None
+        self._method = MethodState(spec, self._attend, fused_on=fused_on)
         self._models = self._build_chunks(self._method, source)
         self._saver = CheckpointSaver(is_main_rank=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
@@ -111,7 +110,8 @@ class McoreEngine:
 
     def attach_teacher(self, source: weights.WeightSource) -> None:
         """Build the frozen original in the same layout; it costs weights only."""
-        method = MethodState(self.spec, self._attend, fused=self._method.fused)
+        fused_on = self.view.device if self._method.fused else None
+        method = MethodState(self.spec, self._attend, fused_on=fused_on)
         teachers = self._build_chunks(method, source)
         for student, teacher in zip(self._models, teachers, strict=True):
             student.set_teacher(teacher.to(self._config.params_dtype))
@@ -127,13 +127,17 @@ class McoreEngine:
     def _stream(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._graph is None else self._graph.stream()
 
-    def _context(self, plan: StepPlan, batches: list[Batch]) -> PassContext:
-        scale = token_scale(batches, self.view)
-        seed = self._options.seed
-        graph = self._graph if serves(plan) else None
-        run = self.on_microbatch, graph
+    def _context(self, batches: list[Batch], graph: PassGraph | None) -> PassContext:
         return PassContext(
-            self._method.layer, plan, self.architecture, self.view, seed, scale, *run
+            method=self._method.layer,
+            step=self._method.step,
+            target=self._method.target,
+            architecture=self.architecture,
+            view=self.view,
+            seed=self._options.seed,
+            token_scale=token_scale(batches, self.view),
+            on_microbatch=self.on_microbatch,
+            graph=graph,
         )
 
     def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> Tensor:
@@ -142,12 +146,15 @@ class McoreEngine:
             raise ModelError(
                 f"loss={plan.loss}: needs a teacher and none is attached; name it in model.path"
             )
-        self._method.plan = plan
+        self._method.set_plan(plan)
+        replays = None if forward_only else self._graph
+        if replays is not None:
+            replays.begin_step(self._method.computation(plan), len(batches))
         batches = to_device(batches, self.view.device)
         return run_pass(
             self._chunks,
             batches,
-            self._context(plan, batches),
+            self._context(batches, replays),
             self._config,
             has_teacher=needs_teacher,
             forward_only=forward_only,
@@ -243,7 +250,7 @@ class McoreEngine:
 
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
         """Decision logits and logits of one text, on rank 0 (None elsewhere)."""
-        self._method.plan = plan
+        self._method.set_plan(plan)
         return record(self._models, self._chunks, tokens, self._config, self.view)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:

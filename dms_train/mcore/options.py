@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from dms_train.limits import AtLeast, OneOf, Positive, Share
 VOCABULARY_MULTIPLE = 128
 # Logits of one model that the loss holds at a time on a GPU.
 LOGITS_CHUNK = 2**28
+CUDA_GRAPH = ("auto", "always", "never")
 LAYERS = ("auto", "local", "transformer_engine")
 # Per sample: sum of alpha, live slots at the last token, KV reads / length, the method's own loss.
 EVICTION_STATS = 4
@@ -31,6 +33,8 @@ class ParallelOptions:
         params_dtype: `fp32` or `bf16` weights; optimizer state and reductions are always fp32.
         recompute_granularity: None, `selective` (core attention) or `full` (whole layers).
         recompute_num_layers: Layers per recomputed unit with `full`.
+        cuda_graph: Replay the passes of a microbatch as a CUDA graph: `auto` on one GPU where
+            nothing is recomputed or packed, `always` (refused elsewhere) or `never`.
         layers: Implementation of linear layers and norms: `auto`, `local` (megatron-core's own) or
             `transformer_engine`; see `mcore.layers`.
         distributed_timeout_minutes: Timeout of a collective; a rank
@@ -44,8 +48,19 @@ class ParallelOptions:
     params_dtype: Annotated[str, OneOf(*PRECISIONS)] = "fp32"
     recompute_granularity: Annotated[str | None, OneOf(None, "selective", "full")] = None
     recompute_num_layers: Annotated[int, AtLeast(1)] = 1
+    cuda_graph: Annotated[str, OneOf(*CUDA_GRAPH)] = "auto"
     layers: Annotated[str, OneOf(*LAYERS)] = "auto"
     distributed_timeout_minutes: Annotated[float, Positive()] = 10.0
+
+    def graph_obstacles(self, world_size: int) -> Iterator[str]:
+        """Why passes cannot be replayed as a CUDA graph, with what to change."""
+        if world_size > 1:
+            yield f"one process can be captured and there are {world_size}; use auto"
+        if self.recompute_granularity is not None:
+            yield (
+                f"parallel.recompute_granularity={self.recompute_granularity} reads random states "
+                "on the host; set it to null"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ class LayerPass(NamedTuple):
     """One microbatch in one layer.
 
     Attributes:
-        plan: Of the current step.
+        plan: Plan of the current step.
+        target: alpha*, the share of the tokens that must take no slot; a number or a tensor [].
         documents: Packed documents; None where a sample is one document.
         noise: What the relaxation's noise depends on; None for none.
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
@@ -42,6 +43,7 @@ class LayerPass(NamedTuple):
     """
 
     plan: StepPlan
+    target: float | Tensor
     documents: PackedDocuments | None
     noise: LayerNoise | None
     rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -81,13 +83,13 @@ class MethodLayer(Protocol):
         """
         ...
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float) -> Tensor:
+    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
         """The method's part of the loss, a scalar.
 
         Args:
             stats: float32 [b, 4], the statistics summed over layers and KV heads.
             decisions: L * H * T, or [b] where padding leaves samples with different T.
-            target: alpha*, the share of the tokens that must take no slot.
+            target: alpha*, as in `LayerPass`.
         """
         ...
 

@@ -23,7 +23,7 @@ def kl_student_teacher(student: Tensor, teacher: Tensor, temperature: float = 1.
 
 
 def compression_hinge(
-    alpha_sum: Tensor, decisions: int | Tensor, target: float, form: str
+    alpha_sum: Tensor, decisions: int | Tensor, target: float | Tensor, form: str
 ) -> Tensor:
     """One-sided compression loss (paper section 3.2), per sample and then averaged.
 
@@ -31,7 +31,7 @@ def compression_hinge(
         alpha_sum: [b], sum of alpha over all layers, KV heads and positions.
         decisions: Number of terms in that sum, L * H * T; [b] where padding leaves samples with
             different T.
-        target: alpha*, the share that must be evicted.
+        target: alpha*, the share that must be evicted; a number or a tensor [].
         form: `mean` gives max(alpha* - mean alpha, 0), `sum` max(alpha* L H T - sum alpha, 0).
 
     Returns:

@@ -28,8 +28,17 @@ class LayerNoise(NamedTuple):
         return logistic_noise(self.keys, self.layer, length, heads, self.first_head)
 
 
-def sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:
-    """One key per sample. samples: int64 [b], global sample numbers. Returns int64 [b]."""
+def sample_keys(seed: int, step: int | Tensor, samples: Tensor) -> Tensor:
+    """One key per sample.
+
+    Args:
+        seed: Seed of the run.
+        step: Global optimizer step, or int64 [] on the device of `samples`.
+        samples: Global sample numbers, int64 [b].
+
+    Returns:
+        int64 [b].
+    """
     key = mix(steps(samples, seed) + 1)
     key = mix(key + steps(samples, step))
     return mix(key + samples * GOLDEN)

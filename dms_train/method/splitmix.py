@@ -26,8 +26,13 @@ def shift_right(x: Numbers, bits: int) -> Numbers:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def steps(like: Tensor, value: int) -> Tensor:
-    """`value` steps along the stream, in the shape of `like`; a tensor, where int64 wraps."""
+def steps(like: Tensor, value: int | Tensor) -> Tensor:
+    """`value` steps along the stream, in the shape of `like`; a tensor, where int64 wraps.
+
+    A `value` on the device, int64 [], can change between replays of a CUDA graph.
+    """
+    if isinstance(value, Tensor):
+        return (value * GOLDEN).expand_as(like)
     signed = (value + 2**63) % 2**64 - 2**63  # a seed may be any integer
     return torch.full_like(like, signed) * GOLDEN
 

@@ -21,14 +21,12 @@ _SEEDS = 2**32
 class PretrainOptions:
     """Plain language-model training, of `model.path` or from scratch.
 
-    Cosine learning rate to `min_lr_ratio`; 1 keeps it constant. With `cuda_graph` the forward and
-    backward passes are replayed as a CUDA graph, which saves a small model the time of the host.
+    Cosine learning rate to `min_lr_ratio`; 1 keeps it constant.
     """
 
     steps: Annotated[int, AtLeast(1)]
     lr: Annotated[float | None, Positive()] = None
     min_lr_ratio: Annotated[float, Share()] = 0.1
-    cuda_graph: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +107,6 @@ class StageOptions:
     retrofit: RetrofitOptions
     hold: HoldOptions
     export: ExportOptions
-
-    @property
-    def uses_cuda_graph(self) -> bool:
-        """Whether a stage that runs replays its passes as a CUDA graph."""
-        return "pretrain" in self.run and self.pretrain.cuda_graph
 
     def check(self, path: str) -> Iterator[str]:
         """One line for stages that are unknown, or that cannot follow each other."""

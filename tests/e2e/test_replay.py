@@ -92,8 +92,8 @@ def test_the_samples_that_are_not_finite_are_reported(
     assert described["samples"] == list(range(first, first + BATCH))
     frozen = run / "config.yaml"
     text = frozen.read_text()
-    assert "cuda_graph: false" in text
-    frozen.write_text(text.replace("cuda_graph: false", "cuda_graph: true"))  # as on a GPU
+    assert "cuda_graph: auto" in text
+    frozen.write_text(text.replace("cuda_graph: auto", "cuda_graph: always"))  # as on a GPU
     shown, log = io.StringIO(), io.StringIO()
     monkeypatch.chdir(data)  # where run.dir=run is another folder
     with redirect_stdout(shown), redirect_stderr(log):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from dms_train.data.batches import Batch
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
@@ -50,36 +51,69 @@ def batches(step: int) -> list[Batch]:
     return made
 
 
-def train(view: ParallelView, dtype: str, *, cuda_graph: bool) -> Run:
+PLANS: dict[str, Callable[[int], StepPlan]] = {
+    "lm": lambda n: StepPlan(step=n, stage_step=n, loss="lm"),
+    "zeroing": lambda n: StepPlan(step=n, stage_step=n, neuron_scale=1 - (n + 1) / STEPS),
+    "retrofit": lambda n: StepPlan(
+        step=n, stage_step=n, neuron_scale=0.0, eviction="soft", target_cr=1 + n / 2
+    ),
+}
+
+
+def build(view: ParallelView, preset: str, dtype: str, mode: str) -> McoreEngine:
     architecture = tiny.architecture(
         "qwen3", num_layers=2, kv_channels=64, max_position_embeddings=LENGTH
     )
     options = TrainEngineOptions(
-        parallel=ParallelOptions(params_dtype=dtype),
+        parallel=ParallelOptions(params_dtype=dtype, cuda_graph=mode),
         optim=OptimOptions(lr=1e-3, weight_decay=0.05),
         seed=7,
-        cuda_graph=cuda_graph,
     )
-    source = RandomWeights(architecture, 1, 0.2)
-    engine = McoreEngine(architecture, PRESETS["dms"], view, options, source)
+    spec = PRESETS[preset].override(alpha_offset=1.0)  # decisions on both sides of the threshold
+    if spec.window:
+        spec = spec.override(window=16)
+    engine = McoreEngine(architecture, spec, view, options, RandomWeights(architecture, 1, 0.2))
+    engine.attach_teacher(RandomWeights(architecture, 3, 0.2))
     engine.begin_stage(
         LearningRate(max_lr=1e-3, min_lr=1e-4, steps=STEPS, warmup_steps=2, style="cosine")
     )
+    return engine
+
+
+def captured(engine: McoreEngine) -> bool:
+    return engine._graph is not None and engine._graph._captured is not None
+
+
+def train(engine: McoreEngine, plan: Callable[[int], StepPlan]) -> Run:
     steps, evaluations = [], []
     for number in range(STEPS):
-        plan = StepPlan(step=number, stage_step=number, loss="lm")
-        steps.append(engine.train_step(plan, batches(number)))
+        steps.append(engine.train_step(plan(number), batches(number)))
         if number in (1, 7):  # before the capture and after it
-            evaluations.append(engine.evaluate(plan, batches(100)[:1]))
-    assert (engine._graph is not None and engine._graph._captured is not None) == cuda_graph
-    engine.load_hf(RandomWeights(architecture, 2, 0.2))
-    plan = StepPlan(step=STEPS, stage_step=STEPS, loss="lm")
-    return Run(steps, evaluations, engine.forward_backward(plan, batches(STEPS)).loss)
+            evaluations.append(engine.evaluate(plan(number), batches(100)[:1]))
+    engine.load_hf(RandomWeights(engine.architecture, 2, 0.2))
+    return Run(steps, evaluations, engine.forward_backward(plan(STEPS), batches(STEPS)).loss)
 
 
-@pytest.mark.parametrize("dtype", BARS)
-def test_replayed_steps_are_those_of_eager_passes(view: ParallelView, dtype: str) -> None:
-    eager, replayed = (train(view, dtype, cuda_graph=graph) for graph in (False, True))
+CASES = [
+    *(("dms", kind, dtype) for kind in PLANS for dtype in BARS),
+    *((preset, "retrofit", "fp32") for preset in PRESETS if preset != "dms"),
+    ("dms_nvidia", "zeroing", "fp32"),
+    ("dmc", "zeroing", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("preset", "kind", "dtype"), CASES)
+def test_replayed_steps_are_those_of_eager_passes(
+    view: ParallelView, preset: str, kind: str, dtype: str
+) -> None:
+    runs = []
+    for mode in ("never", "always"):
+        engine = build(view, preset, dtype, mode)
+        runs.append(train(engine, PLANS[kind]))
+        # the plain operations that scale the channel of DMC read its factor on the host
+        expected = mode == "always" and (preset[:3], kind) != ("dmc", "zeroing")
+        assert captured(engine) == expected
+    eager, replayed = runs
     bar = BARS[dtype]
     for number, (a, b) in enumerate(zip(eager.steps, replayed.steps, strict=True)):
         print(f"step {number}: loss {a.loss!r} {b.loss!r}, norm {a.grad_norm!r} {b.grad_norm!r}")
@@ -87,6 +121,8 @@ def test_replayed_steps_are_those_of_eager_passes(view: ParallelView, dtype: str
         assert a.learning_rate == b.learning_rate
         if number != NOT_FINITE:
             assert b.loss == pytest.approx(a.loss, rel=bar)
+            assert b.aux_loss == pytest.approx(a.aux_loss, rel=10 * bar, abs=bar)
+            assert b.alpha == pytest.approx(a.alpha, rel=10 * bar)
             assert b.grad_norm == pytest.approx(a.grad_norm, rel=10 * bar)
     for a, b in zip(eager.evaluations, replayed.evaluations, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=bar)
@@ -95,22 +131,32 @@ def test_replayed_steps_are_those_of_eager_passes(view: ParallelView, dtype: str
     assert len({loss for loss in losses if math.isfinite(loss)}) == STEPS - 1  # other data each
 
 
-def test_a_stage_after_pretrain_computes_eagerly(view: ParallelView) -> None:
-    """Its plan differs; the gradients are those of an engine without a graph."""
-    architecture = tiny.architecture("qwen3", num_layers=2, kv_channels=64)
+def test_another_computation_gets_a_graph_of_its_own(view: ParallelView) -> None:
+    """The gradients of a stage after another are those of an engine without a graph."""
     norms = []
-    for cuda_graph in (False, True):
-        options = TrainEngineOptions(
-            parallel=ParallelOptions(),
-            optim=OptimOptions(lr=1e-3),
-            seed=7,
-            cuda_graph=cuda_graph,
-        )
-        source = RandomWeights(architecture, 1, 0.2)
-        engine = McoreEngine(architecture, PRESETS["dms"], view, options, source)
+    for mode in ("never", "auto"):
+        engine = build(view, "dms", "fp32", mode)
         for number in range(5):
-            engine.forward_backward(StepPlan(step=number, loss="lm"), tiny.microbatches(0, 1))
-        assert (engine._graph is not None and engine._graph._captured is not None) == cuda_graph
-        plan = StepPlan(step=5, loss="lm", neuron_scale=0.5)
-        norms.append(engine.gradients(plan, tiny.microbatches(0, 1)))
-    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+            engine.forward_backward(PLANS["lm"](number), batches(number))
+        assert captured(engine) == (mode == "auto")
+        for number in range(5, 9):
+            plan, given = PLANS["retrofit"](number), batches(number - 5)
+            norms.append((number, *engine.gradients(plan, given)))
+            assert captured(engine) == (mode == "auto" and number >= 7)
+    for eager, replayed in zip(norms[:4], norms[4:], strict=True):
+        assert replayed == pytest.approx(eager, rel=1e-3)
+
+
+def test_packed_documents_run_eagerly_or_are_refused(view: ParallelView) -> None:
+    lengths = [[LENGTH - 8, 8], [LENGTH]]
+    for mode in ("auto", "always"):
+        engine = build(view, "dms", "fp32", mode)
+        given = [tiny.packed(tiny.batch(0, length=LENGTH), lengths)]
+        for number in range(2):
+            engine.forward_backward(PLANS["retrofit"](number), given)
+        if mode == "auto":
+            engine.forward_backward(PLANS["retrofit"](2), given)
+            assert not captured(engine)
+        else:
+            with pytest.raises(ModelError, match=r"set data\.packing=false"):
+                engine.forward_backward(PLANS["retrofit"](2), given)

@@ -188,6 +188,7 @@ def layer_pass(noise: LayerNoise | None, packed: PackedDocuments | None, heads: 
     """A microbatch on one rank, without RoPE."""
     return LayerPass(
         plan=StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0),
+        target=0.5,
         documents=packed,
         noise=noise,
         rotate=lambda query, key: (query, key),

@@ -34,13 +34,13 @@ class EvictionChannel(NamedTuple):
 
     Attributes:
         channel: Its number, from 0.
-        factor: On its activation.
+        factor: Factor on its activation, a number or float32 [] on the device.
         clear_after_rope: Whether the factor also acts on the channel after RoPE, so that it is
             applied exactly once on every path through the eviction channel.
     """
 
     channel: int
-    factor: float
+    factor: float | Tensor
     clear_after_rope: bool
 
 
@@ -58,7 +58,7 @@ def rotate_eviction_channel(
     qo_s, qo_b, qo_g, qo_r, ko_s, ko_b, ko_g,
     R: tl.constexpr, HALF: tl.constexpr, CHANNEL: tl.constexpr, CLEAR: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_EVICTION_CHANNEL: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    LOADS_FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Rotate the heads of one KV group for ROWS tokens; backward by the transposed matrix."""
     group, groups = tl.program_id(1), tl.num_programs(1)
@@ -73,6 +73,8 @@ def rotate_eviction_channel(
     qo_at = (s * qo_s + b * qo_b + group * qo_g)[:, None] + c[None, :]
     one = tl.full([WIDTH], 1.0, tl.float32)
     is_eviction_channel = c == CHANNEL % HALF
+    if LOADS_FACTOR:
+        factor = tl.load(factor)
     at_channel = tl.where(is_eviction_channel, factor, one)
     first = at_channel if CHANNEL < HALF else one
     second = one if CHANNEL < HALF else at_channel
@@ -125,7 +127,8 @@ def _launch(
         *source.strides(), *target.strides(),
         R=r, HALF=half, CHANNEL=settings.channel, CLEAR=settings.clear_after_rope,
         BACKWARD=backward, HAS_EVICTION_CHANNEL=eviction_channel is not None,
-        PACKED=table.dim() == 4, ROWS=_ROWS, WIDTH=triton.next_power_of_2(half),
+        PACKED=table.dim() == 4, LOADS_FACTOR=isinstance(settings.factor, Tensor),
+        ROWS=_ROWS, WIDTH=triton.next_power_of_2(half),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ d head size; heads are those of this tensor-parallel rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,27 +28,67 @@ from dms_train.method.documents import PackedDocuments
 from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
 from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
+from dms_train.method.schedule import evicted_fraction
 
 
 class MethodState:
-    """What every layer of a model shares: constants, the kernel and the current step's plan.
+    """State that all layers of a model share: constants, the kernel and the current step's plan.
 
     Holds per-step values only: with 1F1B and recomputation a per-microbatch value would be read
     again in another microbatch.
+
+    Args:
+        spec: Method of the model.
+        attend: Attention kernel.
+        fused_on: Device on which the fused kernels beside attention run, which need triton; None
+            for plain operations.
     """
 
-    def __init__(self, spec: MethodSpec, attend: DMSAttention, *, fused: bool = False) -> None:
+    def __init__(
+        self,
+        spec: MethodSpec,
+        attend: DMSAttention,
+        *,
+        fused_on: torch.device | None = None,
+    ) -> None:
         self.spec = spec
         self.layer = method_layer(spec)
-        if fused and spec.kind == "dmc":
+        self.fused = fused_on is not None
+        if self.fused and spec.kind == "dmc":
             from dms_train.kernels.layers.triton_decide import decide_merges
             from dms_train.kernels.layers.triton_merge import merge
 
             self.layer = DMCLayer(spec, Kernels(decide_merges, merge))
         self.attend = attend
-        self.fused = fused  # whether the fused kernels beside attention run; they need triton
         self.plan = StepPlan()
+        self.step: int | Tensor = 0
+        self.target: float | Tensor = 0.0
+        self.neuron_scale: float | Tensor = 1.0
+        if fused_on is not None:
+            # at addresses that stay, so that a CUDA graph reads the values of the current step
+            self.step = torch.zeros((), dtype=torch.int64, device=fused_on)
+            self.target = torch.zeros((), dtype=torch.float64, device=fused_on)
+            self.neuron_scale = torch.ones((), device=fused_on)
         self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
+
+    def set_plan(self, plan: StepPlan) -> None:
+        """Make `plan` the plan of the next passes."""
+        self.plan = plan
+        values = {
+            "step": plan.step,
+            "target": evicted_fraction(plan.target_cr),
+            "neuron_scale": plan.neuron_scale,
+        }
+        for name, value in values.items():
+            if self.fused:
+                getattr(self, name).fill_(value)
+            else:
+                setattr(self, name, value)
+
+    def computation(self, plan: StepPlan) -> StepPlan:
+        """Return the plan without the numbers that the fused kernels and the loss read."""
+        scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.neuron_scale
+        return replace(plan, step=0, stage_step=0, target_cr=1.0, neuron_scale=scale)
 
     def rope(self, frequencies: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         """What the layers are given of megatron's frequencies [s, 1, 1, d].
@@ -159,6 +200,7 @@ class DMSSelfAttention(SelfAttention):
         ranks = self.pg_collection.tp
         return LayerPass(
             plan=self.method.plan,
+            target=self.method.target,
             documents=self.documents,
             noise=self._noise(),
             rotate=partial(self._rotate, rotary_pos_emb),
@@ -178,7 +220,7 @@ class DMSSelfAttention(SelfAttention):
         assert table is not None
         spec, d = self.method.spec, self.hidden_size_per_attention_head
         eviction_channel = triton_rope.EvictionChannel(
-            spec.channel % d, self.method.plan.neuron_scale, spec.clear_after_rope
+            spec.channel % d, self.method.neuron_scale, spec.clear_after_rope
         )
         if not self.config.qk_layernorm:
             mixed, _ = self.linear_qkv(hidden_states)

@@ -1,12 +1,13 @@
-"""The forward and backward passes of a step as a CUDA graph: one launch instead of thousands.
+"""The passes of a microbatch as a CUDA graph: one launch instead of thousands.
 
-A small model's kernels take less time than the host needs to launch them one by one. A graph
-repeats the same kernels on the same memory, so it serves steps that differ in their data alone.
+The host needs longer to launch the kernels of a layer one by one than a fast GPU needs to run them.
+A graph repeats the same kernels on the same memory, so it can run every microbatch of the same
+shape. Numbers that change from step to step are read from tensors (`MethodState.set_plan`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,79 +16,71 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.mcore.errors import ModelError
-from dms_train.method.plan import StepPlan
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.options import ParallelOptions
+from dms_train.observe import log
 
-# Computes passes over microbatches with a token scale; the reports of the loss.
-Passes = Callable[[list[Batch], Tensor], list[Any]]
+# Computes the passes of one microbatch with a token scale; the report of its loss.
+Passes = Callable[[Batch, Tensor], Any]
 
-_OPTION = "stage.pretrain.cuda_graph=true"
+OPTION = "parallel.cuda_graph"
 _EAGER_STEPS = 2  # kernels are compiled, plans chosen and constants made before the capture
 
 
-class StepInputs:
-    """Copies of a step's tensors, at addresses that stay.
+class GraphInputs:
+    """Copies of a microbatch's tensors, at addresses that stay.
 
     Args:
-        batches: Microbatches, none with packed documents, whose number per sample varies.
+        batch: Microbatch without packed documents.
         scale: Token scale, float64 [].
-
-    Raises:
-        ModelError: Documents are packed.
     """
 
-    def __init__(self, batches: list[Batch], scale: Tensor) -> None:
-        if any(batch.documents is not None for batch in batches):
-            raise ModelError(f"{_OPTION}: packed documents vary in number; set data.packing=false")
-        self.batches = [batch.map(torch.clone) for batch in batches]
+    def __init__(self, batch: Batch, scale: Tensor) -> None:
+        self.batch = batch.map(torch.clone)
         self.scale = scale.clone()
 
-    def fill(self, batches: list[Batch], scale: Tensor) -> None:
-        """Copy the tensors of another step.
+    def fill(self, batch: Batch, scale: Tensor) -> None:
+        """Copy the tensors of another microbatch.
 
         Raises:
             ModelError: They have other shapes.
         """
-        own, given = _tensors(self.batches, self.scale), _tensors(batches, scale)
-        shapes = [[tuple(tensor.shape) for tensor in each] for each in (own, given)]
-        if shapes[0] != shapes[1]:
-            kinds = [f"{len(each) // 4} of shape {list(each[1])}" for each in shapes]
+        own, given = [self.scale, *self.batch[:4]], [scale, *batch[:4]]
+        if [tensor.shape for tensor in own] != [tensor.shape for tensor in given]:
+            before, now = (list(each[1].shape) for each in (own, given))
             raise ModelError(
-                f"{_OPTION}: the microbatches of a step changed from {kinds[0]} to {kinds[1]}; set "
-                "it to false"
+                f"{OPTION}: the shape of a microbatch changed from {before} to {now}; set it to "
+                "never"
             )
         torch._foreach_copy_(own, given)
-
-
-def _tensors(batches: list[Batch], scale: Tensor) -> list[Tensor]:
-    return [scale, *(tensor for batch in batches for tensor in batch[:4])]
 
 
 class _Captured(NamedTuple):
     """A graph with the memory it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: StepInputs
-    reports: list[Any]
+    inputs: GraphInputs
+    report: dict[str, Tensor]
 
 
 class PassGraph:
-    """Runs passes eagerly in the first steps, then captures them and replays the graph.
+    """Runs the passes of microbatches eagerly in two steps, then captures and replays them.
 
     Gradients are added to megatron's buffers, which stay where they are. The reduction of the
     gradients and the update of the weights are not part of the graph.
 
     Args:
-        device: Where the training computes.
-
-    Raises:
-        ModelError: That is not a GPU.
+        device: GPU that trains.
+        required: Raise where passes cannot be captured; otherwise they run eagerly.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        require_gpu(device)
+    def __init__(self, device: torch.device, *, required: bool) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._eager_steps = 0
+        self._required = required
+        self._key: Hashable = None
+        self._steps = 0
         self._captured: _Captured | None = None
+        self._obstacle = ""
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -105,47 +98,76 @@ class PassGraph:
             outer.wait_stream(self._stream)
 
     def release(self) -> None:
-        """Give back the memory of the graph; the next steps run eagerly and capture another."""
-        self._captured, self._eager_steps = None, 0
+        """Free the memory of the graph; the next steps run eagerly and capture another."""
+        self._captured, self._key = None, None
 
-    def run(self, passes: Passes, batches: list[Batch], scale: Tensor) -> list[Any]:
-        """The reports of `passes`; valid until the next call. To be called inside `stream`.
+    def begin_step(self, computation: Hashable, microbatches: int) -> None:
+        """Begin a step; the graph of another computation is released."""
+        key = computation, microbatches
+        if key != self._key:
+            self.release()
+            self._key, self._steps = key, 0
+        self._steps += 1
+
+    def run(self, passes: Passes, batch: Batch, scale: Tensor) -> dict[str, Tensor]:
+        """Report of `passes`, for a call inside `stream`.
 
         Args:
-            passes: The same computation in every call.
-            batches: This step's microbatches, of the same shapes in every call.
-            scale: Its token scale, float64 [].
+            passes: Passes of a microbatch; the same computation in every call of a step.
+            batch: Microbatch on the device.
+            scale: Token scale of the step, float64 [].
 
         Raises:
-            ModelError: The passes cannot be captured, or the shapes changed.
+            ModelError: The passes cannot be captured although they have to, or the shapes changed.
         """
-        if self._eager_steps < _EAGER_STEPS:
-            self._eager_steps += 1
-            return passes(batches, scale)
+        if self._steps <= _EAGER_STEPS or self._obstacle:
+            return passes(batch, scale)
         if self._captured is None:
-            self._captured = self._capture(passes, StepInputs(batches, scale))
-        self._captured.inputs.fill(batches, scale)
+            if batch.documents is not None:
+                self._refuse("packed documents vary in number; set data.packing=false")
+                return passes(batch, scale)
+            try:
+                self._captured = self._capture(passes, GraphInputs(batch, scale))
+            except RuntimeError as error:  # nothing has been computed
+                self._refuse(f"the passes cannot be captured ({error})", error)
+                return passes(batch, scale)
+        self._captured.inputs.fill(batch, scale)
         self._captured.graph.replay()
-        return self._captured.reports
+        return {name: value.clone() for name, value in self._captured.report.items()}
 
-    def _capture(self, passes: Passes, inputs: StepInputs) -> _Captured:
+    def _capture(self, passes: Passes, inputs: GraphInputs) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        try:
-            # other threads, such as NCCL's, may call CUDA meanwhile
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                reports = passes(inputs.batches, inputs.scale)
-        except RuntimeError as error:
-            raise ModelError(f"{_OPTION}: cannot be captured ({error}); set it to false") from error
-        return _Captured(graph, inputs, reports)
+        # other threads, such as NCCL's, may call CUDA meanwhile
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            report = passes(inputs.batch, inputs.scale)
+        return _Captured(graph, inputs, report)
+
+    def _refuse(self, obstacle: str, cause: Exception | None = None) -> None:
+        if self._required:
+            raise ModelError(f"{OPTION}=always: {obstacle}; set it to never") from cause
+        self._obstacle = " ".join(obstacle.split())
+        log.logger().warning("%s=auto: %s; passes run eagerly", OPTION, self._obstacle)
+
+
+def choose_graph(options: ParallelOptions, view: ParallelView) -> PassGraph | None:
+    """Return what replays the passes of this layout, or None where they run eagerly.
+
+    Raises:
+        ModelError: `parallel.cuda_graph=always` in a layout that cannot be captured.
+    """
+    required = options.cuda_graph == "always"
+    if required:
+        require_gpu(view.device)
+    obstacles = list(options.graph_obstacles(view.world_size))
+    if required and obstacles:
+        raise ModelError(f"{OPTION}=always: {obstacles[0]}")
+    if options.cuda_graph == "never" or obstacles or view.device.type != "cuda":
+        return None
+    return PassGraph(view.device, required=required)
 
 
 def require_gpu(device: torch.device) -> None:
-    """ModelError where the training computes on another device."""
+    """Raise ModelError where the training computes on another device."""
     if device.type != "cuda":
         name = device.type.upper()
-        raise ModelError(f"{_OPTION}: needs a GPU and training runs on the {name}; set it to false")
-
-
-def serves(plan: StepPlan) -> bool:
-    """Whether a step computes what every step of `pretrain` computes, whatever its number."""
-    return plan == StepPlan(step=plan.step, stage_step=plan.stage_step, loss="lm")
+        raise ModelError(f"{OPTION}=always: needs a GPU and training runs on the {name}; use auto")

@@ -19,21 +19,35 @@ from dms_train.mcore.schedule.graph import PassGraph
 from dms_train.mcore.schedule.stage_tensor import stage_seq_length
 from dms_train.method.layer import MethodLayer
 from dms_train.method.noise import sample_keys
-from dms_train.method.plan import StepPlan
-from dms_train.method.schedule import evicted_fraction
 
 
 class PassContext(NamedTuple):
-    """What a pass needs besides the model and the batches."""
+    """Inputs of a pass besides the model and the batches.
+
+    Attributes:
+        method: Method of the model.
+        step: Global optimizer step, part of the noise key; a number or int64 [].
+        target: alpha*, the share that must be evicted; a number or float64 [].
+        architecture: Architecture of the model.
+        view: This rank's place in the layout.
+        seed: Seed of the run.
+        token_scale: Microbatches over all data ranks / loss tokens of the step, float64 [].
+        on_microbatch: Called before every microbatch.
+        share: Divides a microbatch's loss. Megatron's schedule divides by the number of
+            microbatches that it is called with.
+        graph: Replays the passes of a microbatch; None to run them eagerly.
+    """
 
     method: MethodLayer
-    plan: StepPlan
+    step: int | Tensor
+    target: float | Tensor
     architecture: Architecture
     view: ParallelView
     seed: int
-    token_scale: Tensor  # number of microbatches over all data ranks / loss tokens of the step
+    token_scale: Tensor
     on_microbatch: Callable[[], None]
-    graph: PassGraph | None = None  # which runs forward and backward passes
+    share: int = 1
+    graph: PassGraph | None = None
 
 
 class PassTotals(NamedTuple):
@@ -80,7 +94,7 @@ def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
 def _loss_function(
     context: PassContext, batch: Batch
 ) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
-    a, plan = context.architecture, context.plan
+    a = context.architecture
     per_sample = a.num_layers * a.num_query_groups
     packed = batch.documents
     decisions = per_sample * (batch.tokens.shape[1] if packed is None else packed.tokens)
@@ -88,13 +102,12 @@ def _loss_function(
     def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         losses, eviction_stats = output
         token_loss = (losses.float() * batch.loss_mask.t()).sum() * context.token_scale
-        target = evicted_fraction(plan.target_cr)
-        aux_loss = context.method.loss(eviction_stats, decisions, target)
+        aux_loss = context.method.loss(eviction_stats, decisions, context.target)
         alpha, live, reads, _ = eviction_stats.detach().double().unbind(1)
         means = ((alpha / decisions).sum(), live.sum() / per_sample, reads.sum() / per_sample)
         # Own tensors: the schedule divides the returned loss in place.
         report = torch.stack([token_loss.detach().double(), aux_loss.detach().double(), *means])
-        return token_loss + aux_loss, {"report": report}
+        return (token_loss + aux_loss) / context.share, {"report": report}
 
     return loss
 
@@ -103,7 +116,7 @@ def _forward_step(context: PassContext) -> Callable[..., Any]:
     def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         batch = next(batches)
         context.on_microbatch()
-        keys = sample_keys(context.seed, context.plan.step, batch.samples)
+        keys = sample_keys(context.seed, context.step, batch.samples)
         output = model(batch.tokens, batch.labels, keys, batch.documents)
         return output, _loss_function(context, batch)
 
@@ -135,6 +148,10 @@ def run_schedule(
     )
 
 
+def _nothing() -> None:
+    pass
+
+
 def run_pass(
     chunks: list[Any],
     batches: list[Batch],
@@ -151,22 +168,28 @@ def run_pass(
         need not wait for them yet.
     """
 
-    def passes(batches: list[Batch], scale: Tensor) -> list[Any]:
-        forward_step = _forward_step(context._replace(token_scale=scale))
+    def passes(batches: list[Batch], context: PassContext) -> list[Any]:
         return run_schedule(
             chunks,
             batches,
-            forward_step,
+            _forward_step(context),
             config,
             has_teacher=has_teacher,
             forward_only=forward_only,
         )
 
-    if context.graph is None or forward_only:
-        reports = passes(batches, context.token_scale)
+    def one(batch: Batch, scale: Tensor) -> Any:
+        alone = context._replace(token_scale=scale, share=len(batches), on_microbatch=_nothing)
+        return passes([batch], alone)[0]
+
+    graph = context.graph
+    if graph is None:
+        reports = passes(batches, context)
     else:
-        reports = context.graph.run(passes, batches, context.token_scale)
-        context.on_microbatch()  # a replay calls nothing on the host
+        reports = []
+        for batch in batches:
+            context.on_microbatch()  # a replay calls nothing on the host
+            reports.append(graph.run(one, batch, context.token_scale))
     if not forward_only:
         finalize_model_grads(chunks)
     return _totals(reports, batches, context.view)

@@ -22,7 +22,6 @@ from dms_train.method.documents import PackedDocuments
 from dms_train.method.layer import Decided, Heads, LayerPass
 from dms_train.method.losses import compression_hinge
 from dms_train.method.noise import LayerNoise
-from dms_train.method.schedule import evicted_fraction
 from dms_train.method.visibility import align_to_keys
 
 SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
@@ -158,7 +157,7 @@ class DMCLayer:
         if self.spec.prior == "layer":
             length: int | Tensor = len(alpha) if documents is None else documents.tokens
             mean = step.sum_ranks(total) / (step.heads * length)
-            short = (evicted_fraction(step.plan.target_cr) - mean).clamp(min=0.0)
+            short = (step.target - mean).clamp(min=0.0)
             return short * alpha.shape[-1] * length
         if self.spec.consistency:
             mean = step.sum_ranks(alpha.sum(-1, keepdim=True)) / step.heads
@@ -167,7 +166,7 @@ class DMCLayer:
             return self.spec.consistency * apart.sum(0)
         return torch.zeros_like(total)
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float) -> Tensor:
+    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
         """The compression hinge, and the variant's own loss in the same form."""
         own = stats[:, 3] / decisions
         own = (own * decisions if self.spec.aux_form == "sum" else own).mean()

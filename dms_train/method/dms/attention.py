@@ -75,7 +75,7 @@ class DMSLayer:
         by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
         return Decided(by_key, stats, logits.detach(), held)
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float) -> Tensor:
+    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
         """The compression hinge."""
         return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form)
 

@@ -272,16 +272,16 @@ CASES = {
         facts=("parallel.layers=transformer_engine", "GPU", "parallel.layers=auto", "use"),
     ),
     "cuda-graph-on-cpu": Case(
-        done="`stage=pretrain stage.pretrain.cuda_graph=true` without a GPU",
-        arrange=train("stage=pretrain", "stage.pretrain.cuda_graph=true"),
+        done="`parallel.cuda_graph=always` without a GPU",
+        arrange=train("parallel.cuda_graph=always"),
         kind="error",
-        facts=("stage.pretrain.cuda_graph=true", "CPU", "GPU", "false"),
+        facts=("parallel.cuda_graph=always", "CPU", "GPU", "auto"),
     ),
     "cuda-graph-of-packed-documents": Case(
-        done="`stage=pretrain stage.pretrain.cuda_graph=true data.packing=true`",
-        arrange=train("stage=pretrain", "stage.pretrain.cuda_graph=true", "data.packing=true"),
+        done="`parallel.cuda_graph=always data.packing=true`",
+        arrange=train("parallel.cuda_graph=always", "data.packing=true"),
         kind="config error",
-        facts=("stage.pretrain.cuda_graph=true", "data.packing=false"),
+        facts=("parallel.cuda_graph=always", "data.packing=false"),
     ),
     "several-problems": Case(
         done="`optim.lr=0 run.log_interval=0`: a line for each problem",

@@ -131,15 +131,11 @@ def test_shorter_samples_have_as_many_tokens_in_a_step(scale: str, tmp_path: Pat
     assert lengths[0] == lengths[1] == SCALES[scale].lengths
 
 
-@pytest.mark.parametrize(
-    ("scale", "gpus", "graph"),
-    [("s", 0, False), ("s", 1, True), ("s", 2, False), ("recall", 1, False)],
-)
-def test_a_teacher_is_captured_on_one_gpu(scale: str, gpus: int, graph: bool, tmp_path) -> None:
+@pytest.mark.parametrize(("scale", "gpus"), [("s", 0), ("s", 1), ("s", 2), ("recall", 1)])
+def test_a_teacher_can_be_trained_on_these_gpus(scale: str, gpus: int, tmp_path) -> None:
     settings = lab._settings(lab._parser().parse_args([scale, *words(tmp_path)[1:]]))
     teacher = next(s for s in steps(replace(settings, gpus=gpus)) if s.name == "teacher")
     config = compose(teacher.words()[2:])
-    assert config.stage.pretrain.cuda_graph == graph
     check(config, world_size=teacher.ranks, architecture=config.model.architecture)
 
 

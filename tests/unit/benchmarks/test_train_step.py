@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.train_step import __main__ as train_step
 from benchmarks.train_step import kernel_times
 from benchmarks.train_step import page as train_step_page
+from benchmarks.train_step.case import parallel_options
 from benchmarks.train_step.shapes import Case, Layout, parse_layout
 
 
@@ -109,20 +111,12 @@ def test_cases_that_the_peer_supports(changes: dict[str, object], supported: boo
     assert case(**peer).known
 
 
-@pytest.mark.parametrize(
-    ("changes", "supported"),
-    [
-        ({"kind": "lm"}, True),
-        ({"kind": "distill"}, False),
-        ({"kind": "lm", "subject": "peer"}, False),
-        ({"kind": "lm", "layout": Layout(dp=2)}, False),
-    ],
-)
-def test_cases_with_a_cuda_graph(changes: dict[str, object], supported: bool) -> None:
-    graph = case(cuda_graph=True, **changes)
-    assert graph.known == supported
-    assert graph.setting != case(**changes).setting
-    assert Case.from_dict(graph.to_dict()) == graph
+def test_cases_name_whether_passes_are_replayed() -> None:
+    eager, replayed = case(kind="dms", cuda_graph="never"), case(kind="dms")
+    assert eager.setting != replayed.setting
+    assert "eager" in eager.label
+    assert "eager" not in replayed.label
+    assert parallel_options(eager, torch.device("cpu")).cuda_graph == "never"
 
 
 def test_what_the_peer_cannot_do_is_refused_before_anything_runs(capsys) -> None:

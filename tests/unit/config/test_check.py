@@ -16,7 +16,7 @@ PP = "parallel__pipeline_model_parallel_size"
 VP = "parallel__virtual_pipeline_model_parallel_size"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
-GRAPH = {"stage__run": ["pretrain"], "stage__pretrain": {"steps": 10, "cuda_graph": True}}
+GRAPH = {"parallel__cuda_graph": "always"}
 TASKS = {"stage__evaluate": {"tasks": ["exam_sheets"]}}
 
 
@@ -58,7 +58,7 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
         (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
         (1, GRAPH),
-        (2, {**GRAPH, "stage__run": ["zero_neuron"]}),
+        (2, {"parallel__cuda_graph": "auto"}),
     ],
 )
 def test_sound_configurations_pass(world_size, changes):
@@ -85,7 +85,7 @@ def test_sound_configurations_pass(world_size, changes):
         (3, {}, "micro_batch_size x data-parallel size = 1 x 3"),
         (1, {"data__seq_length": 129}, "the model reads at most 128 positions"),
         (1, {"method__window": 64}, "method.window=64: not below data.seq_length=64"),
-        (2, GRAPH, "stage.pretrain.cuda_graph=true: serves one process and there are 2"),
+        (2, GRAPH, "parallel.cuda_graph=always: one process can be captured and there are 2"),
         (
             1,
             {**GRAPH, "parallel__recompute_granularity": "full"},

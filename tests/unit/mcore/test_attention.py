@@ -56,7 +56,7 @@ def query(d: int = 4) -> Tensor:
 
 
 def rotated(engine: McoreEngine, q: Tensor, factor: float) -> Tensor:
-    engine._method.plan = StepPlan(neuron_scale=factor)
+    engine._method.set_plan(StepPlan(neuron_scale=factor))
     layer, step = engine._method.layer, attention_of(engine)._pass(rope(engine))
     assert isinstance(layer, DMSLayer)
     return layer.rotate(q, q[..., 0, :], step)[0]
@@ -139,7 +139,7 @@ def test_a_layer_attends_according_to_its_decisions(
 ) -> None:
     engine = build(family, preset, trains=False, alpha_offset=0.5)
     plan = StepPlan(neuron_scale=0.0, eviction=eviction)
-    engine._method.plan = plan
+    engine._method.set_plan(plan)
     layer = 1
     attention = attention_of(engine, layer)
     hidden = torch.randn(S, B, 32, generator=torch.Generator().manual_seed(2))
@@ -157,7 +157,7 @@ def test_a_layer_attends_according_to_its_decisions(
 
 def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build) -> None:
     engine = build("llama", "dms", trains=False)
-    engine._method.plan = StepPlan()
+    engine._method.set_plan(StepPlan())
     log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
     assert log_keep is None
     assert eviction_stats.tolist() == [[0.0, 4 * S, 4 * (S + 1) / 2]] * B
@@ -166,7 +166,7 @@ def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build
 @pytest.mark.parametrize("preset", PRESETS)
 def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) -> None:
     engine = build("llama", preset, trains=False)
-    engine._method.plan = StepPlan(neuron_scale=0.0, eviction="all")
+    engine._method.set_plan(StepPlan(neuron_scale=0.0, eviction="all"))
     log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
     assert log_keep is not None
     shift, window = engine.spec.decision_shift, engine.spec.window
@@ -179,7 +179,7 @@ def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) 
 
 def test_noise_belongs_to_the_global_sample_and_step(build: Build) -> None:
     engine = build("llama", "dms", trains=False)
-    engine._method.plan = StepPlan(eviction="soft", neuron_scale=0.0)
+    engine._method.set_plan(StepPlan(eviction="soft", neuron_scale=0.0))
     attention = attention_of(engine)
     keys = sample_keys(7, 3, torch.tensor([4, 9]))
     attention.noise_keys = keys
