@@ -21,7 +21,7 @@ def scale_eviction_channel(query: Tensor, channel: int, factor: float) -> Tensor
     """A copy of query [s, b, g, r, d] with the borrowed activation multiplied by `factor`."""
     r, d = query.shape[-2:]
     mask = torch.ones(r, d, device=query.device, dtype=query.dtype)
-    mask[0, channel] = factor
+    mask[0, channel].fill_(factor)  # assigned, the number would be copied from the host
     return query * mask
 
 

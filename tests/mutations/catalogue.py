@@ -81,7 +81,7 @@ MUTATIONS = [
     Mutation(
         "the teacher evicts too",
         ENGINE,
-        "        method = MethodState(self.spec, self._attend, fused=self._method.fused)\n"
+        "        method = MethodState(self.spec, self._attend, fused_on=fused_on)\n"
         "        teachers",
         "        method = self._method\n        teachers",
         PLAIN + "[zeroing]",
@@ -89,8 +89,8 @@ MUTATIONS = [
     Mutation(
         "the compression loss has weight 0.5",
         STEP,
-        "return token_loss + aux_loss, ",
-        "return token_loss + 0.5 * aux_loss, ",
+        "return (token_loss + aux_loss) / context.share, ",
+        "return (token_loss + 0.5 * aux_loss) / context.share, ",
         ONE_STEP + "test_without_loss_positions_the_gradient_is_that_of_the_compression_loss",
     ),
     Mutation(

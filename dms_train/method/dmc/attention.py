@@ -58,7 +58,7 @@ def borrowed(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
 def scaled(x: Tensor, channel: int, factor: float) -> Tensor:
     """A copy of x [..., d] with the borrowed activations multiplied by `factor`."""
     mask = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
-    mask[channel] = factor
+    mask[channel].fill_(factor)  # assigned, the number would be copied from the host
     return x * mask
 
 
