@@ -37,7 +37,7 @@ def latency_table(cases: list[dict[str, Any]], gpu: Gpu) -> str:
         "| predicted / measured |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    ours = [case for case in cases if case["engine"] in _ENGINES]
+    ours = [case for case in cases if case["engine"] in _ENGINES and "step_ms" in case]
     for case in sorted(ours, key=lambda c: (c["shape"], c["engine"], c["context"], c["sequences"])):
         sizes, held = architecture(case["shape"]), case["live"]
         step = decode_step(sizes, gpu, batch=case["sequences"], length=held)
