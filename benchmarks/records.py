@@ -108,3 +108,17 @@ def show(path: Path, text: Callable[[Any], str]) -> int:
     except (KeyError, TypeError, AttributeError):
         raise refused from None
     return 0
+
+
+def write_page(page: Path, results: str, name: str = "results") -> None:
+    """Replace the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->`.
+
+    Raises:
+        EvaluationError: The page lacks a marker.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise EvaluationError(f"{page}: add the lines {begin} and {end} around the results")
+    page.write_text(f"{before}{begin}\n{results}\n{end}{after}", encoding="utf-8")

@@ -45,11 +45,8 @@ def side_by_side(rows: list[Row], value: str) -> Iterator[str]:
     yield f"| shape | sequences x context | {' | '.join(heads)} |"
     yield "|---|---|" + "---|" * len(heads)
     for (shape, context, sequences), mine in by_case(rows).items():
-        found = {name: best(mine, name, value) for name in (*COLUMNS, FASTER)}
-        cells = [_shown(found[name], value) for name in COLUMNS]
-        for over, under in RATIOS:
-            pair = found[over].get(value), found[under].get(value)
-            cells.append(f"{pair[0] / pair[1]:.2f}" if all(pair) else "")
+        cells = [_shown(best(mine, name, value), value) for name in COLUMNS]
+        cells += [ratio(mine, over, under, value) for over, under in RATIOS]
         yield f"| {shape} | {sequences} x {context} | {' | '.join(cells)} |"
 
 
@@ -68,7 +65,7 @@ def best(rows: list[Row], column: str, value: str) -> Row:
     """
     if column in OURS:
         mine = [row for row in rows if row["engine"] == OURS[column]]
-        return max(mine, key=lambda row: (row.get("date", ""), row.get("run", 0)), default={})
+        return max(mine, key=lambda row: row.get("date", ""), default={})
     mine = [
         row
         for row in rows
@@ -78,6 +75,12 @@ def best(rows: list[Row], column: str, value: str) -> Row:
     if not done:
         return mine[0] if mine else {}
     return (min if value == "step_ms" else max)(done, key=lambda row: row[value])
+
+
+def ratio(rows: list[Row], over: str, under: str, value: str) -> str:
+    """Ratio of two columns among the rows of one case; empty if one is not measured."""
+    first, second = best(rows, over, value), best(rows, under, value)
+    return f"{first[value] / second[value]:.2f}" if value in first and value in second else ""
 
 
 def _shown(row: Row, value: str) -> str:
