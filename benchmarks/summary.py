@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def lines(results: Path) -> Iterator[str]:
     """Lines of the two tables: serving, and what is measured beside one peer."""
-    heads = [*COLUMNS, "engine: dense / vLLM, bf16", "DMS: DMS / dense"]
+    heads = [*COLUMNS, "engine: dense / vLLM, bf16", "DMS: DMS / dense", "CR"]
     yield f"| serving | {' | '.join(heads)} | measured on |"
     yield "|---" * (len(heads) + 2) + "|"
     served = records(results, "serve.json")
@@ -76,13 +76,14 @@ def _served(shape: str, record: Record) -> Iterator[str]:
 
 
 def _cells(cases: list[list[Record]], value: str) -> Iterator[str]:
-    """Cells of all columns and of both ratios, with one number for each case."""
+    """Cells of all columns, of both ratios and of CR, with one number for each case."""
     for column in COLUMNS:
         found = [best(rows, column, value).get(value) for rows in cases]
         shown = [f"{x:.2f}" if isinstance(x, float) else f"{x:,}" for x in found if x is not None]
         yield ", ".join(shown) if len(shown) == len(found) else "not measured"
     for over, under in (_ENGINE_GIVES, _DMS_GIVES):
         yield ", ".join(ratio(rows, over, under, value) or "-" for rows in cases)
+    yield ", ".join(ratio(rows, "dense", "DMS", "live") or "-" for rows in cases)
 
 
 def _streamed(found: list[Record]) -> Iterator[str]:
@@ -95,7 +96,7 @@ def _streamed(found: list[Record]) -> Iterator[str]:
         name = f"{shape}, {_RATE:g} requests/s, ms to the first token and between tokens"
         page = f"[requests over time]({_SERVING}#requests-over-time)"
         yield (
-            f"| {name} (medians) | not measured | {' | '.join(cells)} | not measured | | "
+            f"| {name} (medians) | not measured | {' | '.join(cells)} | not measured | | | "
             f"| {record['device']}, {newest(record)}: {page} |"
         )
 

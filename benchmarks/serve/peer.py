@@ -139,7 +139,7 @@ def _run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> Steps:
         nonlocal together
         found = plain()
         counts = [request.num_output_tokens for request in scheduler.running]
-        together = max(together, len(counts))
+        together = max(together, sum(count > 0 for count in counts))
         if len(counts) == len(tokens) and min(counts) > 0:
             marks.append((time.perf_counter(), sum(counts)))
         return found

@@ -40,13 +40,14 @@ def tables(record: Row) -> str:
 
 
 def side_by_side(rows: list[Row], value: str) -> Iterator[str]:
-    """Lines of a table with a row for each case, a column for each engine, and `RATIOS`."""
-    heads = [*COLUMNS, *(f"{over} / {under}" for over, under in RATIOS)]
+    """Lines of a table: a row for each case, a column for each engine, `RATIOS`, and CR."""
+    heads = [*COLUMNS, *(f"{over} / {under}" for over, under in RATIOS), "CR"]
     yield f"| shape | sequences x context | {' | '.join(heads)} |"
     yield "|---|---|" + "---|" * len(heads)
     for (shape, context, sequences), mine in by_case(rows).items():
         cells = [_shown(best(mine, name, value), value) for name in COLUMNS]
         cells += [ratio(mine, over, under, value) for over, under in RATIOS]
+        cells.append(ratio(mine, "dense", "DMS", "live"))
         yield f"| {shape} | {sequences} x {context} | {' | '.join(cells)} |"
 
 

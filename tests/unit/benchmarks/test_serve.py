@@ -44,6 +44,7 @@ def test_every_way_is_measured_and_decisions_evict(tmp_path: Path) -> None:
 
 
 PEER_PROGRAM = """#!/bin/sh
+grep -q '"dense"' "$FILE" || exit 9  # rows of ours are there already
 case "$*" in *fp8) echo "$ROW" ;; esac
 exit 3
 """
@@ -69,6 +70,7 @@ def test_what_is_measured_before_a_failure_is_kept(
     program.chmod(0o755)
     monkeypatch.setenv("ROW", json.dumps(PEER_ROW))
     file = tmp_path / f"{device_name(torch.device('cpu')).lower().replace(' ', '_')}" / "serve.json"
+    monkeypatch.setenv("FILE", str(file))
     file.parent.mkdir()
     replaced = {**PEER_ROW, "engine": "vLLM 8"}
     kept = {**replaced, "context": 8}

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -111,13 +112,23 @@ def test_the_best_rate_is_the_one_of_most_tokens_within_the_target() -> None:
     assert online.within(cases, 1000, 4) is None
 
 
-def test_both_ways_serve_the_same_requests(tmp_path: Path) -> None:
+def test_both_ways_serve_the_same_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are stored before the peer starts."""
+    stored: list[str] = []
+
+    def peers(*_: object) -> Iterator[dict[str, object]]:
+        (file,) = tmp_path.glob("*/online.json")
+        stored.extend(case["engine"] for case in json.loads(file.read_text())["cases"])
+        yield from ()
+
+    monkeypatch.setattr(online, "_peers", peers)
     words = ["small", "--device", "cpu", "--mix", "toy", "--rates", "20", "--seconds", "0.5"]
     assert online.main([*words, "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/online.json")
     record = json.loads(file.read_text())
     work = arrivals(poisson_times(20.0, 0.5, 0), MIXES["toy"], 512, 0)
-    assert [case["engine"] for case in record["cases"]] == ["DMS", "dense"]
+    assert [case["engine"] for case in record["cases"]] == ["DMS", "dense"] == stored
+    assert {"commit", "date"} <= set(record)
     for case in record["cases"]:
         assert (case["requests"], case["rate"]) == (len(work), 20.0)
         assert case["tokens"] == sum(request.new for request in work)

@@ -24,7 +24,7 @@ ROWS = [
     row("vLLM 1", 5.0, mode="graphs for decoding", cache_dtype="fp8", prefill_tok_s=80),
     row("vLLM 1", 3.0, mode="default", cache_dtype="auto"),
     row("dense", 9.0, date="2026-01-01"),
-    row("dense", 2.0, date="2026-01-02"),
+    row("dense", 2.0, date="2026-01-02", live=8000),
     row("DMS", 1.0, date="2026-01-01", live=1000),
     row("DMS, FP8 pages", 0.5, date="2026-01-01"),
 ]
@@ -35,7 +35,7 @@ def test_the_engine_and_dms_are_told_apart() -> None:
     heads, _, step = tables.side_by_side(ROWS, "step_ms")
     assert heads.split("|")[3].strip() == "vLLM, FP8 cache"  # leads
     cells = [cell.strip() for cell in step.split("|")[3:-1]]
-    assert cells == ["4.00", "3.00", "2.00", "1.00", "0.50", "0.67", "0.50", "0.25", "0.33"]
+    assert cells == ["4.00", "3.00", "2.00", "1.00", "0.50", "0.67", "0.50", "0.25", "0.33", "8.00"]
     *_, prefill = tables.side_by_side(ROWS, "prefill_tok_s")
     assert [cell.strip() for cell in prefill.split("|")[3:5]] == ["80", "100"]
 
@@ -46,7 +46,7 @@ def test_missing_and_skipped_rows_are_told_apart() -> None:
     *_, line = tables.side_by_side([skipped, ROWS[5]], "step_ms")
     cells = [cell.strip() for cell in line.split("|")[3:-1]]
     assert cells[:4] == ["not measured", "not measured", "does not fit", "1.00"]
-    assert cells[5:] == ["", "", "", ""]
+    assert cells[5:] == [""] * 5
     assert skipped["skipped"] in "\n".join(tables.every_row([skipped]))
 
 
