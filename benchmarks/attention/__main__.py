@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.attention import accuracy as attention_accuracy
 from benchmarks.attention import train_cases
+from benchmarks.records import RESULTS, origin
 from benchmarks.timing import ceilings, device_name, versions
 from dms_train.cli.errors import run_main
 
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--accuracy", action="store_true", help="errors instead of times")
     parser.add_argument("--cases", type=int, default=200, help="random shapes of --accuracy")
     parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     return run_main(lambda: _accuracy(args) if args.accuracy else _speed(args))
 
@@ -96,7 +97,8 @@ def _accuracy(args: argparse.Namespace) -> int:
 def _header(device: torch.device) -> dict[str, Any]:
     words = re.sub(r"--output[ =]\S+", "", " ".join(sys.argv[1:])).split()
     command = " ".join(["python -m benchmarks.attention", *words])
-    return {"device": device_name(device), "versions": versions(device), "command": command}
+    record = {"device": device_name(device), "versions": versions(device), "command": command}
+    return record | origin()
 
 
 def _ceiling_line(found: dict[str, float]) -> str:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from benchmarks.attention import accuracy as attention_accuracy
 from benchmarks.attention import train_cases
 from benchmarks.attention.shapes import Shape
+from benchmarks.records import ROOT, measured_at, write_page
+from dms_train.cli.errors import run_main
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "performance" / "attention.md"
 FIGURE = "figures/attention_roofline.png"
-BEGIN, END = "<!-- begin results -->", "<!-- end results -->"
 _BYTES = 2  # of a bf16 number
 _SHOWN = ("cuDNN causal", "flex DMS", "ours: triton")
 
@@ -44,6 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="folder of a device")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args(arguments)
+    return run_main(lambda: _write(args))
+
+
+def _write(args: argparse.Namespace) -> int:
     record = json.loads((args.results / "attention.json").read_text())
     if record["valid"] is False:
         print(f"{args.results}: the run is invalid, a peer was too slow; measure again")
@@ -57,13 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def write_page(page: Path, results: str) -> None:
-    """Replace the text between the markers."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n{results}\n{END}{after}")
-
-
 def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Iterator[str]:
     """The page's results, from the two records."""
     found, ceilings = record["versions"], record["ceilings"]
@@ -73,7 +70,7 @@ def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Itera
         f"{ceilings['gemm_edge']:.0f}^3 bf16 product {ceilings['gemm_flops_per_s'] / 1e12:.0f} "
         "TFLOP/s.  "
     )
-    yield f"Command: `{record['command']}`.  "
+    yield f"Command: `{record['command']}`. Measured at: {measured_at(record)}.  "
     if record["recorded"]:
         worst = max(entry["slower"] for entry in record["recorded"])
         yield f"Of {len(record['recorded'])} recorded peer times the worst came out {worst:+.1%}."
@@ -88,7 +85,8 @@ def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Itera
             yield f"\n## {name.capitalize()}\n\n{fenced}"
     yield f"\n![roofline of the run]({FIGURE})"
     if accuracy is not None:
-        yield f"\n## Accuracy\n\nCommand: `{accuracy['command']}`.\n"
+        yield f"\n## Accuracy\n\nCommand: `{accuracy['command']}`. "
+        yield f"Measured at: {measured_at(accuracy)}.\n"
         yield attention_accuracy.table(accuracy)
 
 

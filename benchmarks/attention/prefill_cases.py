@@ -5,7 +5,8 @@
 Decisions are random and heads differ: their odds of evicting lie between half and twice the mean.
 A time is that of a whole prompt in one chunk, as the engine computes it: counting, one wait of the
 host, pages, compaction and attention. The dense peer is cuDNN's causal attention, which reads every
-key.
+key. The engine takes it for first chunks of policies that evict nothing; a policy that evicts hides
+old keys from some heads, which dense attention cannot.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dms_train.inference.cache.paged import decode_rule
+from dms_train.inference.policies.registry import build_policy
+from dms_train.kernels.decode.paged import NEVER
 from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
+from dms_train.method.spec import PRESETS
 
 Row = dict[str, Any]
 
@@ -260,8 +265,8 @@ def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     lines = [
         "| layer | CR | kept tokens, least-most | pairs read | ms [20-80 %] | compaction ms "
-        "| cuDNN dense ms | speed-up | required |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| cuDNN dense ms | speed-up | required | the engine takes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_time_line(row) for row in rows if row["kind"] == "prefill"]
     lines += [
@@ -279,8 +284,19 @@ def _time_line(row: Row) -> str:
         f"| {row['label']} | {row['ratio']:g} | {min(kept)}-{max(kept)} | {row['pairs_share']:.3f} "
         f"| {ms['median']:.3f} [{ms['low']:.3f}-{ms['high']:.3f}] "
         f"| {row['compaction_ms']['median']:.3f} | {row['cudnn_ms']['median']:.3f} "
-        f"| {row['speedup']:.2f} | {row['bar'] or ''} |"
+        f"| {row['speedup']:.2f} | {row['bar'] or ''} | {engine_takes(row['ratio'])} |"
     )
+
+
+def engine_takes(ratio: float) -> str:
+    """Name the attention that the engine takes for a first chunk, by its own rule.
+
+    Args:
+        ratio: Compression ratio; 1 is served without eviction.
+    """
+    policy = build_policy("dms" if ratio > 1 else "keep_all", {}, PRESETS["dms"])
+    rule = decode_rule(policy)
+    return "dense" if rule is not None and rule[0].source == NEVER else "kept tokens"
 
 
 def _memory_line(row: Row) -> str:

@@ -38,6 +38,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from benchmarks.harness.random_export import write_random_export
+from benchmarks.records import origin
 from benchmarks.serve.models import SHAPES
 from benchmarks.timing import device_name, versions
 from dms_train.cli.errors import run_main
@@ -196,6 +197,7 @@ def _compare(args: argparse.Namespace, model: str) -> None:
     record = {
         "device": device_name(device),
         "versions": versions(device),
+        **origin(),
         "setting": {name: str(value) for name, value in vars(args).items()},
         "cases": found,
         "cr_factor": total.cr_factor,

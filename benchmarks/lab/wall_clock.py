@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.lab.arguments import count, list_of, picture, seed
 from benchmarks.lab.steps import HF
-from benchmarks.records import show
+from benchmarks.records import RESULTS, origin, show
 from benchmarks.timing import device_name, versions
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
@@ -201,6 +201,7 @@ def _run(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {
         "device": device_name(device),
         "versions": versions(device),
+        **origin(),
         "settings": settings | {"problems": len(checked[args.models[0]].prompts)},
         "models": {},
     }
@@ -273,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--cache-mb", type=count, default=128, help="MiB of keys and values (%(default)s)")
     add("--rows", type=count, default=1024, help="most chains in it (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    add("--output", type=Path, default=RESULTS)
     add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     add("--figure", type=picture, help=".svg or .png file to write")
     args = parser.parse_args(arguments)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.shapes import AttentionInputs, Call, Shape, make_inputs
+from benchmarks.records import RESULTS, origin
 from benchmarks.timing import Timing, device_name, measure, versions
 from dms_train.cli.errors import run_main
 from dms_train.kernels import api
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     return run_main(lambda: _run(args))
 
@@ -59,6 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         "device": device_name(device),
         "versions": versions(device),
         "command": "python -m benchmarks.packed_attention",
+        **origin(),
         "backend": api.choose("auto", device),
     }
     print(f"{record['device']}, {record['versions']}, {record['backend']}")

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import RESULTS, origin
 from benchmarks.timing import device_name
 from benchmarks.train_step.__main__ import run_case
 from benchmarks.train_step.case import parallel_options
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, nargs="*", help="run the cases of these GPU counts")
     parser.add_argument("--cases", nargs="*", choices=(*CASES, *TINY), help="run these")
     parser.add_argument("--fit", action="store_true", help="write the constants, measure nothing")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     return run_main(lambda: _run(args))
 
@@ -103,9 +104,9 @@ def _run(args: argparse.Namespace) -> int:
     else:
         path = args.output / re.sub(r"\W+", "_", name.lower()) / "plan_memory.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-    failed = 0
+    failed, measured = 0, origin()
     for label, case in {} if args.fit else _wanted(args).items():
-        rows[label] = run_case(case, MODULE)
+        rows[label] = run_case(case, MODULE) | measured
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"device": name, "rows": rows}, indent=1) + "\n")
         failed += "failed" in rows[label]

@@ -2,3 +2,7 @@
 
 `cases` names what is measured, `exam` and `stories` measure it, `table` writes the tables.
 """
+
+from benchmarks.records import Table
+
+TABLES = (Table("cpu/policies*.jsonl", "docs/methods.md", ("dms_train/inference/policies",)),)

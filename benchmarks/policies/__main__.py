@@ -29,6 +29,7 @@ from benchmarks.policies.cases import DENSE, Case, cases
 from benchmarks.policies.exam import ExamTask
 from benchmarks.policies.stories import StoriesTask
 from benchmarks.policies.table import Row, tables, titled, write_page
+from benchmarks.records import origin
 from dms_train.cli.config_source import ASSETS_DIR
 from dms_train.cli.errors import run_main
 from dms_train.data_prep.progress import progress_bar
@@ -63,14 +64,14 @@ def _key(task: Task, case: Case) -> dict[str, Any]:
 
 def measure(plan: list[tuple[Task, Case]], file: Path) -> list[Row]:
     """Measure what `file` has no row of; the rows of the plan, in its order."""
-    rows, found = _rows(file), list[Row]()
+    rows, found, measured = _rows(file), list[Row](), origin()
     with progress_bar(len(plan)) as advance, file.open("a", encoding="utf-8") as output:
         for task, case in plan:
             advance(0, f"{task.name}: {case.method} CR {case.cr:g}")
             key = _key(task, case)
             row: Row | None = next((r for r in rows if key.items() <= r.items()), None)
             if row is None:
-                row = key | {"result": task.measure(case)}
+                row = key | {"result": task.measure(case)} | measured
                 output.write(json.dumps(row) + "\n")
                 output.flush()
             found.append(row)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.records import RESULTS, origin
 from benchmarks.serve.models import random_model
 from benchmarks.timing import ceilings, device_name, versions
 from dms_train.cli.errors import run_main
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, help="default: 8192 on a GPU, 128 elsewhere")
     parser.add_argument("--cr", type=float, default=8, help="context over budget")
     parser.add_argument("--steps", type=int, help="default: 64 on a GPU, 5 elsewhere")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     if unknown := set(args.policies) - set(POLICIES):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(POLICIES)}")
@@ -102,6 +103,7 @@ def _run(args: argparse.Namespace) -> int:
         "device": device_name(device),
         "versions": versions(device),
         "command": " ".join(["python -m benchmarks.policies_decode", *args.policies]),
+        **origin(),
         "copy_bytes_per_s": ceilings(device)["copy_bytes_per_s"],
         **sizes._asdict(),
         "cases": [],

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import SamplingParams
 
+FEWEST = 8  # steps of which a median and a spread are meaningful
 _FIRST_TOKEN, _LAST_TOKEN = 1000, 127000
 
 
@@ -24,6 +25,16 @@ class Case(NamedTuple):
         """As in the tables."""
         return f"{self.sequences} x {self.context}"
 
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Read `SEQUENCESxCONTEXT`."""
+        return cls(*map(int, text.split("x")))
+
+    @property
+    def word(self) -> str:
+        """The text that `parse` reads."""
+        return f"{self.sequences}x{self.context}"
+
 
 def prompts(case: Case, vocab: int) -> list[list[int]]:
     """The same random prompts for every engine."""
@@ -35,8 +46,48 @@ def prompts(case: Case, vocab: int) -> list[list[int]]:
     ]
 
 
+class Steps(NamedTuple):
+    """A run of a case.
+
+    Attributes:
+        seconds: Of the whole run.
+        steps: Seconds of each step in which all sequences decoded.
+        together: Most sequences that decoded at the same time.
+    """
+
+    seconds: float
+    steps: list[float]
+    together: int
+
+
+def figures(case: Case, prefill: Steps, decode: Steps) -> dict[str, Any]:
+    """Return the numbers of a case for its row.
+
+    Args:
+        case: The case.
+        prefill: A run of one token for each sequence.
+        decode: A run of many tokens.
+
+    Returns:
+        `prefill_tok_s` and `step_ms` with its 20 % and 80 % quantiles; `skipped` with the reason
+        instead of the latter if the sequences did not decode together.
+    """
+    found: dict[str, Any] = {
+        **case._asdict(),
+        "prefill_tok_s": round(case.sequences * case.context / prefill.seconds),
+    }
+    if len(decode.steps) < FEWEST:
+        held = f"the KV cache holds {decode.together} of {case.sequences} sequences at once"
+        return found | {"skipped": held}
+    low, *_, high = statistics.quantiles(decode.steps, n=5)
+    return found | {
+        "step_ms": round(1e3 * statistics.median(decode.steps), 3),
+        "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
+    }
+
+
 def measure(engine: InferenceEngine, case: Case, new_tokens: int) -> dict[str, Any]:
-    """Times of one case, after a shorter warm-up that captures the graph of a prompt.
+    """Measure a case after a shorter warm-up that captures the graph of a prompt.
 
     Args:
         engine: Idle.
@@ -44,42 +95,32 @@ def measure(engine: InferenceEngine, case: Case, new_tokens: int) -> dict[str, A
         new_tokens: Decode steps.
 
     Returns:
-        `prefill_tok_s`, `step_ms` with its 20 % and 80 % quantiles, and `live` tokens per KV head
-        at the end of a sequence.
+        `figures`, and `live` tokens per KV head at the end of a sequence.
     """
     tokens = prompts(case, engine.architecture.vocab_size)
     for _ in range(2):
         _run(engine, tokens[:1], 4)
-    before = time.perf_counter()
-    _run(engine, tokens, 1)
-    prefill = time.perf_counter() - before
-    steps, live = _run(engine, tokens, 1 + new_tokens)
-    low, *_, high = statistics.quantiles(steps, n=5)
-    return {
-        "sequences": case.sequences,
-        "context": case.context,
-        "prefill_tok_s": round(case.sequences * case.context / prefill),
-        "step_ms": round(1e3 * statistics.median(steps), 3),
-        "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
-        "live": round(live),
-    }
+    prefill, _ = _run(engine, tokens, 1)
+    decode, live = _run(engine, tokens, 1 + new_tokens)
+    return figures(case, prefill, decode) | {"live": round(live)}
 
 
-def _run(
-    engine: InferenceEngine, tokens: list[list[int]], new_tokens: int
-) -> tuple[list[float], float]:
-    """Times of the steps in which all sequences decode, and the mean of the live tokens."""
+def _run(engine: InferenceEngine, tokens: list[list[int]], new_tokens: int) -> tuple[Steps, float]:
+    """Decode all prompts; their steps, and the mean of the live tokens."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    before = time.perf_counter()
     for prompt in tokens:
         engine.add_request(prompt, params, final_only=True)
     steps: list[float] = []
     live: list[float] = []
     since: float | None = None
+    together = 0
     while engine.has_unfinished_requests():
         finished = engine.step()
         now = time.perf_counter()
         live += [o.outputs[0].kv.live_tokens for o in finished if o.outputs[0].kv is not None]
+        together = max(together, engine.decoding)
         if since is not None and not finished and engine.decoding == len(tokens):
             steps.append(now - since)
         since = now if engine.decoding == len(tokens) else None
-    return steps, statistics.fmean(live)
+    return Steps(time.perf_counter() - before, steps, together), statistics.fmean(live)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.records import show
+from benchmarks.records import RESULTS, origin, show
 from benchmarks.serve.case import Case, prompts
-from benchmarks.serve.models import LONGEST, SHAPES, random_model
+from benchmarks.serve.models import KEPT, LONGEST, SHAPES, random_model
 from benchmarks.timing import ceilings, device_name, versions
 from dms_train.cli.errors import run_main
 from dms_train.hf.architecture import Architecture
@@ -31,7 +31,6 @@ from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
 
-KEPT = 0.125  # of the tokens behind the window
 _STEPS = 20
 _ROOM = 100  # for the tokens of these steps, and of those before them
 _PRODUCTS = ("queries, keys, values", "output projection", "gate and up", "down")
@@ -205,7 +204,7 @@ def _run(args: argparse.Namespace) -> int:
     device = torch.device("cuda")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (9, 0):
         raise InferenceError("benchmarks.serve.kernels: needs a GPU from Hopper on")
-    record = {"device": device_name(device), "versions": versions(device)}
+    record = {"device": device_name(device), "versions": versions(device), **origin()}
     record |= measure(args.shape, Case(args.sequences, args.context), device)
     folder = args.output / re.sub(r"\W+", "_", str(record["device"]).lower())
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("shape", nargs="?", default="Llama-3.2-1B", choices=SHAPES, help="(%(default)s)")
     add("--sequences", type=int, default=1, help="(%(default)s)")
     add("--context", type=int, default=8192, help="tokens of each prompt (%(default)s)")
-    add("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    add("--output", type=Path, default=RESULTS)
     add("--table", type=Path, metavar="JSON", help="print a stored record and end")
     args = parser.parse_args(arguments)
     if args.table is not None:

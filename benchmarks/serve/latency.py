@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.serve.models import architecture
+from benchmarks.serve.tables import best
 from dms_train.config.build import ConfigError
 from dms_train.config.decode_latency import decode_step
 from dms_train.config.gpus import GPUS, Gpu
@@ -37,13 +39,46 @@ def latency_table(cases: list[dict[str, Any]], gpu: Gpu) -> str:
         "| predicted / measured |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    ours = [case for case in cases if case["engine"] in _ENGINES]
-    for case in sorted(ours, key=lambda c: (c["shape"], c["engine"], c["context"], c["sequences"])):
-        sizes, held = architecture(case["shape"]), case["live"]
-        step = decode_step(sizes, gpu, batch=case["sequences"], length=held)
-        predicted, measured = 1e3 * step.seconds, case["step_ms"]
+    for case in _ours(cases):
+        predicted, measured = _predicted(case, gpu), case["step_ms"]
         rows.append(
             f"| {case['shape']} | {case['sequences']} | {case['context']} | {case['engine']} "
-            f"| {held} | {predicted:.2f} | {measured:.2f} | {predicted / measured:.2f} |"
+            f"| {case['live']} | {predicted:.2f} | {measured:.2f} | {predicted / measured:.2f} |"
         )
     return "\n".join(rows)
+
+
+def summary(cases: list[dict[str, Any]], gpu: Gpu) -> Iterator[str]:
+    """Yield a line for each model: how near the predictions are, of steps and of what DMS saves.
+
+    Args:
+        cases: As in `latency_table`.
+        gpu: As in `latency_table`.
+    """
+    ours = _ours(cases)
+    for shape in dict.fromkeys(case["shape"] for case in ours):
+        mine = [case for case in ours if case["shape"] == shape]
+        shares = [_predicted(case, gpu) / case["step_ms"] for case in mine]
+        line = f"{shape}: predicted / measured is {min(shares):.2f} to {max(shares):.2f}"
+        most = max(case["sequences"] for case in mine)
+        pair = [best([c for c in mine if c["sequences"] == most], name, "") for name in _ENGINES]
+        if all(pair):
+            dms, dense = pair
+            predicted = _predicted(dms, gpu) / _predicted(dense, gpu)
+            line += (
+                f"; with {most} sequences DMS takes {predicted:.2f} of the dense step as predicted "
+                f"and {dms['step_ms'] / dense['step_ms']:.2f} as measured"
+            )
+        yield f"{line}."
+
+
+def _ours(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    mine = [case for case in cases if case["engine"] in _ENGINES and "step_ms" in case]
+    return sorted(mine, key=lambda c: (c["shape"], c["engine"], c["context"], c["sequences"]))
+
+
+def _predicted(case: dict[str, Any], gpu: Gpu) -> float:
+    """Milliseconds of a step for the tokens that a case held."""
+    sizes = architecture(case["shape"])
+    step = decode_step(sizes, gpu, batch=case["sequences"], length=case["live"])
+    return 1e3 * step.seconds

@@ -14,7 +14,9 @@ from dms_train.method.decisions import eviction_channel
 from dms_train.method.spec import PRESETS
 
 WINDOW = 256
+KEPT = 0.125  # of the tokens beyond the window
 LONGEST = 33000  # tokens of a sequence in a benchmark
+MEMORY = 0.9  # share of the GPU for each engine, vLLM's default
 _SAMPLE = 512  # tokens from which the share of evictions is set
 _SPREAD = 0.02  # standard deviation of the weights
 

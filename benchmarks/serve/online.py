@@ -1,20 +1,23 @@
 """Latency of requests that arrive over time, at several rates, beside vLLM where it is installed.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.serve.online [SHAPE ...] [--rates 1,2,4,8]
+    python -m benchmarks.serve.online [SHAPE ...] [--rates 1,2,4,8]
 
 Requests arrive by a Poisson process and are streamed. Their lengths are those of a mix (`--mix`) or
 of recorded requests (`--lengths FILE`, JSON lines with `prompt_tokens` and `tokens`, such as the
 chains of `dms-eval`). All engines get the same requests at the same times. The time to the first
 token counts from the arrival, the time in a queue included. Weights are random.
 
-vLLM runs in a process of its own, with the command of `--peer`. Writes `online.json` into the
-folder of the device and prints its tables.
+vLLM runs in processes of its own with its own defaults, with the command of `--peer`. Writes each
+row to `online.json` in the folder of the device as soon as it is measured, and prints the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -27,15 +30,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from benchmarks.records import show
-from benchmarks.serve.models import LONGEST, SHAPES, architecture, random_model
+from benchmarks.records import RESULTS, origin, show
+from benchmarks.serve.models import KEPT, LONGEST, MEMORY, SHAPES, architecture, random_model
+from benchmarks.serve.processes import printed_rows
 from benchmarks.serve.traffic import MIXES, Arrival, Lengths, Mix, arrivals, poisson_times, recorded
 from benchmarks.timing import device_name, versions
 from dms_train.cli.errors import run_main
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 
-KEPT = 0.125  # of the tokens behind the window
 PEER = f"{sys.executable} -m benchmarks.serve.online_peer"
 WAYS = {"DMS": "dms", "dense": "keep_all"}
 
@@ -169,16 +172,19 @@ class Load(NamedTuple):
     seed: int
 
 
-def measure(server: Server, shape: str, load: Load) -> Iterator[dict[str, Any]]:
-    """The cases of a server, after a warm-up with the requests of the first rate."""
+Serve = Callable[[Sequence[Arrival]], list[list[float]]]  # as `drive` with a server
+
+
+def measure(serve: Serve, shape: str, load: Load) -> Iterator[dict[str, Any]]:
+    """Measure the cases, after a warm-up with the requests of the first rate."""
     vocab = architecture(shape).vocab_size
     for number, rate in enumerate((load.rates[0], *load.rates)):
         work = arrivals(poisson_times(rate, load.seconds, load.seed), load.mix, vocab, load.seed)
         if not number:
-            drive(server, [request._replace(at=0.0) for request in work])
+            serve([request._replace(at=0.0) for request in work])
             continue
         case = {"shape": shape, "mix": load.name, "rate": rate}
-        yield case | summary(work, drive(server, work))
+        yield case | summary(work, serve(work))
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +194,6 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", default="1,2,4,8", help="requests a second (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30, help="of arrivals (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sequences", type=int, default=64, help="at once (%(default)s)")
 
 
 def load(args: argparse.Namespace) -> Load:
@@ -264,7 +269,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peer", default=PEER, help="command (%(default)s)")
     parser.add_argument("--target-ttft-ms", type=float, default=500)
     parser.add_argument("--target-itl-ms", type=float, default=50)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--sequences", type=int, default=64, help="of ours at once (%(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", type=Path, metavar="JSON", help="print a stored record and end")
     add_load(parser)
     args = parser.parse_args(arguments)
@@ -284,20 +290,24 @@ def _run(args: argparse.Namespace, asked: Load) -> int:
     record: dict[str, Any] = {
         "device": device_name(device),
         "versions": versions(device),
+        **origin(),
         "kept": KEPT,
         "sequences": args.sequences,
+        "gpu_memory_utilization": MEMORY,
         "seconds": args.seconds,
         "seed": args.seed,
         "target": {"ttft_ms": args.target_ttft_ms, "itl_ms": args.target_itl_ms},
         "cases": [],
     }
-    folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
-    folder.mkdir(parents=True, exist_ok=True)
+    file = args.output / re.sub(r"\W+", "_", record["device"].lower()) / "online.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     for shape in args.shapes or (list(SHAPES)[:2] if device.type == "cuda" else ["small"]):
-        for case in [*_ours(shape, device, asked, args.sequences), *_peers(shape, device, args)]:
+        ours = _ours(shape, device, asked, args.sequences)
+        for case in itertools.chain(ours, _peers(shape, device, args)):
+            print(json.dumps(case), flush=True)
             record["cases"].append(case)
-        (folder / "online.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{tables(record)}\n\nwritten: {folder / 'online.json'}")
+            file.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\n{tables(record)}\n\nwritten: {file}")
     return 0
 
 
@@ -310,33 +320,31 @@ def _ours(
     for name, policy in WAYS.items():
         options = EngineOptions(
             device=str(device), policy=policy, max_num_seqs=sequences, max_model_len=LONGEST,
-            prefill_chunk=2048, gpu_memory_utilization=0.6, decode_steps=1,
+            prefill_chunk=2048, gpu_memory_utilization=MEMORY, decode_steps=1,
         )  # fmt: skip
-        engine = InferenceEngine(model, options)
-        for case in measure(OurServer(engine), shape, asked):
-            entry = {"engine": name, **case}
-            print(json.dumps(entry), flush=True)
-            yield entry
-        del engine
+        server = OurServer(InferenceEngine(model, options))
+        for case in measure(functools.partial(drive, server), shape, asked):
+            yield {"engine": name, **case}
+        del server
+        gc.collect()  # so that the next engine has the memory
 
 
-def _peers(shape: str, device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _peers(shape: str, device: torch.device, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """vLLM with the same requests; nothing on a CPU or where it is missing."""
     missing = args.peer == PEER and importlib.util.find_spec("vllm") is None
     if device.type != "cuda" or missing:
         print("no peer: vllm is not installed, or this is a CPU; `--peer` names another Python")
-        return []
+        return
+    gc.collect()
     torch.cuda.empty_cache()
     words = [*args.peer.split(), shape, "--rates", args.rates, "--seconds", str(args.seconds)]
-    words += ["--seed", str(args.seed), "--sequences", str(args.sequences)]
+    words += ["--seed", str(args.seed)]
     words += ["--lengths", str(args.lengths)] if args.lengths else []
     words += ["--mix", args.mix] if args.mix else []
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"engine"')]
-    print("\n".join(lines), flush=True)
-    if done.returncode:
-        print(f"the peer ended with {done.returncode}; its cases are incomplete", flush=True)
-    return [json.loads(line) for line in lines]
+    try:
+        yield from printed_rows(words)
+    except subprocess.CalledProcessError as ended:
+        print(f"the peer ended with {ended.returncode}; its cases are incomplete", flush=True)
 
 
 if __name__ == "__main__":

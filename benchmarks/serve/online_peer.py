@@ -1,44 +1,58 @@
 """vLLM with requests that arrive over time: one JSON line for each rate.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.serve.online_peer SHAPE [--rates 1,2,4,8]
+    python -m benchmarks.serve.online_peer SHAPE [--rates 1,2,4,8]
 
-Its options are those of `benchmarks.serve.online`, which starts it.
+Its options are those of `benchmarks.serve.online`, which starts it. vLLM has the defaults of its
+own server: its asynchronous engine in a process of its own, its graphs and its batch sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
+import itertools
 import json
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.serve.online import Progress, add_load, load, measure
-from benchmarks.serve.peer import start
+from benchmarks.serve.online import add_load, load, measure
+from benchmarks.serve.peer import random_weights
+from benchmarks.serve.traffic import Arrival
 
 
-class PeerServer:
-    """vLLM's engine in this process."""
+class Stream:
+    """Requests to vLLM's asynchronous engine, each from its arrival on."""
 
-    def __init__(self, vllm: Any, engine: Any) -> None:
-        self._vllm, self._engine, self._added = vllm, engine, 0
+    def __init__(self, vllm: Any, shape: str) -> None:
+        self._params, self._numbers = vllm.SamplingParams, itertools.count()
+        self._deltas = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        context = importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+        arguments = vllm.AsyncEngineArgs(**random_weights(shape))
+        self._engine = vllm.AsyncLLMEngine.from_engine_args(arguments, usage_context=context)
 
-    def add(self, prompt: list[int], new: int) -> str:
-        """As in `online.Server`."""
-        self._added += 1
-        params = self._vllm.SamplingParams(
-            temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
-        )
-        self._engine.add_request(str(self._added), {"prompt_token_ids": prompt}, params)
-        return str(self._added)
+    async def serve(self, work: Sequence[Arrival]) -> list[list[float]]:
+        """Serve requests as they arrive; the result is that of `online.drive`."""
+        start = time.perf_counter()
+        return await asyncio.gather(*(self._one(request, start) for request in work))
 
-    def step(self) -> list[Progress]:
-        """As in `online.Server`."""
-        outputs = self._engine.step()
-        return [Progress(o.request_id, len(o.outputs[0].token_ids)) for o in outputs]
+    async def _one(self, request: Arrival, start: float) -> list[float]:
+        arrival = start + request.at
+        await asyncio.sleep(arrival - time.perf_counter())
+        params = self._params(
+            temperature=0.0, max_tokens=request.new, ignore_eos=True, detokenize=False,
+            output_kind=self._deltas,
+        )  # fmt: skip
+        prompt, name = {"prompt_token_ids": request.prompt}, str(next(self._numbers))
+        times: list[float] = []
+        async for output in self._engine.generate(prompt, params, name):
+            times += [time.perf_counter() - arrival] * len(output.outputs[0].token_ids)
+        return times
 
-    def busy(self) -> bool:
-        """As in `online.Server`."""
-        return bool(self._engine.has_unfinished_requests())
+    def close(self) -> None:
+        """End the engine's process."""
+        self._engine.shutdown()
 
 
 def main() -> None:
@@ -48,9 +62,12 @@ def main() -> None:
     add_load(parser)
     args = parser.parse_args()
     vllm: Any = importlib.import_module("vllm")
-    llm = start(vllm, args.shape, "auto", compiled=True, sequences=args.sequences)
-    for case in measure(PeerServer(vllm, llm.llm_engine), args.shape, load(args)):
-        print(json.dumps({"engine": f"vLLM {vllm.__version__}", **case}), flush=True)
+    stream = Stream(vllm, args.shape)
+    with asyncio.Runner() as runner:
+        cases = measure(lambda work: runner.run(stream.serve(work)), args.shape, load(args))
+        for case in cases:
+            print(json.dumps({"engine": f"vLLM {vllm.__version__}", **case}), flush=True)
+        stream.close()
 
 
 if __name__ == "__main__":

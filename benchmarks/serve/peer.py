@@ -1,10 +1,9 @@
 """vLLM on random weights of the same shapes: one JSON line for each case.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.serve.peer SHAPE SEQUENCESxCONTEXT ...
+    python -m benchmarks.serve.peer SHAPE SEQUENCESxCONTEXT ... [--kv-cache-dtype fp8]
 
-The variable keeps vLLM's engine in this process, where its steps are watched: the median time of
-those in which all sequences decode is measured, as for our engine. vLLM is not a dependency of this
-project.
+vLLM's engine runs in this process, where its steps are watched: the median time of those in which
+all sequences decode is measured, as for our engine. vLLM is not a dependency of this project.
 """
 
 from __future__ import annotations
@@ -12,63 +11,62 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
+import os
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serve.case import Case, prompts
-from benchmarks.serve.models import LONGEST, architecture
+from benchmarks.serve.case import Case, Steps, figures, prompts
+from benchmarks.serve.models import LONGEST, MEMORY, architecture
+from benchmarks.serve.ours import skipped
+
+_SHORT = 64  # tokens of the prompts that warm decoding up
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape")
-    parser.add_argument("cases", nargs="+")
+    parser.add_argument("cases", nargs="+", type=Case.parse)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--eager-prefill", action="store_true", help="graphs for decoding only")
     parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its steps are watched in this process
     vllm: Any = importlib.import_module("vllm")
-    llm = start(vllm, args.shape, args.kv_cache_dtype, compiled=not args.eager_prefill)
-    for text in args.cases:
-        case = Case(*map(int, text.split("x")))
+    names = {
+        "engine": f"vLLM {vllm.__version__}",
+        "mode": "graphs for decoding" if args.eager_prefill else "default",
+        "cache_dtype": args.kv_cache_dtype,
+        "shape": args.shape,
+    }
+    for row in rows(vllm, args):
+        print(json.dumps(names | row), flush=True)
+
+
+def rows(vllm: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure the cases; those that do not fit have the reason in `skipped`."""
+    sequences = max(case.sequences for case in args.cases)
+    try:
+        llm = start(vllm, args.shape, args.kv_cache_dtype, sequences, not args.eager_prefill)
+    except ValueError as error:  # such as a cache that cannot hold one sequence
+        yield from skipped(args.cases, error)
+        return
+    for case in args.cases:
         tokens = prompts(case, architecture(args.shape).vocab_size)
-        _run(vllm, llm, tokens, 4)
-        prefill, _ = _run(vllm, llm, tokens, 1)
-        _, steps = _run(vllm, llm, tokens, 1 + args.new_tokens)
-        low, *_, high = statistics.quantiles(steps, n=5)
-        record = {
-            "engine": f"vLLM {vllm.__version__}",
-            "mode": "graphs for decoding" if args.eager_prefill else "default",
-            "cache_dtype": args.kv_cache_dtype,
-            "shape": args.shape,
-            "sequences": case.sequences,
-            "context": case.context,
-            "prefill_tok_s": round(case.sequences * case.context / prefill),
-            "step_ms": round(1e3 * statistics.median(steps), 3),
-            "step_ms_spread": [round(1e3 * low, 3), round(1e3 * high, 3)],
-        }
-        print(json.dumps(record), flush=True)
+        _run(vllm, llm, tokens[:1], 4)
+        _run(vllm, llm, [ids[:_SHORT] for ids in tokens], 4)
+        prefill = _run(vllm, llm, tokens, 1)
+        yield figures(case, prefill, _run(vllm, llm, tokens, 1 + args.new_tokens))
 
 
-def start(
-    vllm: Any, shape: str, kv_cache_dtype: str, *, compiled: bool, sequences: int = 32
-) -> Any:
-    """An engine on weights that vLLM makes up.
-
-    Args:
-        vllm: The package.
-        shape: One of `models.SHAPES`.
-        kv_cache_dtype: Of its cache.
-        compiled: Whether prompts are compiled; steps that decode are captured in any case.
-        sequences: Most at the same time.
-    """
+def shape_folder(shape: str) -> str:
+    """Write the Hugging Face configuration of a shape; the folder that holds it."""
     a = architecture(shape)
-    folder = Path(tempfile.mkdtemp())
+    folder = tempfile.mkdtemp()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -86,39 +84,62 @@ def start(
         "tie_word_embeddings": a.tie_word_embeddings,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    sizes: dict[str, Any] = {
-        "cudagraph_capture_sizes": sorted(
-            {1 << power for power in range(sequences.bit_length())} | {sequences}
-        )
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def random_weights(shape: str) -> dict[str, Any]:
+    """Arguments of a vLLM engine on weights that it makes up, with the memory that ours has.
+
+    Prefix caching is off, because prompts of a warm-up come again.
+    """
+    return {
+        "model": shape_folder(shape),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "generation_config": "vllm",
+        "gpu_memory_utilization": MEMORY,
+        "enable_prefix_caching": False,
     }
+
+
+def start(vllm: Any, shape: str, kv_cache_dtype: str, sequences: int, compiled: bool) -> Any:
+    """Start an offline engine.
+
+    Args:
+        vllm: The package.
+        shape: One of `models.SHAPES`.
+        kv_cache_dtype: Of its cache.
+        sequences: Most at the same time; decode steps of every power of two up to it, and of it,
+            are captured.
+        compiled: Whether prompts are compiled; steps that decode are captured in any case.
+    """
+    powers = {1 << power for power in range(sequences.bit_length())}
+    sizes: dict[str, Any] = {"cudagraph_capture_sizes": sorted(powers | {sequences})}
     if not compiled:
         sizes |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return vllm.LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
+        **random_weights(shape),
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=LONGEST,
         max_num_seqs=sequences,
-        gpu_memory_utilization=0.6,
-        enable_prefix_caching=False,
         attention_backend="FLASH_ATTN",
         compilation_config=sizes,
-        generation_config="vllm",
     )
 
 
-def _run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> tuple[float, list[float]]:
-    """Seconds of a call, and of its steps in which every sequence advanced by one token."""
+def _run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> Steps:
+    """Decode all prompts; a step counts if every sequence advanced by one token."""
     params = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-    engine, marks = llm.llm_engine, []
+    engine, marks, together = llm.llm_engine, [], 0
     plain, scheduler = engine.step, engine.engine_core.engine_core.scheduler
 
     def step() -> Any:
+        nonlocal together
         found = plain()
         counts = [request.num_output_tokens for request in scheduler.running]
+        together = max(together, sum(count > 0 for count in counts))
         if len(counts) == len(tokens) and min(counts) > 0:
             marks.append((time.perf_counter(), sum(counts)))
         return found
@@ -131,7 +152,7 @@ def _run(vllm: Any, llm: Any, tokens: list[list[int]], new: int) -> tuple[float,
         engine.step = plain
     pairs = pairwise(marks)
     steps = [b[0] - a[0] for a, b in pairs if b[1] - a[1] == len(tokens)]
-    return time.perf_counter() - before, steps
+    return Steps(time.perf_counter() - before, steps, together)
 
 
 if __name__ == "__main__":

@@ -28,15 +28,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import RESULTS, origin
 from benchmarks.serve.case import Case, prompts
-from benchmarks.serve.models import LONGEST, random_model
+from benchmarks.serve.models import KEPT, LONGEST, random_model
 from benchmarks.timing import Busy, device_name, versions
 from dms_train.cli.errors import run_main
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput
 
-KEPT = 0.125  # of the tokens behind the window
 CONTEXT = 32768
 CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
 # of a sequence; others decode 8 in each of the 256 chunks of prompts, and some more are measured
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--cache-gb", type=float, default=18)
     parser.add_argument("--sequences", type=int, default=512, help="at the same time, of chains")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     if unknown := set(args.experiments) - set(EXPERIMENTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(EXPERIMENTS)}")
@@ -61,7 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    record: dict[str, Any] = {"device": device_name(device), "versions": versions(device)}
+    record: dict[str, Any] = {
+        "device": device_name(device),
+        "versions": versions(device),
+        **origin(),
+    }
     folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
     folder.mkdir(parents=True, exist_ok=True)
     for name in args.experiments or EXPERIMENTS:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import RESULTS, origin
 from benchmarks.timing import device_name
 from benchmarks.train_step import kernel_times
 from benchmarks.train_step.shapes import KINDS, LAYERS, SHAPES, SUBJECTS, Case, Layout, parse_layout
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=1, help="of each data-parallel rank")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="kernels of one further step")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     for case in _wanted(args):
         if not case.known:
@@ -117,10 +118,11 @@ def _run(args: argparse.Namespace) -> int:
     name = device_name(device)
     path = args.output / re.sub(r"\W+", "_", name.lower()) / "train_step.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    measured = origin()
     failed, began = 0, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     print(name, *HEAD, sep="\n", flush=True)
     for case in _wanted(args):
-        row = run_case(case) | {"run": began}
+        row = run_case(case) | {"run": began} | measured
         rows = [r for r in rows if Case.from_dict(r["case"]).setting != case.setting]
         rows.append(row)
         path.parent.mkdir(parents=True, exist_ok=True)

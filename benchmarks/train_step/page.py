@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.attention.page import write_page
+from benchmarks.records import ROOT, measured_at, write_page
 from benchmarks.train_step import __main__ as train_step
 from benchmarks.train_step import projection as train_step_projection
 from benchmarks.train_step.shapes import KINDS, SHAPES, SUBJECTS, Case
+from dms_train.cli.errors import run_main
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "training_step.md"
+PAGE = ROOT / "docs" / "performance" / "training_step.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,9 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="folder of a device")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args(arguments)
+    return run_main(lambda: _write(args))
+
+
+def _write(args: argparse.Namespace) -> None:
     record = json.loads((args.results / "train_step.json").read_text())
     write_page(args.page, "\n".join(page_lines(record)))
-    return 0
 
 
 def page_lines(record: dict[str, Any]) -> Iterator[str]:
@@ -43,9 +47,9 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
     for row in rows:
         known |= row["versions"]
     yield f"Device: {record['device']}; " + ", ".join(f"{k} {v}" for k, v in known.items()) + "."
-    runs = sorted({row["run"] for row in rows if "run" in row})
-    numbers = {run: str(number) for number, run in enumerate(runs, 1)}
-    began = [f"{number} began {run}" for run, number in numbers.items()]
+    runs = {row["run"]: measured_at(row) for row in rows if "run" in row}
+    numbers = {run: str(number) for number, run in enumerate(sorted(runs), 1)}
+    began = [f"{number} began {run} ({runs[run]})" for run, number in numbers.items()]
     if any("run" not in row for row in rows):
         began.append("? has no recorded time")
     yield "In brackets the 20 % and 80 % quantiles. `run` is the command that measured a row:"

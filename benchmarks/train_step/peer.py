@@ -1,5 +1,6 @@
 """Megatron-core's own model in the same step: local or Transformer Engine layers, torch attention.
 
+The optimizer is Transformer Engine's FusedAdam where it is installed, else torch's fused AdamW.
 With a teacher the loss is the KL divergence in fp32, computed a piece of the sequence at a time.
 """
 
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.train_step.shapes import SHAPES, Case
 from dms_train.data.batches import Batch
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers import fusions
 from dms_train.mcore.model.model import padded_vocab_size, rope_arguments, transformer_config
 from dms_train.mcore.options import ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
@@ -138,6 +140,7 @@ def step_of_peer(
         optimizer="adam", lr=1e-5, bf16=config.bf16, use_distributed_optimizer=True
     )
     optimizer = get_megatron_optimizer(settings, [ddp])
+    fusions.fuse_adam(optimizer)
     forward_step, (_, length, size) = _forward_step(teacher, view.device), SHAPES[case.shape]
 
     def step() -> float:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.records import RESULTS, origin
 from benchmarks.timing import ceilings, device_name, extra_bytes, measure, versions
 from dms_train.cli.errors import run_main
 from dms_train.kernels.losses import vocabulary as vocab_loss
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return run_main(lambda: _run(device, args.output))
@@ -90,6 +91,7 @@ def _compare(device: torch.device, output: Path) -> int:
         "device": device_name(device),
         "versions": versions(device),
         "command": "python -m benchmarks.vocab_loss",
+        **origin(),
         "ceilings": ceilings(device),
         "cases": [],
     }

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.attention import page as performance_page
-from benchmarks.attention import train_cases
+from benchmarks.attention import prefill_cases, train_cases
+from benchmarks.serve.models import random_model
+from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.kernels.prefill import sparse
 from scripts import draw_tiling
 
 RESULTS = performance_page.ROOT / "benchmarks" / "results"
@@ -48,7 +53,7 @@ def record(*, valid: bool | None = True) -> dict[str, Any]:
 
 def test_the_page_is_filled_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
-    begin, end = performance_page.BEGIN, performance_page.END
+    begin, end = "<!-- begin results -->", "<!-- end results -->"
     page.write_text(f"above\n{begin}\nold\n{end}\nbelow\n")
     (tmp_path / "attention.json").write_text(json.dumps(record()))
     for _ in range(2):
@@ -60,6 +65,23 @@ def test_the_page_is_filled_between_its_markers(tmp_path: Path) -> None:
     assert "| ours: triton | 1.000 [1.000, 1.000] | 4.000 " in text
     assert "| 1.60 | 1.25 | 1 |" in text  # 8 ms of flex and 4 ms of cuDNN over 5 ms
     assert (tmp_path / performance_page.FIGURE).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("policy", "ratio"), [("keep_all", 1.0), ("dms", 1.25), ("dms", 8.0)])
+def test_the_table_names_the_attention_that_the_engine_takes(
+    policy: str, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine computes a prompt; whether it calls dense attention is compared."""
+    dense: list[object] = []
+    attend = sparse.causal_attention
+    monkeypatch.setattr(sparse, "causal_attention", lambda *a: dense.append(a) or attend(*a))
+    model = random_model("small", 0.5, torch.device("cpu"), torch.float32)
+    options = EngineOptions(policy=policy, kernels="triton", max_num_seqs=1, max_model_len=64)
+    engine = InferenceEngine(model, options)
+    engine.add_request(list(range(40)), SamplingParams(max_tokens=1))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert prefill_cases.engine_takes(ratio) == ("dense" if dense else "kept tokens")
 
 
 def test_an_invalid_run_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.serve import online
+from benchmarks.serve import online, online_peer
+from benchmarks.serve.models import MEMORY
 from benchmarks.serve.traffic import MIXES, Arrival, Lengths, arrivals, poisson_times, recorded
 
 
@@ -107,13 +112,23 @@ def test_the_best_rate_is_the_one_of_most_tokens_within_the_target() -> None:
     assert online.within(cases, 1000, 4) is None
 
 
-def test_both_ways_serve_the_same_requests(tmp_path: Path) -> None:
+def test_both_ways_serve_the_same_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are stored before the peer starts."""
+    stored: list[str] = []
+
+    def peers(*_: object) -> Iterator[dict[str, object]]:
+        (file,) = tmp_path.glob("*/online.json")
+        stored.extend(case["engine"] for case in json.loads(file.read_text())["cases"])
+        yield from ()
+
+    monkeypatch.setattr(online, "_peers", peers)
     words = ["small", "--device", "cpu", "--mix", "toy", "--rates", "20", "--seconds", "0.5"]
     assert online.main([*words, "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/online.json")
     record = json.loads(file.read_text())
     work = arrivals(poisson_times(20.0, 0.5, 0), MIXES["toy"], 512, 0)
-    assert [case["engine"] for case in record["cases"]] == ["DMS", "dense"]
+    assert [case["engine"] for case in record["cases"]] == ["DMS", "dense"] == stored
+    assert {"commit", "date"} <= set(record)
     for case in record["cases"]:
         assert (case["requests"], case["rate"]) == (len(work), 20.0)
         assert case["tokens"] == sum(request.new for request in work)
@@ -138,5 +153,48 @@ def test_a_peer_of_another_python_is_started(tmp_path: Path) -> None:
         peer=str(program), rates="2,4", seconds=3.0, seed=5, sequences=6, lengths=None, mix="toy"
     )
     (case,) = online._peers("small", torch.device("cuda"), args)
-    arguments = "small --rates 2,4 --seconds 3.0 --seed 5 --sequences 6 --mix toy"
+    arguments = "small --rates 2,4 --seconds 3.0 --seed 5 --mix toy"
     assert case == {"engine": "other", "arguments": arguments}
+
+
+class Vllm:
+    """What the peer takes of vLLM, with an engine of one token in 10 ms for every request."""
+
+    __version__ = "9"
+    SamplingParams = SimpleNamespace
+
+    def __init__(self) -> None:
+        self.given: dict[str, object] = {}
+        self.AsyncEngineArgs = lambda **words: words
+        self.AsyncLLMEngine = self
+
+    def from_engine_args(self, arguments: dict[str, object], usage_context: str) -> Vllm:
+        self.given = {**arguments, "usage_context": usage_context}
+        return self
+
+    async def generate(self, prompt: dict, params: SimpleNamespace, name: str):
+        assert params.output_kind == "delta"
+        for number in range(params.max_tokens):
+            await asyncio.sleep(0.01)
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[number])])
+
+
+def test_the_online_peer_has_vllms_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")}}
+    kinds["vllm.usage.usage_lib"] = {"UsageContext": SimpleNamespace(OPENAI_API_SERVER="server")}
+    for name in ("vllm", "vllm.usage", *kinds):
+        module = ModuleType(name)
+        vars(module).update(kinds.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    vllm = Vllm()
+    stream = online_peer.Stream(vllm, "small")
+    limited = {"compilation_config", "max_num_seqs", "max_num_batched_tokens", "attention_backend"}
+    assert not limited & set(vllm.given)
+    assert vllm.given["usage_context"] == "server"
+    assert vllm.given["gpu_memory_utilization"] == MEMORY
+    work = [Arrival(0.0, [1], 2), Arrival(0.05, [1, 2], 3)]
+    first, second = asyncio.run(stream.serve(work))
+    assert (len(first), len(second)) == (2, 3)
+    for times in (first, second):  # from each request's own arrival
+        assert 0.01 <= times[0] < times[-1]
+        assert times == sorted(times)

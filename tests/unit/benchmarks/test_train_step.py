@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from benchmarks.train_step import __main__ as train_step
-from benchmarks.train_step import kernel_times
+from benchmarks.train_step import kernel_times, peer
 from benchmarks.train_step import page as train_step_page
 from benchmarks.train_step.case import parallel_options
 from benchmarks.train_step.shapes import Case, Layout, parse_layout
@@ -135,6 +137,8 @@ def test_the_page_names_the_command_that_measured_a_row() -> None:
         "model_tflops_gpu": 1.0,
         "max_memory_allocated": 1,
         "versions": {},
+        "date": "2026-02-02",
+        "commit": "abcdef1234",
     }
     later = measured | {"case": case(kind="lm").to_dict(), "run": "2026-02-02"}
     first = measured | {"case": case(subject="peer").to_dict(), "run": "2026-01-01"}
@@ -145,7 +149,23 @@ def test_the_page_names_the_command_that_measured_a_row() -> None:
         "megatron-core (auto): teacher + KL",
     ]
     assert [line.split("|")[-2].strip() for line in table] == ["2", "1"]
-    assert any("1 began 2026-01-01, 2 began 2026-02-02" in line for line in page)
+    (runs,) = [line for line in page if line.startswith("1 began")]
+    at = "(abcdef1, 2026-02-02)"
+    assert runs == f"1 began 2026-01-01 {at}, 2 began 2026-02-02 {at}.\n"
+
+
+def test_the_peer_gets_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Transformer Engine its AdamW is torch's, which has a fused step as ours has."""
+    model, optimizer, fused = torch.nn.Linear(1, 1), object(), []
+    replaced = {"_config": SimpleNamespace(bf16=False), "_model": model, "OptimizerConfig": None}
+    replaced |= {"get_megatron_optimizer": optimizer, "DistributedDataParallel": model}
+    for name, value in replaced.items():
+        monkeypatch.setattr(peer, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(peer.optim, "mixed_precision", lambda _, models: models)
+    monkeypatch.setattr(peer.fusions, "fuse_adam", fused.append)
+    view = SimpleNamespace(device=torch.device("cpu"))
+    peer.step_of_peer(case(subject="peer", kind="lm"), view, None, [])
+    assert fused == [optimizer]
 
 
 @pytest.mark.slow

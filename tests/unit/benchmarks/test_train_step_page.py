@@ -29,6 +29,8 @@ def row(layout: str, kind: str, step_s: float, shape: str = "qwen2.5-7b") -> dic
         "max_memory_allocated": 9e10,
         "versions": {"torch": "2.11.0"},
         "run": "2026-01-01T00:00:00Z",
+        "date": "2026-01-01",
+        "commit": "abcdef1234",
         "profile": {"busy_ms": 80.0, "kinds": {"communication": 60.0, "optimizer": 40.0}},
     }
 
@@ -55,7 +57,8 @@ def test_rows_of_a_command_without_a_recorded_time_are_shown() -> None:
     page = list(train_step_page.page_lines({"device": "some", "rows": [undated, dated]}))
     table = [line for line in page if line.startswith("| qwen2.5-7b | dp1")]
     assert [line.split("|")[-2].strip() for line in table] == ["1", "?"]
-    assert "1 began 2026-01-01T00:00:00Z, ? has no recorded time.\n" in page
+    began = "1 began 2026-01-01T00:00:00Z (abcdef1, 2026-01-01), ? has no recorded time.\n"
+    assert began in page
 
 
 def test_without_the_measured_parts_nothing_is_projected() -> None:

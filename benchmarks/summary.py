@@ -1,0 +1,156 @@
+"""Write the speed tables of README.md from stored records.
+
+    python -m benchmarks.summary
+
+Takes the newest record of each kind. The text between the markers of the page is replaced. Nothing
+is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import RESULTS, ROOT, write_page
+from benchmarks.serve.page import newest, records
+from benchmarks.serve.tables import COLUMNS, best, by_case, ratio
+from benchmarks.train_step.shapes import Case
+from dms_train.cli.errors import run_main
+
+PAGE = ROOT / "README.md"
+_MODEL = "Llama 3.1 8B"
+_SERVING, _RATE = "docs/performance/serving.md", 32.0
+_CONTEXT, _LONG, _SEQUENCES = 8192, 32768, (1, 8, 32)
+_ENGINE_GIVES, _DMS_GIVES = ("dense", "vLLM, bf16"), ("DMS", "dense")
+Record = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folders of devices")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args(arguments)
+    return run_main(lambda: write_page(args.page, "\n".join(lines(args.results)), "speed"))
+
+
+def lines(results: Path) -> Iterator[str]:
+    """Lines of the two tables: serving, and what is measured beside one peer."""
+    heads = [*COLUMNS, "engine: dense / vLLM, bf16", "DMS: DMS / dense", "CR"]
+    yield f"| serving | {' | '.join(heads)} | measured on |"
+    yield "|---" * (len(heads) + 2) + "|"
+    served = records(results, "serve.json")
+    for shape in sorted({row["shape"] for record in served for row in record["cases"]}):
+        yield from _served(shape, _newest_of(served, shape))
+    yield from _streamed(records(results, "online.json"))
+    yield ""
+    yield "| training and attention | peer | ours, dense | ours with DMS | measured on |"
+    yield "|---|---|---|---|---|"
+    yield from _attention(records(results, "attention.json"))
+    yield from _training(records(results, "train_step.json"))
+
+
+def _newest_of(served: list[Record], shape: str) -> Record:
+    """The newest record of a shape, with the rows of that shape only."""
+    mine = [
+        {**record, "cases": [row for row in record["cases"] if row["shape"] == shape]}
+        for record in served
+    ]
+    return max((record for record in mine if record["cases"]), key=newest)
+
+
+def _served(shape: str, record: Record) -> Iterator[str]:
+    cases = by_case(record["cases"])
+    where = f"{record['device']}, {newest(record)}: [serving]({_SERVING})"
+    short = [cases.get((shape, _CONTEXT, count), []) for count in _SEQUENCES]
+    counts = ", ".join(map(str, _SEQUENCES[:-1])) + f" and {_SEQUENCES[-1]}"
+    name = f"{shape}, ms of a decode step, {counts} sequences of {_CONTEXT:,} tokens"
+    yield f"| {name} | {' | '.join(_cells(short, 'step_ms'))} | {where} |"
+    long = [cases.get((shape, _LONG, 1), [])]
+    name = f"{shape}, tokens/s of a prompt of {_LONG:,} tokens"
+    yield f"| {name} | {' | '.join(_cells(long, 'prefill_tok_s'))} | {where} |"
+
+
+def _cells(cases: list[list[Record]], value: str) -> Iterator[str]:
+    """Cells of all columns, of both ratios and of CR, with one number for each case."""
+    for column in COLUMNS:
+        found = [best(rows, column, value).get(value) for rows in cases]
+        shown = [f"{x:.2f}" if isinstance(x, float) else f"{x:,}" for x in found if x is not None]
+        yield ", ".join(shown) if len(shown) == len(found) else "not measured"
+    for over, under in (_ENGINE_GIVES, _DMS_GIVES):
+        yield ", ".join(ratio(rows, over, under, value) or "-" for rows in cases)
+    yield ", ".join(ratio(rows, "dense", "DMS", "live") or "-" for rows in cases)
+
+
+def _streamed(found: list[Record]) -> Iterator[str]:
+    """The newest requests over time, at one rate."""
+    for record in found[:1]:
+        rows = {row["engine"].split()[0]: row for row in record["cases"] if row["rate"] == _RATE}
+        shape = next(iter(rows.values()))["shape"]
+        shown = {name: _latency(row) for name, row in rows.items()}
+        cells = [shown.get("vLLM", "not measured"), shown["dense"], shown["DMS"]]
+        name = f"{shape}, {_RATE:g} requests/s, ms to the first token and between tokens"
+        page = f"[requests over time]({_SERVING}#requests-over-time)"
+        yield (
+            f"| {name} (medians) | not measured | {' | '.join(cells)} | not measured | | | "
+            f"| {record['device']}, {newest(record)}: {page} |"
+        )
+
+
+def _latency(row: Record) -> str:
+    return f"{row['ttft_ms']['p50']:.1f}, {row['itl_ms']['p50']:.1f}"
+
+
+def _attention(found: list[Record]) -> Iterator[str]:
+    """Training attention, and the prefill that evicts most, of one layer of an 8B model."""
+    for record in found[:1]:
+        where = f"{record['device']}, {newest(record)}: [attention](docs/performance/attention.md)"
+        case = next(c for c in record["train"] if c["shape"]["model"] == _MODEL)
+        ms = {row["name"]: row.get("total_ms") for row in case["rows"]}
+        flex = min(value for name, value in ms.items() if name.startswith("flex DMS"))
+        cudnn, ours = ms["cuDNN causal"], ms["ours: triton"]
+        yield (
+            f"| attention of {_MODEL}, {_CONTEXT:,} tokens, forward and backward "
+            f"| {flex:.2f} ms (FlexAttention with DMS) | {cudnn:.2f} ms (cuDNN) "
+            f"| {ours:.2f} ms | {where} |"
+        )
+        prompts = [row for row in record["prefill"] if row.get("label") == f"{_MODEL}, {_LONG}"]
+        row = max(prompts, key=lambda row: float(row["ratio"]))
+        yield (
+            f"| prefill attention of {_MODEL}, {_LONG:,} tokens, CR {row['ratio']:g} "
+            f"| | {row['cudnn_ms']['median']:.2f} ms (cuDNN) | {row['ms']['median']:.2f} ms "
+            f"| {where} |"
+        )
+
+
+def _training(found: list[Record]) -> Iterator[str]:
+    """The step of Qwen2.5 1.5B on one GPU, with the faster layers of each."""
+    for record in found[:1]:
+        rows = [r for r in record["rows"] if "failed" not in r and _one_gpu(r["case"])]
+        peer, dense, dms = (
+            min((r for r in rows if (r["case"]["subject"], r["case"]["kind"]) == wanted), key=_step)
+            for wanted in (("peer", "distill"), ("ours", "distill"), ("ours", "dms"))
+        )
+        cells = [f"{1e3 * _step(row):.1f} ms" for row in (peer, dense, dms)]
+        where = f"{record['device']}, {dms['date']}"
+        yield (
+            f"| distillation step of Qwen2.5 1.5B, 8,192 tokens | {cells[0]} (megatron-core) "
+            f"| {cells[1]} | {cells[2]} | {where}: "
+            "[training step](docs/performance/training_step.md) |"
+        )
+
+
+def _step(row: Record) -> float:
+    return float(row["step_s"])
+
+
+def _one_gpu(case: Record) -> bool:
+    return case["shape"] == "qwen2.5-1.5b" and Case.from_dict(case).layout.world == 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
