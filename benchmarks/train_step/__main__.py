@@ -217,7 +217,8 @@ def ratio_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
             times.setdefault(json.dumps(setting), {})[case.kind] = row["step_s"]
     for text, found in times.items():
         case = Case.from_dict({**json.loads(text), "kind": "lm"})
-        where = f"{case.shape} {case.layout.label} ({case.layers})"
+        eager = ", eager" if case.cuda_graph == "never" else ""
+        where = f"{case.shape} {case.layout.label} ({case.layers}{eager})"
         for over, under in (("dmc", "dms"), ("dms", "distill"), ("distill", "lm")):
             if over in found and under in found:
                 yield f"{where}: {over} / {under} = {found[over] / found[under]:.3f}"
