@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dms_train.data.errors import DataError
 from dms_train.data_prep.documents import Message
-from dms_train.data_prep.encode import load_tokenizer
+from dms_train.data_prep.encode import check_no_message_lost, load_tokenizer
 
 # Private-use characters, which no text holds.
 _PLACEHOLDER = "\ue000assistant turn {}\ue001"
@@ -125,23 +125,29 @@ class ChatTemplate:
             add_generation_prompt: End it where the assistant continues.
 
         Raises:
-            DataError: The template failed.
+            DataError: The template failed, or leaves out a message.
         """
-        try:
-            text = self._tokenizer.apply_chat_template(
+
+        def render(messages: list[Message]) -> str:
+            text: str = self._tokenizer.apply_chat_template(
                 messages,
                 chat_template=self.text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
+            return text
+
+        try:
+            text = render(messages)
         except Exception as error:  # a template may raise anything
             reason = str(error).partition("\n")[0]
             raise DataError(
                 f"{where}: the chat template failed ({reason}); "
                 "pass a fitting one with --chat-template FILE"
             ) from None
-        return str(text)
+        check_no_message_lost(where, messages, render)
+        return text
 
 
 class ConversationEncoder:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf.json_files import read_config, read_json
+from dms_train.hf.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from dms_train.inference.errors import InferenceError
 
 _CONTEXT = 32  # tokens of the prompt that are decoded with the first generated one
@@ -20,19 +21,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer | None:
-        """The tokenizer of a directory; None if it has no tokenizer.json.
+        """Return the tokenizer of a directory; None if it has no tokenizer.json.
 
         Raises:
-            InferenceError: The tokenizers package is not installed.
+            HFError: As `read_tokenizer`.
         """
-        path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not (directory / TOKENIZER_FILE).is_file():
             return None
-        try:
-            from tokenizers import Tokenizer as Inner
-        except ImportError:
-            raise InferenceError("text needs the tokenizers package; install it") from None
-        return cls(Inner.from_file(str(path)))
+        return cls(read_tokenizer(directory))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids, with the tokenizer's special tokens around the text if `special`.
