@@ -182,7 +182,8 @@ class ConversationEncoder:
             messages: `role` and `content` of each.
 
         Raises:
-            DataError: The template failed, left out a message, or repeated or moved an assistant turn.
+            DataError: The template failed, left out a message, or repeated or moved an assistant
+                turn.
         """
         turns = [m["content"] for m in messages if m["role"] == "assistant"]
         names = [_PLACEHOLDER.format(number) for number in range(len(turns))]

@@ -225,7 +225,7 @@ def check_no_message_lost(
 
 
 def _check_turns_whole(where: str, messages: list[Message], text: str) -> None:
-    """Refuse a rendering with less than a whole assistant turn; some templates cut the reasoning."""
+    """Refuse a rendering that cuts an assistant turn; some templates cut the reasoning."""
     position = 0
     for message in messages:
         content = message["content"].strip()

@@ -207,8 +207,8 @@ print(output.outputs[0].text)
 ```"""
     if layout is not None:
         text += (
-            "\n\n`trust_remote_code=True` runs the Python files of this folder: read them first. The "
-            "tokenizer needs none of them. "
+            "\n\n`trust_remote_code=True` runs the Python files of this folder: read them first. "
+            "The tokenizer needs none of them. "
             f"`generate()` {'frees' if layout.ships_cache else 'masks'} what is evicted."
         )
     return text
