@@ -25,8 +25,7 @@ class ValidateOptions:
         max_problems: Most problems to take from it, whole lines from the first on.
         max_tokens: Most tokens to generate for a line.
         answer_pattern: Regular expression with one group; its matches are the answers in order.
-        window_only: Also measure the teacher with only its window, as a control; a third pass over the
-            text.
+        window_only: Also measure the teacher with only its window, as a control.
         max_num_seqs: Lines that are solved at the same time.
         device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
     """
