@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dms_train.app import failures, launcher
+from dms_train.app import failures, launcher, run_folder
 from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.config.frozen import CONFIG_FILE, read_frozen
@@ -82,7 +82,9 @@ def run(folder: Path, stage: str) -> None:
     """Do a stage and leave its mark; why it failed is kept beside the errors of the ranks."""
     files = StateFiles(folder)
     try:
-        _STAGES[stage](read_frozen(folder / CONFIG_FILE))
+        config = read_frozen(folder / CONFIG_FILE)
+        with run_folder.held(folder):
+            _STAGES[stage](config)
     except Exception as error:
         attempt = launcher.attempt() or "local"
         files.failed(launcher.rank(), attempt, error, failures.describe(error))

@@ -23,6 +23,12 @@ def attempt() -> str | None:
     return os.environ.get("DMS_ATTEMPT")
 
 
+def job() -> str:
+    """SLURM job and number of its restarts, such as `4711.0`; empty outside of SLURM."""
+    number = os.environ.get("SLURM_JOB_ID")
+    return f"{number}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if number else ""
+
+
 def api_key() -> str | None:
     """What clients of `dms-serve` must send, unless an argument states it; None for no key."""
     return os.environ.get("DMS_API_KEY") or None

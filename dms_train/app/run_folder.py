@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dms_train.app import launcher
 from dms_train.app.start_point import StartPoint, as_override, described_model
 from dms_train.config.build import ConfigError, to_mapping
 from dms_train.config.frozen import CONFIG_FILE, require_same
@@ -19,7 +22,9 @@ from dms_train.mcore.checkpoints.state import STATE_FILE, read_state
 from dms_train.mcore.errors import DamagedError
 from dms_train.mcore.groups import ParallelView
 from dms_train.method.base import MethodSpec
+from dms_train.observe import locks
 from dms_train.observe.log import logger
+from dms_train.observe.state_files import StateFiles
 from dms_train.training.state import TrainState
 
 
@@ -201,6 +206,28 @@ def write(config: RunConfig, *, is_main_rank: bool) -> None:
         scratch.write_text(yaml.safe_dump(mapping(config), sort_keys=False))
         scratch.replace(folder / CONFIG_FILE)
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={folder}: cannot be written ({error.strerror}); choose another folder"
-        ) from error
+        raise _unwritable(folder, error) from error
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Lock a run folder inside the block, so that no other run or job writes it.
+
+    Raises:
+        LockedError: Another process holds the lock.
+        ConfigError: The folder cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(
+                locks.held(StateFiles(folder).lock, f"run.dir={folder}", launcher.job())
+            )
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        yield
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir={folder}: cannot be written ({error.strerror}); choose another folder"
+    )

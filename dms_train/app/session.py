@@ -87,6 +87,15 @@ def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
         _say_done(prepared, prepared.start.state, files)
         return
     _announce_kernels(config)
+    # one rank holds the lock; the others start with it, or end with it
+    main = launcher.rank() == 0
+    with run_folder.held(Path(config.run.dir)) if main else contextlib.nullcontext():
+        _begin(prepared, count, files)
+
+
+def _begin(prepared: Prepared, count: int, files: StateFiles) -> None:
+    """Start the process groups and run the stages that are left."""
+    config = prepared.config
     run_folder.write(config, is_main_rank=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
     check_memory(config, prepared.architecture, view)

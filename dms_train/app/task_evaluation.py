@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dms_train.app import failures
+from dms_train.app import failures, launcher
 from dms_train.app.export_evaluation import EXPORT
 from dms_train.app.start_point import StartPoint
 from dms_train.config.build import ConfigError
@@ -67,7 +67,7 @@ def evaluate_tasks(options: TaskStageOptions, run: Path) -> dict[str, float]:
     """
     numbers = {}
     for each in _runs(options, run / EXPORT, run):
-        found = evaluate(prepare(each), logger().info)
+        found = evaluate(prepare(each), logger().info, launcher.job())
         for point in found.points():
             sys.stdout.write(f"{each.task.name:18} {point}\n")
             name = f"{each.task.name}.{point.budget}"

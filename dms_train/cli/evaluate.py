@@ -120,11 +120,12 @@ def _report(words: list[str]) -> None:
 
 def _evaluate(overrides: list[str]) -> None:
     options = compose_evaluation(overrides)
+    from dms_train.app import launcher
     from dms_train.evaluation.scaling.run import evaluate, prepare
     from dms_train.observe import log
 
     log.configure(0)
-    found = evaluate(prepare(options), log.logger().info)
+    found = evaluate(prepare(options), log.logger().info, launcher.job())
     for point in found.points():
         print(point)
 

@@ -1,9 +1,10 @@
 """Compare an export, run on the compact cache, with the original model.
 
 Measures on held-out text (--data): KL divergence and top-1 agreement with the original, next-token
-losses, evicted share, KV reads and size of both caches, all beside a control: the original with
-only its sliding window. With --problems, both models and the control also solve problems, and the
-share of right answers is compared. The self-test of the export is always replayed.
+losses, evicted share, KV reads and size of both caches. With --problems, both models also solve
+problems, and the share of right answers is compared. With --window-only a control is measured too:
+the original with only its sliding window. The self-test of the export is always replayed. One model
+is loaded at a time.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     exam.add_argument(
         "--max-num-seqs", type=int, default=100, help="solved at the same time (%(default)s)"
     )
-    parser.add_argument("--no-window-only", action="store_true", help="leave the control out")
+    parser.add_argument(
+        "--window-only",
+        action="store_true",
+        help="also measure a control: the original with only its sliding window",
+    )
     parser.add_argument(
         "--device", default="auto", help="auto (prefers a GPU), cpu, cuda or cuda:1"
     )
@@ -91,7 +96,7 @@ def _options(args: argparse.Namespace) -> ValidateOptions:
         max_problems=args.max_problems,
         max_tokens=args.max_tokens,
         answer_pattern=args.answer_pattern,
-        window_only=not args.no_window_only,
+        window_only=args.window_only,
         max_num_seqs=args.max_num_seqs,
         device=args.device,
     )

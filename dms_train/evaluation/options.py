@@ -25,7 +25,7 @@ class ValidateOptions:
         max_problems: Most problems to take from it, whole lines from the first on.
         max_tokens: Most tokens to generate for a line.
         answer_pattern: Regular expression with one group; its matches are the answers in order.
-        window_only: Whether the teacher with only its window is measured too, as a control.
+        window_only: Also measure the teacher with only its window, as a control.
         max_num_seqs: Lines that are solved at the same time.
         device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
     """
@@ -35,7 +35,7 @@ class ValidateOptions:
     max_problems: Annotated[int, AtLeast(1)] = 400
     max_tokens: Annotated[int, AtLeast(1)] = 256
     answer_pattern: str = ANSWER_PATTERN
-    window_only: bool = True
+    window_only: bool = False
     max_num_seqs: Annotated[int, AtLeast(1)] = 100
     device: Device = "auto"
 

@@ -41,6 +41,14 @@ def has_ended(marked: str) -> bool:
     return fields[0] in _ENDED or fields[_START_TIME] != start
 
 
+def is_here(marked: str) -> bool:
+    """Whether a process is of this machine and container, so that `has_ended` can tell."""
+    try:
+        return marked.startswith(f"{_machine()} ")
+    except OSError:
+        return False
+
+
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Let Linux signal this process when its parent ends in any way, also while it is stuck."""
     if sys.platform == "linux":

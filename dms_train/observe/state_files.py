@@ -3,6 +3,7 @@
 A launcher sees exit codes that torchrun and srun have rewritten, so these files decide what happens
 next. Standard library only: the command that submits and watches runs reads them too.
 
+    state/lock            the process that writes the folder (`locks`)
     state/heartbeat       touched by rank 0 after every step
     state/ranks/N         heartbeat of rank N (`heartbeats`)
     state/ranks/reported  a rank has reported why all of them end
@@ -38,6 +39,11 @@ class StateFiles:
     def errors(self) -> Path:
         """Folder of one file for every rank that failed."""
         return self.folder / "errors"
+
+    @property
+    def lock(self) -> Path:
+        """Lock file of the process that writes the folder."""
+        return self.state / "lock"
 
     def begin(self) -> None:
         """A run starts or continues."""

@@ -168,6 +168,7 @@ def test_dms_is_evaluated_between_the_window_and_the_original(folder: Path) -> N
         f"--data={folder}/sheets/train",
         "--seq-length=96",
         "--samples=8",
+        "--window-only",
         f"--output={folder}/evaluation",
     )
     launch.checked(command)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dms_train.inference.engine import InferenceEngine
+from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -176,3 +177,9 @@ def test_groups_of_steps_trace_what_torch_operations_read(device: str, shares: t
     expected, _ = traces(device, shares, kernels="reference")
     assert traces(device, shares, decode_steps=1) == (expected, 1)
     assert traces(device, shares, decode_steps=8) == (expected, 8)
+
+
+def test_the_cache_takes_its_share_of_the_memory() -> None:
+    """gpu_memory_utilization: so little that nothing is left for pages."""
+    with pytest.raises(InferenceError, match="gpu_memory_utilization=1e-06: leaves 0 bytes"):
+        InferenceEngine(model("dms"), EngineOptions(device=DEVICE, gpu_memory_utilization=1e-6))

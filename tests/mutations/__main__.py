@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutations.catalogue import MUTATIONS, Mutation
+from tests.mutations.catalogue import MUTATIONS
+from tests.mutations.mutation import Mutation
 from tests.support.launch import ROOT
 
 TIMEOUT = 600  # seconds for one test

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from tests.mutations.mutation import Mutation
+from tests.mutations.wiring import WIRING
 
 ENGINE = "dms_train/mcore/engine.py"
 STEP = "dms_train/mcore/schedule/step.py"
@@ -27,36 +27,6 @@ RESET = "tests/distributed/test_channel_reset.py::"
 ROWS = RESET + "test_the_channels_rows_are_zero_and_all_others_as_before"
 OWN_RATE = "tests/unit/training/test_stages.py::"
 RATES = OWN_RATE + "test_a_learning_rate_of_its_own_holds_for_that_stage_alone"
-
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """One mistake.
-
-    Attributes:
-        name: What is wrong then.
-        file: Where, relative to the repository.
-        before: Text that is there exactly once.
-        after: What replaces it.
-        test: A pytest id.
-    """
-
-    name: str
-    file: str
-    before: str
-    after: str
-    test: str
-
-    def applies(self, tree: Path) -> bool:
-        """Whether the text is there once."""
-        path = tree / self.file
-        return path.is_file() and path.read_text().count(self.before) == 1
-
-    def apply(self, tree: Path) -> None:
-        """Make the mistake in a copy of the repository."""
-        path = tree / self.file
-        path.write_text(path.read_text().replace(self.before, self.after))
-
 
 MUTATIONS = [
     # The objective
@@ -454,4 +424,14 @@ MUTATIONS = [
         "self._masks.get(*place)[:-1]",
         "tests/unit/data/test_packing.py::test_samples_hold_the_documents_of_their_split_with_their_mask[True]",
     ),
+    # The scheduler
+    Mutation(
+        "the first sequence after another one is preempted for it",
+        "dms_train/inference/scheduler.py",
+        "return self._idle() or max(after, ",
+        "return self._idle() or min(after, ",
+        "tests/unit/inference/test_scheduler.py::"
+        "test_the_most_recent_sequence_is_preempted_for_the_first",
+    ),
+    *WIRING,
 ]

@@ -97,10 +97,10 @@ def architecture(**changes: object) -> Architecture:
     return Architecture(**{**values, **changes})
 
 
-def write_model(path: Path, tokenizer: Path, **changes: object) -> None:
+def write_model(path: Path, tokenizer: Path, seed: int = 0, **changes: object) -> None:
     """A dense model directory with random weights."""
     a = architecture(**changes)
-    source = RandomWeights(a, 0, 0.05)
+    source = RandomWeights(a, seed, 0.05)
     write_export(
         path,
         architecture=a,

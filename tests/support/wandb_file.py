@@ -25,6 +25,8 @@ _PATIENCE_SECONDS = 30.0
 class WandbFile:
     run_id: str = ""
     name: str = ""
+    project: str = ""
+    entity: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -56,6 +58,7 @@ def _read(path: Path) -> WandbFile:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             result.run_id, result.name = record.run.run_id, record.run.display_name
+            result.project, result.entity = record.run.project, record.run.entity
             result.config |= _values(record.run.config.update)
         elif kind == "history":
             result.rows.append(_values(record.history.item))

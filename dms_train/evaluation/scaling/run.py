@@ -350,20 +350,24 @@ def _prompted(
     return PromptedDocument(document=document, prompt=prompt, params=params)
 
 
-def evaluate(prepared: PreparedRun, note: Callable[[str], None]) -> results.RunResult:
+def evaluate(
+    prepared: PreparedRun, note: Callable[[str], None], job: str = ""
+) -> results.RunResult:
     """Generate and score what is missing of a run, then write its summary.
 
     Args:
         prepared: From `prepare`.
         note: Called with a line after each document.
+        job: SLURM job of this process (`locks.Holder.job`).
 
     Raises:
-        EvaluationError: The folder holds another run, or another process writes this shard.
+        EvaluationError: The folder holds another run.
+        LockedError: Another process writes this shard.
     """
     options, folder = prepared.options.run, Path(prepared.options.run.dir)
     store.open_run(folder, prepared.header)
     with (
-        store.ChainWriter(folder, options.shard, options.shards) as writer,
+        store.ChainWriter(folder, options.shard, options.shards, job) as writer,
         AnswerChecker(options.workers, allow_code=options.allow_code) as checker,
     ):
         done = {row["document"] for row in store.read_chains(folder)}

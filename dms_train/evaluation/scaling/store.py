@@ -10,17 +10,18 @@ any moment leaves whole documents and at most one damaged end, which the next on
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.hf.durable import sync_folder
+from dms_train.observe import locks
 
 RUN, CHAINS, SUMMARY = "run.json", "chains", "summary.json"
 Row = dict[str, Any]
@@ -148,29 +149,28 @@ class ChainWriter:
         folder: Of the run.
         shard: Number of this process.
         shards: How many there are.
+        job: SLURM job of this process (`locks.Holder.job`).
     """
 
-    def __init__(self, folder: Path, shard: int, shards: int) -> None:
+    def __init__(self, folder: Path, shard: int, shards: int, job: str = "") -> None:
+        self._job = job
         self._path = folder / CHAINS / f"{shard:05d}-of-{shards:05d}.jsonl"
         self._stream: IO[bytes] | None = None
+        self._open = ExitStack()  # the file and its lock
 
     def __enter__(self) -> ChainWriter:
         """Take the file and remove a damaged end.
 
         Raises:
-            EvaluationError: Another process writes it.
+            LockedError: Another process writes it.
         """
-        stream = self._path.open("ab")
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            stream.close()
-            raise EvaluationError(
-                f"{self._path}: another process writes this shard; end it or take another run.shard"
-            ) from None
-        self._stream = stream
-        stream.truncate(_whole_documents(self._path)[1])
-        sync_folder(self._path.parent)
+        lock = self._path.with_suffix(".lock")
+        with ExitStack() as stack:
+            stack.enter_context(locks.held(lock, str(self._path), self._job))
+            stream = stack.enter_context(self._path.open("ab"))
+            stream.truncate(_whole_documents(self._path)[1])
+            sync_folder(self._path.parent)
+            self._stream, self._open = stream, stack.pop_all()
         return self
 
     def __exit__(
@@ -179,9 +179,8 @@ class ChainWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the file."""
-        if self._stream is not None:
-            self._stream.close()
+        """Close the file and release it."""
+        self._open.close()
 
     def add(self, rows: Iterable[Row]) -> None:
         """Append all chains of a document; they are on the disk when this returns."""

@@ -165,6 +165,21 @@ def test_a_full_pool_preempts_the_last_and_the_first_never_waits():
     assert scheduler.survival > 0.9
 
 
+def test_the_most_recent_sequence_is_preempted_for_the_first() -> None:
+    """Not the one before it: with 18 pages taken and one free, the first of three needs three."""
+    cache = SimulatedCache(limits(pages=19), survival=1.0)
+    states = [sequence(arrival, 8) for arrival in range(3)]
+    for state in states:
+        cache.scheduler.add(state)
+        cache.scheduler.place(state)
+        cache.lists[state.row] = [8] * SMALL.kv_lists
+        state.computed, state.pages = 8, 6
+        state.tokens.append(0)
+    plan = cache.scheduler.schedule(now=0.0)
+    assert plan.preempted == [states[2]]
+    assert [state for state, _ in plan.batch] == states[:2]
+
+
 def test_without_a_limit_nothing_is_preempted():
     cache = SimulatedCache(SMALL, survival=1.0)
     for state in [sequence(i, 30) for i in range(9)]:

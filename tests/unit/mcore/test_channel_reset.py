@@ -21,9 +21,10 @@ from dms_train.mcore.model.weights import RandomWeights
 from dms_train.method import losses
 from dms_train.method.noise import sample_keys
 from dms_train.method.plan import LearningRate, StepPlan
+from dms_train.method.spec import PRESETS
 from tests.support import tiny
 
-PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
+DMS_PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 ZEROED = StepPlan(neuron_scale=0.0, eviction="none", loss="lm")
 HARD = StepPlan(neuron_scale=0.0, eviction="hard", loss="lm")
 RATE = LearningRate(max_lr=1e-3, min_lr=1e-3, steps=10, warmup_steps=0, style="constant")
@@ -85,7 +86,7 @@ def measure(build: Build, family: str, preset: str) -> Facts:
 
 @pytest.fixture(scope="module")
 def facts(build: Build) -> dict[tuple[str, str], Facts]:
-    table = {(f, p): measure(build, f, p) for f in FAMILIES for p in PRESETS}
+    table = {(f, p): measure(build, f, p) for f in FAMILIES for p in DMS_PRESETS}
     print("\nfamily  preset       logits   mean alpha (standard error)  max|dlogit|  KL, nats")
     for (family, preset), f in table.items():
         jump, kl = difference(f)
@@ -106,7 +107,7 @@ def mean_relaxed_alpha(x: float, tau: float) -> float:
     return torch.sigmoid((x + torch.log(u) - torch.log1p(-u)) / tau).mean().item()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", DMS_PRESETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_decision_logit_is_minus_the_offset_exactly(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
@@ -122,7 +123,7 @@ def test_mean_relaxation_far_below_zero_is_the_sigmoid_stretched_by_the_temperat
     assert mean_relaxed_alpha(-5.0, TAU) == pytest.approx(SIGMOID * stretch, rel=1e-3)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", DMS_PRESETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_retrofit_step_evicts_the_sigmoid_of_the_offset(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
@@ -133,7 +134,7 @@ def test_the_first_retrofit_step_evicts_the_sigmoid_of_the_offset(
     assert mean == pytest.approx(expected, abs=4 * error)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", DMS_PRESETS)
 @pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if not f.qk_norm])
 def test_the_inference_rule_continues_the_last_zeroing_step(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
@@ -143,7 +144,7 @@ def test_the_inference_rule_continues_the_last_zeroing_step(
     torch.testing.assert_close(f.before, f.after, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", DMS_PRESETS)
 @pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if f.qk_norm])
 def test_with_query_norms_the_reset_changes_logits_little(
     facts: dict[tuple[str, str], Facts], family: str, preset: str
@@ -176,7 +177,7 @@ def optimizer_tensors(engine: McoreEngine, parameter: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", DMS_PRESETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eviction_channel_rows_lose_weight_and_moments_and_others_lose_nothing(
     build: Build, family: str, preset: str, dtype: str
@@ -194,6 +195,39 @@ def test_eviction_channel_rows_lose_weight_and_moments_and_others_lose_nothing(
             assert old[name][rows].abs().max() > 0
             assert (new[name][rows] == 0).all()
             assert torch.equal(new[name][others], old[name][others])
+
+
+def borrowed_rows(preset: str, name: str, engine: McoreEngine) -> list[int]:
+    """Of a Hugging Face tensor: DMS borrows from the first query head of a KV head, DMC from all.
+
+    DMC also borrows the channel of every key.
+    """
+    a, spec = engine.architecture, PRESETS[preset]
+    if "q_proj" in name:
+        every = 1 if spec.kind == "dmc" else a.num_attention_heads // a.num_query_groups
+        heads = range(0, a.num_attention_heads, every)
+    elif "k_proj" in name and spec.kind == "dmc":
+        heads = range(a.num_query_groups)
+    else:
+        heads = range(0)
+    return [head * a.kv_channels + spec.channel % a.kv_channels for head in heads]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_reset_zeroes_the_borrowed_rows_of_every_method(build: Build, preset: str) -> None:
+    engine = build("qwen2", preset)  # which has biases
+    before = dict(engine.hf_tensors())
+    engine.reset_eviction_channel()
+    after = dict(engine.hf_tensors())
+    borrowing = 0
+    for name, old in before.items():
+        rows = borrowed_rows(preset, name, engine)
+        expected = old.clone()
+        expected[rows] = 0
+        assert torch.equal(after[name], expected), name
+        borrowing += bool(rows and old[rows].abs().max() > 0)
+    kinds = 2 if PRESETS[preset].kind == "dmc" else 1  # queries, and keys
+    assert borrowing >= kinds * engine.architecture.num_layers
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -44,10 +44,10 @@ def options(**changes: float) -> OptimOptions:
     return OptimOptions(**{**values, **changes})
 
 
-def engine(view: ParallelView, optim: OptimOptions) -> McoreEngine:
+def engine(view: ParallelView, optim: OptimOptions, **parallel: str) -> McoreEngine:
     architecture = tiny.architecture("qwen2", num_layers=2)  # which has biases
     spec = PRESETS["dms"].override(window=4)
-    given = TrainEngineOptions(parallel=ParallelOptions(), optim=optim, seed=7)
+    given = TrainEngineOptions(parallel=ParallelOptions(**parallel), optim=optim, seed=7)
     return McoreEngine(
         architecture, spec, view, given, tiny.SmallEvictionChannels(architecture, 1, 0)
     )
@@ -118,6 +118,15 @@ def test_the_cases_distinguish_the_options(view: ParallelView, name: str) -> Non
     _, found, _ = both(view, options(**{name: CHANGES[name]}))
     _, other, _ = both(view, BASE)
     assert max((found[n] - other[n]).abs().max() for n in found) > 1e-4
+
+
+def test_gradients_of_microbatches_are_summed_in_float32(view: ParallelView) -> None:
+    """Each of them has 8 bits in bfloat16; their sum has more."""
+    trained = engine(view, BASE, params_dtype="bf16")
+    trained.forward_backward(StepPlan(loss="lm"), tiny.microbatches(0, 1, groups=6))
+    for name, gradient in trained.hf_gradients().items():
+        assert gradient.dtype == torch.float32
+        assert (gradient != gradient.bfloat16().float()).any(), name
 
 
 def adam_groups(trained: McoreEngine) -> list[dict[str, Any]]:

@@ -193,6 +193,12 @@ def test_offline_run_read_back(wandb, tmp_path):
     assert all(KEY.encode() not in f.read_bytes() for f in run_dir.rglob("*") if f.is_file())
 
 
+def test_the_names_of_a_run_read_back(wandb, tmp_path):
+    record(tmp_path, 0, range(1, 2), project="some-project", entity="some-team", name="some-run")
+    run = wandb_file.read(*wandb_file.find(tmp_path))
+    assert (run.project, run.entity, run.name) == ("some-project", "some-team", "some-run")
+
+
 KEPT = ((1.0, 0.25), (0.5, 0.75), (0.125, 0.3))
 
 

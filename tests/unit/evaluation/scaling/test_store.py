@@ -10,6 +10,7 @@ import pytest
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling import store
+from dms_train.observe.locks import LockedError
 
 
 def header(**config) -> dict:
@@ -91,7 +92,7 @@ def test_two_processes_cannot_write_one_shard(run):
     try:
         assert ready.wait(60)
         with (
-            pytest.raises(EvaluationError, match=r"another process writes this shard"),
+            pytest.raises(LockedError, match=rf"already in use by process {process.pid} on "),
             store.ChainWriter(run, 0, 1),
         ):
             pass

@@ -1,0 +1,174 @@
+"""A lock file that names its process, so that one process at a time writes a folder.
+
+The file is created exclusively, which local, NFS and parallel file systems do atomically. A kernel
+lock (flock) is not used: on some of these file systems it is refused, or holds on one machine only.
+The holder touches the file every 20 seconds. A lock is stale, and is taken over, in these cases:
+
+- its process has ended: on the same machine the process number and start time tell;
+- it is of an earlier start of the same SLURM job, which SLURM has ended before it starts it again;
+- nobody has touched it for three minutes, and its process is not known to run.
+
+Ages are differences between modification times on one file system, so that clocks of machines need
+not agree. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dms_train.observe import processes
+from dms_train.observe.log import logger
+
+_EVERY_SECONDS = 20.0
+# NFS may show a file as it was up to a minute ago.
+_SILENT_SECONDS = 180.0
+
+
+class LockedError(ValueError):
+    """Another process holds the lock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The process that a lock names.
+
+    Attributes:
+        host: Its machine.
+        pid: Its number there.
+        since: When it took the lock.
+        process: Its identity (`processes.mark`); empty where that is hidden.
+        job: `SLURM_JOB_ID.SLURM_RESTART_COUNT`; empty outside of SLURM.
+    """
+
+    host: str = "an unknown machine"
+    pid: int = 0
+    since: str = "an unknown time"
+    process: str = ""
+    job: str = ""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+    @classmethod
+    def this(cls, job: str = "") -> Holder:
+        """This process, of this job."""
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            process=processes.mark(),
+            job=job,
+        )
+
+    @classmethod
+    def read(cls, text: str) -> Holder:
+        """The holder that a lock file describes; unknown while the file is being written."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return cls()
+
+    def was_restarted_as(self, other: Holder) -> bool:
+        """Whether `other` is a later start of the same SLURM job."""
+        ours, _, before = self.job.partition(".")
+        theirs, _, now = other.job.partition(".")
+        return bool(ours) and ours == theirs and int(before) < int(now)
+
+
+@contextmanager
+def held(path: Path, what: str, job: str = "") -> Iterator[None]:
+    """Hold the lock file `path` inside the block.
+
+    Args:
+        path: The file; its folder is made if absent.
+        what: What it protects, as messages name it, such as `run.dir=outputs/cr4`.
+        job: `Holder.job` of this process.
+
+    Raises:
+        LockedError: Another process holds it; one line with process, machine, time and a remedy.
+        OSError: The file cannot be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    holder = Holder.this(job)
+    text = json.dumps(asdict(holder))
+    while not _create(path, text):
+        _remove_stale(path, holder, what)
+    ends = threading.Event()
+    thread = threading.Thread(target=_touch, args=(path, ends), name="lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join(_EVERY_SECONDS)  # with a limit, as the file system may be what hangs
+        with suppress(OSError):
+            if path.read_text() == text:
+                path.unlink()
+
+
+def _create(path: Path, text: str) -> bool:
+    """Create the file; False if it exists."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    with suppress(OSError), os.fdopen(descriptor, "w") as stream:  # a full disk names nobody
+        stream.write(text)
+    return True
+
+
+def _remove_stale(path: Path, own: Holder, what: str) -> None:
+    """Remove a lock whose holder is gone; LockedError for one that is in use."""
+    try:
+        text, age = path.read_text(), _age(path)
+    except FileNotFoundError:  # released meanwhile
+        return
+    holder = Holder.read(text)
+    if not _is_stale(holder, age, own):
+        raise LockedError(f"{what}: already in use by {holder}; {_advice(path, holder, own)}")
+    aside = path.with_name(f"{path.name}.{own.host}.{own.pid}")
+    with suppress(FileNotFoundError):  # another process was faster
+        path.rename(aside)
+        if aside.read_text() != text:  # it was, and has a lock of its own by now
+            aside.rename(path)
+            return
+        aside.unlink()
+        logger().warning("%s: %s did not release its lock; taken over", what, holder)
+
+
+def _is_stale(holder: Holder, age: float, own: Holder) -> bool:
+    if processes.has_ended(holder.process) or holder.was_restarted_as(own):
+        return True
+    return age > _SILENT_SECONDS and not processes.is_here(holder.process)
+
+
+def _advice(path: Path, holder: Holder, own: Holder) -> str:
+    wait = "wait until it ends, stop it, or choose another folder"
+    if holder.host == own.host:
+        return wait
+    minutes = round(_SILENT_SECONDS / 60)
+    return f"{wait}; if it was lost with its machine, start again after {minutes} min ({path})"
+
+
+def _age(path: Path) -> float:
+    """Seconds since the lock was touched, by the clock of the file system."""
+    now = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.now")
+    now.touch()
+    try:
+        return now.stat().st_mtime - path.stat().st_mtime
+    finally:
+        now.unlink(missing_ok=True)
+
+
+def _touch(path: Path, ends: threading.Event) -> None:
+    while not ends.wait(_EVERY_SECONDS):
+        with suppress(OSError):  # a file system may fail for a moment
+            os.utime(path)

@@ -1,0 +1,71 @@
+"""A run folder is written by one run at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dms_train.app import session
+from dms_train.config.build import build
+from dms_train.config.resolve import resolved
+from dms_train.launch import stage
+from dms_train.observe.locks import LockedError, held
+from dms_train.observe.state_files import StateFiles
+from tests.support import configs, refusals, wiring
+
+FORK = multiprocessing.get_context("fork")
+
+
+def hold(folder: Path, ready: Any, done: Any) -> None:
+    with held(StateFiles(folder).lock, "first"):
+        ready.set()
+        done.wait(120)
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Any:
+    """A run folder in which another process writes metrics."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 9, "train/loss": 1.0}) + "\n")
+    ready, done = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=hold, args=(folder, ready, done))
+    process.start()
+    assert ready.wait(60)
+    yield folder, process.pid
+    done.set()
+    process.join(60)
+
+
+def test_a_second_run_is_refused_and_changes_nothing(used: Any, tmp_path: Path) -> None:
+    folder, pid = used
+    assets = wiring.make_assets(tmp_path)
+    config = resolved(
+        build(
+            configs.mapping(
+                model__path=str(assets.model),
+                data__paths=[assets.data],
+                data__seq_length=32,
+                method__window=4,
+                run__dir=str(folder),
+            )
+        )
+    )
+    before = refusals.listing(folder)
+    with pytest.raises(LockedError, match=rf"^run.dir={folder}: already in use by process {pid} "):
+        session.run(config)
+    assert refusals.listing(folder) == before
+
+
+def test_a_job_that_trains_nothing_is_refused_too(
+    used: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, pid = used
+    monkeypatch.setattr(stage, "read_frozen", lambda path: None)
+    monkeypatch.setitem(stage._STAGES, "validate", lambda config: pytest.fail("it ran"))
+    with pytest.raises(LockedError, match=rf"process {pid} "):
+        stage.run(folder, "validate")
