@@ -183,9 +183,7 @@ WIRES: dict[str, Wire] = {
     "stage.pretrain.min_lr_ratio": Wire(
         0.5, lambda b: rate("pretrain")(b).min_lr / rate("pretrain")(b).max_lr, others=PRETRAIN
     ),
-    "stage.pretrain.cuda_graph": Wire(
-        True, graph_refusal, "stage.pretrain.cuda_graph=true", PRETRAIN
-    ),
+    "parallel.cuda_graph": Wire("always", graph_refusal, "parallel.cuda_graph=always"),
     "stage.zero_neuron.steps": Wire(3, lambda b: len(plans("zero_neuron")(b))),
     "stage.zero_neuron.resets_eviction_channel": Wire(
         False, lambda b: len(b.recorded.of("reset_channel")), 0
