@@ -49,7 +49,9 @@ def test_every_model_is_measured_at_every_budget(lab: Path, tmp_path: Path, caps
     assert printed.count("| cr4 |") == len(BUDGETS)
     figure = tmp_path / "wall_clock.svg"
     assert wall_clock.main(["--table", str(file), "--figure", str(figure)]) == 0
-    assert set(capsys.readouterr().out.splitlines()) < set(printed.splitlines())
+    again, _, measured = capsys.readouterr().out.partition("\n\nMeasured at: ")
+    assert set(again.splitlines()) < set(printed.splitlines())
+    assert record["date"] in measured
     assert "<svg" in figure.read_text()
 
 
