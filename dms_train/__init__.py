@@ -8,9 +8,9 @@ The names below are the public Python interface. Each is imported on first use, 
     llm = load_export("outputs/cr4/exports/final/hf")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
-`LLM` runs a dense model or an export, `load_export` accepts exports only, `SamplingParams` sets how
-a prompt is continued, and `DMSSpec` holds the constants of the method that an export was trained
-with. Training is started with the command `dms-train`.
+`LLM` runs a dense model or an export, `AsyncLLM` does so for coroutines, `load_export` accepts
+exports only, `SamplingParams` sets how a prompt is continued, and `DMSSpec` holds the constants of
+the method that an export was trained with. Training is started with the command `dms-train`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from dms_train.inference.llm import LLM
     from dms_train.inference.options import SamplingParams
     from dms_train.method.dms.spec import DMSSpec
+    from dms_train.server.async_llm import AsyncLLM
 
-__all__ = ["LLM", "DMSSpec", "SamplingParams", "__version__", "load_export"]
+__all__ = ["LLM", "AsyncLLM", "DMSSpec", "SamplingParams", "__version__", "load_export"]
 
 _MODULES = {
+    "AsyncLLM": "dms_train.server.async_llm",
     "LLM": "dms_train.inference.llm",
     "DMSSpec": "dms_train.method.dms.spec",
     "SamplingParams": "dms_train.inference.options",

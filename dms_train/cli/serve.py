@@ -7,12 +7,15 @@ answer reports what the cache of its request cost.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from dms_train.app import launcher
 from dms_train.cli.engine_arguments import add_engine, engine_options
 from dms_train.cli.errors import run_main
+from dms_train.inference.options import NOT_SUPPORTED
 from dms_train.observe import log
 from dms_train.server.errors import ServerError
 from dms_train.server.options import ServerOptions
@@ -44,7 +47,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_server(parser)
     _add_limits(parser)
     add_engine(parser)
-    return parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    for word in unknown:
+        option = word.partition("=")[0]
+        reason = NOT_SUPPORTED.get(option.removeprefix("--").replace("-", "_"))
+        if reason is not None:
+            parser.error(f"{option}: {reason}; leave it out")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +67,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         metavar="KEY",
         help="what clients must send (default: the environment variable DMS_API_KEY, else nothing)",
+    )
+    add(
+        "--default-chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template where a request does not set them, "
+        "such as '{\"enable_thinking\": false}' for Qwen3",
     )
     add(
         "--drain-seconds",
@@ -88,6 +107,16 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r}: give an object such as {{"name": 1}}')
+    return value
+
+
 def _options(args: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         host=args.host,
@@ -98,6 +127,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         max_prompt_tokens=args.max_prompt_tokens,
         request_seconds=args.request_seconds,
         drain_seconds=args.drain_seconds,
+        default_chat_template_kwargs=args.default_chat_template_kwargs,
     )
 
 

@@ -1,8 +1,9 @@
-"""`LLM(path).generate(prompts, SamplingParams(...))`: whole prompts and conversations."""
+"""`LLM(path)`: prompts, chats and conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import resolve
 from dms_train.inference.accounting import TotalKV
+from dms_train.inference.chat import ChatTemplate
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.inference.messages import plain_messages
+from dms_train.inference.options import EngineOptions, SamplingParams, named_options
 from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.request_builder import Prompt
 from dms_train.inference.tokenizer import Tokenizer
@@ -38,9 +42,8 @@ class LLM:
     def __init__(
         self, model: str | Path, options: EngineOptions | None = None, **overrides: Any
     ) -> None:
-        if options is not None and overrides:
-            raise InferenceError("options and single values: give one or the other")
-        self.engine = InferenceEngine(model, options or EngineOptions(**overrides))
+        self._model = model
+        self.engine = InferenceEngine(model, named_options(options, overrides))
 
     @property
     def options(self) -> EngineOptions:
@@ -98,6 +101,49 @@ class LLM:
         outputs = {o.request_id: o for batch in self._passes(request_ids) for o in batch}
         return [outputs[request_id] for request_id in request_ids]
 
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer chats, with the chat template of the model directory.
+
+        Args:
+            messages: A chat or several: for each message `role` and `content`, in OpenAI's shape.
+            sampling_params: One for all, or one for each chat.
+            add_generation_prompt: End the prompt with the beginning of an assistant message.
+            continue_final_message: End the prompt inside the last message, which the model
+                continues; needs `add_generation_prompt=False`.
+            chat_template_kwargs: Variables of the chat template, such as `enable_thinking` of
+                Qwen3.
+
+        Returns:
+            One output per chat, in their order.
+
+        Raises:
+            InferenceError: The model has no chat template, a message is malformed or not text, the
+                template does not read a variable, or as in `generate`.
+        """
+        several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+        prompts = [
+            self._template.render(
+                plain_messages(chat),
+                chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for chat in (messages if several else [messages])
+        ]
+        if self.tokenizer is None:
+            raise InferenceError("the model has no tokenizer.json; give token ids to generate")
+        # the template writes the special tokens
+        tokens = [self.tokenizer.encode(prompt, special=False) for prompt in prompts]
+        return self.generate(tokens, sampling_params)
+
     def stream(
         self,
         prompts: Prompts,
@@ -131,6 +177,10 @@ class LLM:
             float [len(token_ids), vocab].
         """
         return self.engine.logits(token_ids)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate.load(resolve(self._model))
 
     def _add(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dms_train.inference.errors import InferenceError
@@ -22,6 +22,13 @@ _COUNTS = (
     "page_slots",
     "slab_pages",
 )
+# options of vLLM that an engineer may try, and what this engine does instead
+NOT_SUPPORTED = {
+    "quantization": "weights are not quantised; they run as float32, bfloat16 or float16",
+    "tensor_parallel_size": "the engine runs on one device",
+    "pipeline_parallel_size": "the engine runs on one device",
+    "data_parallel_size": "the engine runs on one device; start a server on each",
+}
 _LARGEST = 1e6  # of a temperature or penalty; no sensible value is near it
 _RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, math.inf, "at least 1"),
@@ -110,6 +117,26 @@ class EngineOptions:
             raise InferenceError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0 and up to 1"
             )
+
+
+def named_options(options: EngineOptions | None, values: Mapping[str, Any]) -> EngineOptions:
+    """Return given options, or those that single values make.
+
+    Args:
+        options: The options; None if there are single values, or neither.
+        values: Fields of `EngineOptions` by name.
+
+    Raises:
+        InferenceError: Both are given, an option does not exist, or a value is out of its range.
+    """
+    if options is not None and values:
+        raise InferenceError("options and single values: give one or the other")
+    known = [item.name for item in fields(EngineOptions)]
+    for name, value in values.items():
+        if name not in known:
+            reason = NOT_SUPPORTED.get(name, f"no such option; choose from {', '.join(known)}")
+            raise InferenceError(f"{name}={value!r}: {reason}")
+    return options or EngineOptions(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

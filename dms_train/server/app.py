@@ -19,12 +19,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dms_train.inference.chat import ChatTemplate
 from dms_train.inference.errors import InferenceError
+from dms_train.inference.messages import plain_messages
 from dms_train.inference.tokenizer import Tokenizer
 from dms_train.server.access import Access
 from dms_train.server.admission import Admission
 from dms_train.server.answers import AnswerShape, ChatShape, CompletionShape, Json
-from dms_train.server.chat import ChatTemplate
 from dms_train.server.errors import ApiError
 from dms_train.server.generation import Generation, Job, Part
 from dms_train.server.metrics import Metrics, seconds_text
@@ -118,11 +119,9 @@ class Api:
         self._check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
-        messages = [message.plain() for message in body.messages]
-        text = await asyncio.to_thread(self._model.template.render, messages)
+        text = await asyncio.to_thread(self._rendered, body)
         prompt = await self._tokens(text, special=False)
-        rest = max(1, self._model.longest - len(prompt))
-        max_tokens = body.max_completion_tokens or body.max_tokens or rest
+        max_tokens = body.token_limit or max(1, self._model.longest - len(prompt))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         job = self._job(body, [prompt], max_tokens, logprobs)
         shape = ChatShape(_id_of(request), self._model.name, self._model.tokenizer)
@@ -212,6 +211,20 @@ class Api:
         if self._model.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer.json; send token ids")
         return self._model.tokenizer
+
+    def _rendered(self, body: ChatBody) -> str:
+        """The prompt of a chat."""
+        try:
+            return self._model.template.render(
+                plain_messages(body.messages),
+                {**self._options.default_chat_template_kwargs, **body.chat_template_kwargs},
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+            )
+        except InferenceError as error:
+            fields = ("messages", "chat_template_kwargs")
+            param = next((name for name in fields if str(error).startswith(name)), None)
+            raise ApiError(400, str(error), param=param) from None
 
     async def _encoded(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text."""

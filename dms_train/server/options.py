@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from dms_train.server.errors import ServerError
 
@@ -22,6 +24,8 @@ class ServerOptions:
         max_prompt_tokens: Of one prompt; None leaves the model's own limit.
         request_seconds: Time after which a request is ended.
         drain_seconds: How long running requests may go on after SIGTERM.
+        default_chat_template_kwargs: Variables of the chat template, such as `enable_thinking` of
+            Qwen3; those of a request replace them.
     """
 
     host: str = "127.0.0.1"
@@ -32,6 +36,7 @@ class ServerOptions:
     max_prompt_tokens: int | None = None
     request_seconds: float = 600.0
     drain_seconds: float = 30.0
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -13,12 +13,12 @@ from pathlib import Path
 import uvicorn
 
 from dms_train.hf.directory import resolve
+from dms_train.inference.chat import ChatTemplate
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions
 from dms_train.observe.log import logger
 from dms_train.server.admission import Admission
 from dms_train.server.app import Api, ServedModel, build_app
-from dms_train.server.chat import ChatTemplate
 from dms_train.server.errors import ServerError
 from dms_train.server.metrics import Metrics
 from dms_train.server.options import ServerOptions
@@ -44,6 +44,7 @@ def serve(model: str, name: str, engine_options: EngineOptions, options: ServerO
     with bound_socket(options) as sock:
         engine = InferenceEngine(model, engine_options)
         served = describe(engine, resolve(model), name)
+        served.template.check_variables(options.default_chat_template_kwargs)
         asyncio.run(_until_signal(engine, served, options, sock))
 
 

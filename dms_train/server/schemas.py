@@ -6,24 +6,39 @@ unknown field is refused, so that no option is silently ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+import json
+from collections import Counter
+from typing import Annotated, Any, TypeVar, cast
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from dms_train.inference.options import SamplingParams
 from dms_train.server.errors import ApiError
 
-_WITHOUT_EFFECT = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "parallel_tool_calls",
+_WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "prediction",
+        "parallel_tool_calls",
+    }
 )
-# values of unsupported fields that equal what the server does anyway
+# values of unsupported fields that equal what the server does anyway: OpenAI's, then vLLM's
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
@@ -31,19 +46,45 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
     "echo": (False,),
     "suffix": ("",),
+    "include_obfuscation": (False,),
     "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "continuous_usage_stats": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_strs": (False,),
 }
+_NO_TOOLS = "tool calls are not supported; leave it out"
+_NOT_GUIDED = "guided decoding is not supported; the server generates free text"
+_ONLY_TEXT = "only text is supported"
 _REASONS = {
-    "tools": "tool calls are not supported",
-    "tool_choice": "tool calls are not supported",
-    "functions": "tool calls are not supported",
-    "function_call": "tool calls are not supported",
-    "response_format": "only text is supported",
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "response_format": _NOT_GUIDED,
+    "structured_outputs": _NOT_GUIDED,
+    "guided_json": _NOT_GUIDED,
+    "guided_regex": _NOT_GUIDED,
+    "guided_choice": _NOT_GUIDED,
+    "guided_grammar": _NOT_GUIDED,
     "echo": "the prompt is not repeated in the answer",
     "suffix": "the model continues a prompt and does not fill gaps",
-    "modalities": "only text is supported",
+    "modalities": _ONLY_TEXT,
+    "audio": _ONLY_TEXT,
+    "web_search_options": "the server searches nothing; leave it out",
+    "moderation": "the server moderates nothing; leave it out",
+    "reasoning_effort": "choose the thinking mode of a model with chat_template_kwargs",
+    "verbosity": "the length of an answer is up to the model; leave it out",
+    "chat_template": "the template of the model directory is used; leave it out",
 }
 T = TypeVar("T", bound=BaseModel)
 _MOST_TOKENS = 2**31 - 1
@@ -53,16 +94,31 @@ _TokenId = Annotated[int, Field(ge=0, le=_MOST_TOKENS)]
 _Tokens = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
-class _Body(BaseModel):
+class _Fields(BaseModel):
+    """Object of a request; null, neutral and ineffective fields count as absent."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _effective(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None
+            and name not in _WITHOUT_EFFECT
+            and not any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ()))
+        }
+
+
+class _Body(_Fields):
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Fields):
     """Of a streamed answer."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     include_usage: bool = False
 
@@ -81,7 +137,9 @@ class GenerationBody(_Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=1000)] = 1.0
     logit_bias: dict[str, _Bias] = Field(default_factory=dict, max_length=1024)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = Field(default_factory=list)
+    stop: Annotated[list[_Stop], Field(max_length=16), BeforeValidator(_as_list)] = Field(
+        default_factory=list
+    )
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024)] = Field(default_factory=list)
     ignore_eos: bool = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -102,7 +160,6 @@ class GenerationBody(_Body):
         Raises:
             ApiError: `logit_bias` has a key that is no token id.
         """
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
         return SamplingParams(
             n=self.n,
             max_tokens=max_tokens,
@@ -117,7 +174,7 @@ class GenerationBody(_Body):
             logprobs=logprobs,
             prompt_logprobs=logprobs if of_prompt else None,
             seed=self.seed,
-            stop=tuple(stops),
+            stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
         )
@@ -149,37 +206,32 @@ class CompletionBody(GenerationBody):
         return cast("list[str | list[int]]", self.prompt)
 
 
-class TextPart(BaseModel):
-    """A part of a message."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """A message of a chat."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """As a chat template takes it."""
-        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
-        return {"role": self.role, "content": "".join(parts)}
-
-
 class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Any], Field(min_length=1, max_length=4096)]
     max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None if the request does not limit them.
+
+        Raises:
+            ApiError: Both of the fields are given, and they differ.
+        """
+        old, new = self.max_tokens, self.max_completion_tokens
+        if None not in (old, new) and old != new:
+            raise ApiError(
+                400,
+                f"max_completion_tokens={new}: max_tokens={old} differs; send one of them",
+                param="max_completion_tokens",
+            )
+        return new or old
 
 
 class TokenizeBody(_Body):
@@ -203,27 +255,29 @@ def parse(body: bytes, kind: type[T]) -> T:
     """
     try:
         given = pydantic_core.from_json(body, allow_inf_nan=False)
+        json.loads(body, object_pairs_hook=_require_unique)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body is not a JSON object")
     try:
-        return kind.model_validate(_effective(given))
+        return kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
     except OverflowError:
         raise ApiError(400, "a number is too large") from None
 
 
-def _effective(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields without those that are null, without effect or neutral."""
-    return {
-        name: value
-        for name, value in given.items()
-        if value is not None
-        and name not in _WITHOUT_EFFECT
-        and not any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ()))
-    }
+def _require_unique(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse an object that has a field twice, because one of the values would be ignored."""
+    names = Counter(name for name, _ in pairs)
+    if len(names) < len(pairs):
+        twice = names.most_common(1)[0][0][:100]
+        raise ApiError(400, f"{twice}: given twice; send it once", param=twice)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -232,14 +286,23 @@ def _same(value: Any, other: Any) -> bool:
 
 def _refusal(error: ValidationError) -> ApiError:
     """The first problem of a body."""
-    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = str(problem["loc"][0]) if problem["loc"] else ""
-    name = field[:100]
-    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-        reason = _REASONS.get(field, "this server does not know the field; leave it out")
-        return ApiError(400, f"{name}: {reason}", param=name, code="unsupported_parameter")
-    place = ".".join(str(part) for part in problem["loc"])[:200]
-    return ApiError(400, f"{place}: {problem['msg']}", param=name, code="invalid_value")
+    problem = error.errors(include_url=False, include_context=False)[0]
+    names = [str(part) for part in problem["loc"]]
+    place, name = ".".join(names)[:200], names[0][:100]
+    where = place + _shown(problem["input"], names)
+    if problem["type"] != "extra_forbidden":
+        message = problem["msg"].removeprefix("Value error, ")
+        return ApiError(400, f"{where}: {message}", param=name, code="invalid_value")
+    reason = _REASONS.get(names[-1], "this server does not know the field; leave it out")
+    return ApiError(400, f"{where}: {reason}", param=name, code="unsupported_parameter")
+
+
+def _shown(value: Any, names: list[str]) -> str:
+    """A short value for a message, which never has a part of a prompt."""
+    if isinstance(value, list | dict) or names[0] in ("prompt", "messages"):
+        return ""
+    text = repr(value)
+    return f"={text}" if len(text) <= 60 else f"={text[:60]}..."
 
 
 def _all(value: Any, kind: type) -> bool:
@@ -251,6 +314,6 @@ def _all_ids(value: Any) -> bool:
 
 
 def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) < 11):
-        raise ApiError(400, "logit_bias: keys are token ids", param="logit_bias")
+    if not (key.isascii() and key.isdigit() and len(key) < 11 and key == str(int(key))):
+        raise ApiError(400, f"logit_bias.{key[:60]}: keys are token ids", param="logit_bias")
     return int(key)

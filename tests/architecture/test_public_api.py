@@ -12,7 +12,7 @@ import pytest
 import dms_train
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = {"LLM", "SamplingParams", "DMSSpec", "load_export", "__version__"}
+NAMES = {"LLM", "AsyncLLM", "SamplingParams", "DMSSpec", "load_export", "__version__"}
 
 
 def python(code: str) -> str:

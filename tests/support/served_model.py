@@ -29,11 +29,16 @@ from tests.unit.inference.conftest import tiny_architecture, varied_weights
 NAME = "tiny"
 VOCABULARY = 512  # of the model; the tokenizer has fewer
 LONGEST = 1024
+# refuses an assistant that speaks first; the thinking mode is Qwen3's
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}"
     "{{ raise_exception('the user speaks first') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
 )
 
 

@@ -1,0 +1,134 @@
+"""Chat messages to a prompt, with the template of the model directory."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dms_train.inference.errors import InferenceError
+from dms_train.observe.log import logger
+
+_LOOPS = "jinja2.ext.loopcontrols"  # of transformers' environment
+_NO_TEMPLATE = "the model has no chat template; use LLM.generate or /v1/completions"
+
+
+class ChatTemplate:
+    """The template of a model, run by transformers in Jinja's sandbox.
+
+    Args:
+        tokenizer: Of transformers; None for a model without a template.
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatTemplate:
+        """Read the local files of a directory; code in it is never run."""
+        if not _has_template(directory):
+            return cls(None)
+        try:
+            # this class reads tokenizer files only; AutoTokenizer reads the model's config too
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                os.fspath(directory), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # no transformers, or files that it cannot read
+            logger().warning("the chat template cannot be read: %s", error)
+            return cls(None)
+        return cls(tokenizer if tokenizer.chat_template else None)
+
+    def render(
+        self,
+        messages: list[dict[str, str]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the text that the model continues as the assistant.
+
+        Args:
+            messages: As `plain_messages` returns them.
+            variables: Further variables of the template, such as `enable_thinking` of Qwen3.
+            add_generation_prompt: End with the beginning of an assistant message.
+            continue_final_message: End inside the last message, which the model continues.
+
+        Raises:
+            InferenceError: There is no template, the template does not read a variable, or it
+                refuses the messages.
+        """
+        variables = {} if variables is None else variables
+        self.check_variables(variables)
+        if self._tokenizer is None:
+            raise InferenceError(_NO_TEMPLATE)
+        for index, message in enumerate(messages):
+            if message.get("reasoning_content") and "reasoning_content" not in self._source:
+                raise InferenceError(
+                    f"messages.{index}.reasoning_content: the chat template does not read it; "
+                    "leave it out"
+                )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+        except Exception as error:  # whatever a template raises about its messages
+            reason = " ".join(str(error).split())[:200]
+            raise InferenceError(f"messages: the chat template refuses them: {reason}") from None
+        return text
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Check that the template reads variables.
+
+        Raises:
+            InferenceError: There is no template, or it does not read one of them.
+        """
+        if not isinstance(variables, Mapping):
+            raise InferenceError("chat_template_kwargs: give variables and values by name")
+        if not variables:
+            return
+        if self._tokenizer is None:
+            raise InferenceError(f"chat_template_kwargs: {_NO_TEMPLATE}")
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        for name in map(str, variables):
+            where = f"chat_template_kwargs.{name[:100]}"
+            if name in taken:
+                raise InferenceError(f"{where}: cannot be set there; leave it out")
+            if name not in self._variables:
+                raise InferenceError(f"{where}: the chat template does not read it; leave it out")
+
+    @property
+    def _source(self) -> str:
+        """The template, or all of several named ones; empty without one."""
+        found = "" if self._tokenizer is None else self._tokenizer.chat_template
+        return found if isinstance(found, str) else "\n".join(found.values())
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        """Variables that the template reads and does not only set."""
+        from jinja2 import Environment, TemplateSyntaxError, meta
+
+        # transformers' own tag, which marks what the assistant says
+        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._source)
+        try:
+            return meta.find_undeclared_variables(Environment(extensions=[_LOOPS]).parse(source))
+        except TemplateSyntaxError:
+            return set()  # such a template refuses all messages
+
+
+def _has_template(directory: Path) -> bool:
+    """Whether one of the files that may hold a template does."""
+    if any((directory / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    config = directory / "tokenizer_config.json"
+    return config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
