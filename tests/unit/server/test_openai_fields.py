@@ -39,7 +39,7 @@ class Expected:
     compared: bool = True
 
 
-REPEATS = {"temperature": 0, "max_tokens": 60}
+REPEATS = {"temperature": 0, "max_tokens": 30}
 SAMPLED = {
     "model": Expected(ignored=(NAME,)),
     "frequency_penalty": Expected(acts=(2.0,), ignored=(0,), beside=REPEATS),
@@ -62,6 +62,10 @@ CHAT_FIELDS = {
     "messages": Expected(acts=([{"role": "user", "content": "five"}],), nullable=False),
     "logprobs": Expected(acts=(True,), ignored=(False,)),
     "top_logprobs": Expected(acts=(2,), beside={"logprobs": True}),
+    # a long prompt, because the model continues to its last position without a limit
+    "max_tokens": Expected(
+        acts=(3,), refused=(2.5,), beside={"messages": [{"role": "user", "content": "7" * 980}]}
+    ),
     "max_completion_tokens": Expected(ignored=(12,), refused=(3,)),  # beside max_tokens
     "metadata": Expected(ignored=({"a": "b"},)),
     "store": Expected(ignored=(True,)),
