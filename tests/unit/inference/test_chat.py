@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dms_train import LLM, SamplingParams
@@ -52,6 +54,20 @@ def test_the_options_of_the_template(llm):
     begun = [ASKED, {"role": "assistant", "content": "the ri"}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
     assert prompts(llm, begun, GREEDY, **options) == [USER + ANSWER + "the ri"]
+
+
+def test_the_tokenizer_adds_no_special_tokens_to_those_of_the_template(tmp_path):
+    folder = served_model.write_model(tmp_path)
+    file = folder / "tokenizer.json"
+    start = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    token = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    added = {"type": "TemplateProcessing", "single": [start, text], "pair": [start, text]}
+    described = json.loads(file.read_text())
+    file.write_text(json.dumps({**described, "post_processor": {**added, "special_tokens": token}}))
+    llm = LLM(folder)
+    assert llm.generate("the", GREEDY)[0].prompt_token_ids[0] == 0
+    assert prompts(llm, [ASKED], GREEDY) == [USER + ANSWER]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_a_closed_generator_and_a_cancelled_task_free_their_cache(model: Path):
             assert task.cancelled()
             await idle(llm)
             assert llm._thread._engine.free_rows == 2
+            assert llm._thread._engine.kv is None  # none of them has finished
             assert (await collect(llm, PROMPTS[0], PARAMS[0]))[-1].finished
 
     asyncio.run(run())

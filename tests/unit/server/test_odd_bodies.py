@@ -123,7 +123,7 @@ VALID: dict[str, dict[str, Callable[[Any], bool]]] = {
         **SHARED,
         "messages": lambda value: value == [USER],
         "max_tokens": POSITIVE,
-        "max_completion_tokens": lambda value: value == 1,  # beside max_tokens=1
+        "max_completion_tokens": integer(1, 1),  # beside max_tokens=1
         "logprobs": boolean,
         "chat_template_kwargs": lambda value: value == {},
         "add_generation_prompt": boolean,
@@ -140,7 +140,7 @@ VALID: dict[str, dict[str, Callable[[Any], bool]]] = {
         "max_tokens": POSITIVE,
         "logprobs": integer(0, 20),
         "echo": boolean,
-        "best_of": lambda value: value == 1 and integer(1, 1)(value),
+        "best_of": integer(1, 1),
         "suffix": lambda value: value == "",
         "guided_json": lambda value: False,
     },
@@ -206,6 +206,13 @@ def test_a_field_that_is_given_twice_is_named(server: Running):
     for name, field in (("a field twice", "temperature"), ("a bias twice", "5")):
         error = server.ask(COMPLETION, BODIES[name])[2]["error"]
         assert error["message"] == f"{field}: given twice; send it once"
+
+
+@pytest.mark.parametrize("key", ["05", " 5", "5 ", "5.0", "-5", "+5", "5_0", "\u0665", "", "e"])
+def test_a_bias_takes_token_ids_as_they_are_written(server: Running, key: str):
+    status, _, answer = server.ask(COMPLETION, {**BASE[COMPLETION], "logit_bias": {key: 1}})
+    assert refused(status, answer)
+    assert answer["error"]["message"] == f"logit_bias.{key}: keys are token ids"
 
 
 def test_depth_in_the_variables_of_a_template(server: Running):
