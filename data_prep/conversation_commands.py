@@ -21,6 +21,7 @@ from dms_train.data_prep.conversations import ChatOptions, LossOn
 from dms_train.data_prep.openr1 import Filter
 from dms_train.data_prep.rows import HubOptions, Shard, open_rows
 from dms_train.data_prep.shard_files import shard_prefix, verdicts_path
+from dms_train.hf.text_files import read_text
 
 RESUMES = "run the same command to continue"
 Commands = Any  # what add_subparsers returns; its class is private
@@ -183,7 +184,7 @@ def _choice(args: argparse.Namespace, *, every_trace: bool) -> Choice:
 
 
 def _job_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    template = None if args.chat_template is None else args.chat_template.read_text("utf-8")
+    template = None if args.chat_template is None else read_text(args.chat_template)
     chat = ChatOptions(
         tokenizer=args.tokenizer,
         chat_template=template,

@@ -155,14 +155,17 @@ class _Encoder:
                 trace.outcome = Outcome.NOT_CHOSEN
                 continue
             document = self._encoder.encode(sample.where, trace.messages)
-            trace.outcome = self._fits(len(document.tokens))
+            trace.outcome = self._judge(document)
             if trace.outcome is Outcome.KEPT:
                 found.append(document)
         for trace in sample.traces:
             trace.messages = []  # not needed any more
         return found
 
-    def _fits(self, tokens: int) -> Outcome:
+    def _judge(self, document: MaskedTokens) -> Outcome:
+        if not document.mask.any():
+            return Outcome.MISSING_VALUE
+        tokens = len(document.tokens)
         if tokens < self._choice.min_tokens:
             return Outcome.TOO_SHORT
         longest = self._choice.max_tokens

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dms_train.data.errors import DataError
 from dms_train.data_prep.documents import Message
-from dms_train.data_prep.encode import load_tokenizer
+from dms_train.data_prep.encode import check_no_message_lost, load_tokenizer
 
 # Private-use characters, which no text holds.
 _PLACEHOLDER = "\ue000assistant turn {}\ue001"
@@ -125,23 +125,29 @@ class ChatTemplate:
             add_generation_prompt: End it where the assistant continues.
 
         Raises:
-            DataError: The template failed.
+            DataError: The template failed, or leaves out a message.
         """
-        try:
-            text = self._tokenizer.apply_chat_template(
+
+        def render(messages: list[Message]) -> str:
+            text: str = self._tokenizer.apply_chat_template(
                 messages,
                 chat_template=self.text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
+            return text
+
+        try:
+            text = render(messages)
         except Exception as error:  # a template may raise anything
             reason = str(error).partition("\n")[0]
             raise DataError(
                 f"{where}: the chat template failed ({reason}); "
                 "pass a fitting one with --chat-template FILE"
             ) from None
-        return str(text)
+        check_no_message_lost(where, messages, render)
+        return text
 
 
 class ConversationEncoder:
@@ -176,7 +182,8 @@ class ConversationEncoder:
             messages: `role` and `content` of each.
 
         Raises:
-            DataError: The template failed, or left out or repeated an assistant turn.
+            DataError: The template failed, left out a message, or repeated or moved an assistant
+                turn.
         """
         turns = [m["content"] for m in messages if m["role"] == "assistant"]
         names = [_PLACEHOLDER.format(number) for number in range(len(turns))]
@@ -188,7 +195,7 @@ class ConversationEncoder:
         places = [text.find(name) for name in names]
         if [text.count(name) for name in names] != [1] * len(names) or places != sorted(places):
             raise DataError(
-                f"{where}: the chat template drops or repeats an assistant turn; "
+                f"{where}: the chat template repeats or moves an assistant turn; "
                 "pass one that keeps it with --chat-template FILE"
             )
         edges = [0, *(p + len(n) for p, n in zip(places, names, strict=True))]
@@ -198,8 +205,9 @@ class ConversationEncoder:
     def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
         """Tokens of a conversation and which of them the loss counts.
 
-        A token belongs to a turn when its first character does. The special token directly behind
-        a turn, such as `<|im_end|>`, belongs to it: it teaches the model to stop.
+        A token belongs to a turn when it holds a character of it: SentencePiece joins a blank that
+        the template writes to the first word of the turn. The special token that ends a turn, such
+        as `<|im_end|>`, and white space before it belong to the turn. They teach the model to stop.
 
         Raises:
             DataError: As `render`, or the text cannot be tokenised.
@@ -214,26 +222,39 @@ class ConversationEncoder:
         ids, offsets = found["input_ids"], found["offset_mapping"]
         if not ids:
             raise DataError(f"{where}: the conversation has no tokens")
-        mask = self._mask(ids, offsets, turns)
+        mask = self._mask(ids, [text[first:end] for first, end in offsets], offsets, turns)
         if self.eod_id is not None and ids[-1] != self.eod_id:
             ids.append(self.eod_id)
             mask.append(int(self._options.loss_on is LossOn.ALL))
         return MaskedTokens(np.array(ids, np.int32), np.array(mask, np.uint8))
 
     def _mask(
-        self, ids: list[int], offsets: list[tuple[int, int]], turns: list[tuple[int, int]]
+        self,
+        ids: list[int],
+        pieces: list[str],
+        offsets: list[tuple[int, int]],
+        turns: list[tuple[int, int]],
     ) -> list[int]:
         if self._options.loss_on is LossOn.ALL:
             return [1] * len(ids)
-        starts = np.array([first for first, _ in offsets])  # never decrease
+        starts, ends = np.array(offsets).T  # starts never decrease
         mask = np.zeros(len(ids), np.uint8)
-        for turn in turns:
-            first, behind = (int(place) for place in np.searchsorted(starts, turn))
-            if behind < len(ids) and starts[behind] == turn[1] and ids[behind] in self._special:
-                behind += 1
-            mask[first:behind] = 1
+        for first, end in turns:
+            mask[(ends > first) & (starts < end)] = 1
+            after = int(np.searchsorted(starts, end))
+            mask[after : self._after_end_token(ids, pieces, after)] = 1
         found: list[int] = mask.tolist()
         return found
+
+    def _after_end_token(self, ids: list[int], pieces: list[str], place: int) -> int:
+        """Return the index after the special token that ends a turn; `place` if there is none."""
+        found = place
+        while found < len(ids) and ids[found] not in self._special and pieces[found].isspace():
+            found += 1
+        if found == len(ids) or ids[found] not in self._special:
+            return place
+        begins_next = found > place and ids[found] == self._tokenizer.bos_token_id
+        return place if begins_next else found + 1
 
 
 def _joined(between: list[str], turns: list[str]) -> ChatText:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dms_train.data.errors import DataError
+from dms_train.hf.errors import HFError
+from dms_train.hf.text_files import decode_text
 
 Message = dict[str, str]
 
@@ -66,9 +68,10 @@ def _lines(path: Path) -> Iterator[Document]:
     with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
-                yield Document(f"{path}:{number}", line.decode("utf-8"), len(line))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
+                text = decode_text(str(path), line, number)
+            except HFError as error:
+                raise DataError(str(error)) from None
+            yield Document(f"{path}:{number}", text, len(line))
 
 
 def _text(path: Path, split: str) -> Iterator[Document]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import signal
 from collections import deque
@@ -19,6 +18,9 @@ import numpy.typing as npt
 
 from dms_train.data.errors import DataError
 from dms_train.data_prep.documents import Document, Message
+from dms_train.hf.chat_messages import find_lost
+from dms_train.hf.errors import HFError
+from dms_train.hf.tokenizer_files import read_chat_tokenizer
 from dms_train.observe.processes import end_with_parent
 
 _ITEMS_PER_CHUNK = 64
@@ -118,17 +120,22 @@ class DocumentEncoder:
         if isinstance(document.content, str):
             return document.content
         try:
-            text = self._tokenizer.apply_chat_template(
-                document.content, chat_template=self._options.chat_template, tokenize=False
-            )
+            text = self._rendered(document.content)
         except Exception as error:  # a template may raise anything
             reason = str(error).partition("\n")[0]
             raise DataError(
                 f"{document.where}: the chat template failed ({reason}); "
                 "pass a fitting one with --chat-template FILE"
             ) from None
-        _check_nothing_lost(document.where, document.content, text)
-        return str(text)
+        check_no_message_lost(document.where, document.content, self._rendered)
+        _check_turns_whole(document.where, document.content, text)
+        return text
+
+    def _rendered(self, messages: list[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, chat_template=self._options.chat_template, tokenize=False
+        )
+        return text
 
 
 def encode_in_order(
@@ -184,32 +191,41 @@ def _encode_in_worker(chunk: list[Any]) -> Any:
 
 
 def load_tokenizer(directory: str) -> Any:
-    """The fast tokenizer of a directory; nothing is downloaded and no code of it is run.
+    """Return transformers' tokenizer of a directory; no code of the directory is run.
 
     Raises:
-        DataError: There is none, or it does not load.
+        DataError: There is none, it does not load, or it differs from `tokenizer.json`.
     """
-    if not (Path(directory) / "tokenizer.json").is_file():
-        raise DataError(f"{directory}: no tokenizer.json; give a local tokenizer directory")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     try:
-        # AutoTokenizer reads the model's configuration too, which an export has code for
-        kind = PreTrainedTokenizerFast if _has_code(directory) else AutoTokenizer
-        return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # damaged files surface as many kinds of error
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{directory}: the tokenizer does not load ({reason})") from None
+        return read_chat_tokenizer(Path(directory))
+    except HFError as error:
+        raise DataError(str(error)) from None
 
 
-def _has_code(directory: str) -> bool:
-    """Whether the model of a directory has modelling code of its own."""
-    config = Path(directory) / "config.json"
-    return config.is_file() and "auto_map" in json.loads(config.read_text("utf-8"))
+def check_no_message_lost(
+    where: str, messages: list[Message], render: Callable[[list[Message]], str]
+) -> None:
+    """Refuse a conversation of which the chat template leaves out a message.
+
+    Args:
+        where: Of the conversation, for the message.
+        messages: `role` and `content` of each.
+        render: Applies the template.
+
+    Raises:
+        DataError: The template leaves out a message.
+    """
+    lost = find_lost(messages, render)
+    if lost is not None:
+        raise DataError(
+            f"{where}: the chat template leaves out message {lost + 1} of role "
+            f"{messages[lost]['role']!r}; correct the role, or pass a template that writes it with "
+            "--chat-template FILE"
+        )
 
 
-def _check_nothing_lost(where: str, messages: list[Message], text: str) -> None:
-    """Refuse a rendering without some assistant turn; some templates delete the reasoning."""
+def _check_turns_whole(where: str, messages: list[Message], text: str) -> None:
+    """Refuse a rendering that cuts an assistant turn; some templates cut the reasoning."""
     position = 0
     for message in messages:
         content = message["content"].strip()

@@ -19,6 +19,7 @@ from dms_train.data_prep.conversations import LossOn
 from dms_train.data_prep.prompts import EmptyPrompts, PromptOptions
 from dms_train.data_prep.rows import Rows, open_rows
 from dms_train.data_prep.shard_files import shard_prefix
+from dms_train.hf.text_files import read_text
 from dms_train.inference.options import SamplingParams
 
 _GENERATE = """\
@@ -99,7 +100,7 @@ def _run(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.workers)
     engine = replace(engine_options(args), device=resolve_device(args.device))
     model = resolve(args.model)
-    template = None if args.chat_template is None else args.chat_template.read_text("utf-8")
+    template = None if args.chat_template is None else read_text(args.chat_template)
     prompts = PromptOptions(
         tokenizer=str(model),
         column=args.column,

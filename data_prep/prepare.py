@@ -48,6 +48,7 @@ from dms_train.data_prep.exam_files import STYLES, SheetText, write_problems, wr
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
 from dms_train.data_prep.token_arrays import ArrayJob, write_arrays
+from dms_train.hf.text_files import read_text
 
 _EPILOG = """\
 examples:
@@ -143,7 +144,7 @@ def _documents(job: TokenizeJob, rows: Counter[Path]) -> Iterator[Document]:
 
 
 def _run_tokenize(args: argparse.Namespace) -> None:
-    template = None if args.chat_template is None else args.chat_template.read_text("utf-8")
+    template = None if args.chat_template is None else read_text(args.chat_template)
     job = TokenizeJob(
         inputs=tuple(args.inputs),
         output=args.output,

@@ -21,6 +21,7 @@ from dms_train.data.manifest import Manifest, file_sha256
 from dms_train.data.writer import ShardWriter
 from dms_train.data_prep.encode import encode_in_order
 from dms_train.data_prep.progress import progress_bar
+from dms_train.hf.tokenizer_files import read_tokenizer
 
 EOD = "<eod>"
 Tokens = npt.NDArray[np.uint16]
@@ -201,7 +202,7 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
         DataError: The output exists or cannot be written, or no drawn document is long enough.
     """
     tally = Tally.empty()
-    vocabulary = Tokenizer.from_file(str(shard.tokenizer / "tokenizer.json"))
+    vocabulary = read_tokenizer(shard.tokenizer)
     writer = ShardWriter(
         shard.output,
         vocab_size=vocabulary.get_vocab_size(),

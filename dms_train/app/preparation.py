@@ -18,6 +18,7 @@ from dms_train.data.index_file import read_index
 from dms_train.data.manifest import file_sha256
 from dms_train.data.tokens import check_files
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.tokenizer_files import TOKENIZER_FILE
 from dms_train.mcore.model.model import rope_arguments
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import spec_of
@@ -92,9 +93,7 @@ def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
 
 def _check_data(config: RunConfig, start: StartPoint) -> None:
     """Refuse data of another tokenizer or vocabulary, or other data than a run was started with."""
-    directory = start.tokenizer_dir
-    tokenizer = None if directory is None else directory / "tokenizer.json"
-    sha256 = file_sha256(tokenizer) if tokenizer is not None and tokenizer.is_file() else None
+    sha256 = _tokenizer_hash(config, start)
     vocab_size = start.architecture.vocab_size
     check_files(
         config.data,
@@ -105,6 +104,23 @@ def _check_data(config: RunConfig, start: StartPoint) -> None:
     if config.data.packing:
         _check_packing(config)
     inputs.require_same_data(config.data.paths, start)
+
+
+def _tokenizer_hash(config: RunConfig, start: StartPoint) -> str | None:
+    """Return the hash of the model's `tokenizer.json`; warn if there is none."""
+    directory, named = start.tokenizer_dir, config.model.tokenizer
+    file = None if directory is None else directory / TOKENIZER_FILE
+    if file is not None and file.is_file():
+        return file_sha256(file)
+    if named is not None:
+        raise ConfigError(f"model.tokenizer={named}: no {TOKENIZER_FILE}; correct the path")
+    if launcher.rank() == 0:
+        log.logger().warning(
+            "no tokenizer (%s): the data's tokenizer is not checked, and exports take and return "
+            "token ids only",
+            "model.tokenizer is not set" if directory is None else f"{file} does not exist",
+        )
+    return None
 
 
 def _check_packing(config: RunConfig) -> None:

@@ -77,6 +77,10 @@ def find_start(config: RunConfig) -> StartPoint:
             tokenizer_dir=tokenizer,
             state=TrainState(),
         )
+    if model.tokenizer is not None:
+        raise ConfigError(
+            f"model.tokenizer={model.tokenizer}: the tokenizer is that of model.path; leave it out"
+        )
     start = _original(
         resolve(model.path, revision=model.revision, local_files_only=model.local_files_only)
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dms_train.cli.engine_arguments import add_engine, engine_options
 from dms_train.cli.errors import run_main
+from dms_train.hf.text_files import read_lines
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import SamplingParams
 
@@ -87,7 +88,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     prompts: list[Prompt] = list(args.prompt)
     if args.prompt_file is not None:
-        prompts += [line for line in args.prompt_file.read_text().splitlines() if line.strip()]
+        prompts += [line for _, line in read_lines(args.prompt_file)]
     for text in args.token_ids:
         try:
             prompts.append([int(part) for part in text.split(",")])

@@ -185,6 +185,7 @@ def _training(model: ExportedModel, layout: ExportFormat) -> list[tuple[str, Any
 
 def _loading(layout: ExportFormat | None) -> str:
     trust = "" if layout is None else ", trust_remote_code=True"
+    no_code = "" if layout is None else ", trust_remote_code=False"
     text = f"""## How to load
 
 `path` is this folder, or its id on the hub. With transformers:
@@ -193,7 +194,7 @@ def _loading(layout: ExportFormat | None) -> str:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(path{trust})
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = AutoTokenizer.from_pretrained(path{no_code})
 ```
 
 With dms-train:
@@ -207,6 +208,7 @@ print(output.outputs[0].text)
     if layout is not None:
         text += (
             "\n\n`trust_remote_code=True` runs the Python files of this folder: read them first. "
+            "The tokenizer needs none of them. "
             f"`generate()` {'frees' if layout.ships_cache else 'masks'} what is evicted."
         )
     return text

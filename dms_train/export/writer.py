@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dms_train.export.card import CARD_FILE, POOLED_FROM, read_base, render
 from dms_train.export.manifest import shipped_code
+from dms_train.export.tokenizer import NO_TOKENIZER, copy_tokenizer, has_tokenizer
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, to_hf_config
 from dms_train.hf.directory import WeightWriter, dtype_name
@@ -28,19 +29,6 @@ from dms_train.method.base import MethodSpec
 # Marks a directory as written here, and therefore safe to replace.
 MARKER_FILE = "export.json"
 _GENERATION = "generation_config.json"
-_COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    _GENERATION,
-)
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "dms", "transformers_version", "quantization_config")
 
@@ -78,7 +66,9 @@ class _Described:
         """Write everything but the weights and the self-test."""
         source = None if source_dir is None else Path(source_dir)
         if source is not None:
-            _copy_tokenizer(source, directory)
+            copy_tokenizer(source, directory)
+            if (source / _GENERATION).is_file():
+                shutil.copyfile(source / _GENERATION, directory / _GENERATION)
             special = _special_tokens(source)
             if special:
                 _complete_generation(directory / _GENERATION, special)
@@ -95,6 +85,8 @@ class _Described:
         base = read_base(self.provenance.get("model"))
         pooled_from = self.provenance.get(POOLED_FROM)
         card = render(self.architecture, base, self.compressed, pooled_from)
+        if not has_tokenizer(directory):
+            card += "\nThis folder has no tokenizer: the model takes and returns token ids only.\n"
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 
@@ -130,7 +122,7 @@ def write_export(  # noqa: PLR0913 - all named
         provenance: JSON values that state where the weights come from.
 
     Returns:
-        Advice about the format, one line each.
+        Advice about the format, and about a missing tokenizer, one line each.
 
     Raises:
         ExportRefused: If the consumer of the format would misread the weights.
@@ -157,7 +149,7 @@ def write_export(  # noqa: PLR0913 - all named
         if selftest is not None:
             selftest.save(directory)
         _Described(architecture, dtype, provenance, compressed).write(directory, source_dir)
-    return advice
+    return advice if has_tokenizer(Path(out_dir)) else [*advice, NO_TOKENIZER]
 
 
 @contextmanager
@@ -222,12 +214,6 @@ def _complete_generation(path: Path, special: dict[str, int]) -> None:
     """Write the ids that a copied generation config does not state; its own values stay."""
     stated = read_json(path) if path.is_file() else {}
     write_json(path, {**stated, **{k: v for k, v in special.items() if k not in stated}})
-
-
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    for name in _COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
 
 
 def _write_weights(

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class HFError(ValueError):
-    """A model directory or architecture that cannot be used."""
+    """A file, model directory or architecture that cannot be used."""

@@ -22,7 +22,8 @@ class ModelOptions:
         architecture: Architecture for `pretrain`; exactly one of `path` and this is set.
         max_position_embeddings: Longest context; None takes that of the model. Nothing else of RoPE
             changes.
-        tokenizer: Directory whose tokenizer files an export of a pretrained model carries.
+        tokenizer: Directory with the tokenizer of a model that is trained from scratch; exports
+            carry its files. With `path` the tokenizer is that of the model.
         init_std: Standard deviation of random initial weights.
     """
 

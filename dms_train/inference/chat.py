@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from dms_train.hf.chat_messages import find_lost, with_known_roles
+from dms_train.hf.json_files import read_json
+from dms_train.hf.tokenizer_files import TOKENIZER_CONFIG, read_chat_tokenizer
 from dms_train.inference.errors import InferenceError
-from dms_train.observe.log import logger
 
 _LOOPS = "jinja2.ext.loopcontrols"  # of transformers' environment
 _NO_TEMPLATE = "the model has no chat template; use LLM.generate or /v1/completions"
@@ -29,19 +30,14 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate:
-        """Read the local files of a directory; code in it is never run."""
+        """Read the local files of a directory; code in it is never run.
+
+        Raises:
+            HFError: The directory has a template that cannot be read.
+        """
         if not _has_template(directory):
             return cls(None)
-        try:
-            # this class reads tokenizer files only; AutoTokenizer reads the model's config too
-            from transformers import PreTrainedTokenizerFast
-
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                os.fspath(directory), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # no transformers, or files that it cannot read
-            logger().warning("the chat template cannot be read: %s", error)
-            return cls(None)
+        tokenizer = read_chat_tokenizer(directory)
         return cls(tokenizer if tokenizer.chat_template else None)
 
     def render(
@@ -54,6 +50,8 @@ class ChatTemplate:
     ) -> str:
         """Return the text that the model continues as the assistant.
 
+        `developer` becomes `system` where the template does not name it.
+
         Args:
             messages: As `plain_messages` returns them.
             variables: Further variables of the template, such as `enable_thinking` of Qwen3.
@@ -61,8 +59,8 @@ class ChatTemplate:
             continue_final_message: End inside the last message, which the model continues.
 
         Raises:
-            InferenceError: There is no template, the template does not read a variable, or it
-                refuses the messages.
+            InferenceError: There is no template, the template does not read a variable, it
+                refuses the messages, or it leaves one out.
         """
         variables = {} if variables is None else variables
         self.check_variables(variables)
@@ -74,17 +72,25 @@ class ChatTemplate:
                     f"messages.{index}.reasoning_content: the chat template does not read it; "
                     "leave it out"
                 )
+        apply = partial(
+            self._tokenizer.apply_chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        messages = with_known_roles(messages, self._source)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
-            )
+            text: str = apply(messages)
         except Exception as error:  # whatever a template raises about its messages
             reason = " ".join(str(error).split())[:200]
             raise InferenceError(f"messages: the chat template refuses them: {reason}") from None
+        lost = find_lost(messages, apply)
+        if lost is not None:
+            raise InferenceError(
+                f"messages.{lost}: the chat template leaves out this message of role "
+                f"{messages[lost]['role']!r}; use another role or order"
+            )
         return text
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
@@ -130,5 +136,5 @@ def _has_template(directory: Path) -> bool:
     """Whether one of the files that may hold a template does."""
     if any((directory / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    config = directory / "tokenizer_config.json"
-    return config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+    config = directory / TOKENIZER_CONFIG
+    return config.is_file() and "chat_template" in read_json(config)

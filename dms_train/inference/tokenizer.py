@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dms_train.hf.json_files import read_config, read_json
+from dms_train.hf.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from dms_train.inference.errors import InferenceError
 
 _CONTEXT = 32  # tokens of the prompt that are decoded with the first generated one
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of SentencePiece's byte fallback
+
+
+def _byte_level() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for: GPT-2's table."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(0x100 + place): byte for place, byte in enumerate(hidden)
+    }
+
+
+_BYTE_LEVEL = _byte_level()
 
 
 class Tokenizer:
@@ -17,22 +33,18 @@ class Tokenizer:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer | None:
-        """The tokenizer of a directory; None if it has no tokenizer.json.
+        """Return the tokenizer of a directory; None if it has no tokenizer.json.
 
         Raises:
-            InferenceError: The tokenizers package is not installed.
+            HFError: As `read_tokenizer`.
         """
-        path = directory / "tokenizer.json"
-        if not path.is_file():
+        if not (directory / TOKENIZER_FILE).is_file():
             return None
-        try:
-            from tokenizers import Tokenizer as Inner
-        except ImportError:
-            raise InferenceError("text needs the tokenizers package; install it") from None
-        return cls(Inner.from_file(str(path)))
+        return cls(read_tokenizer(directory))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids, with the tokenizer's special tokens around the text if `special`.
@@ -54,6 +66,43 @@ class Tokenizer:
         """Text, with special tokens if `special`."""
         text: str = self._inner.decode(ids, skip_special_tokens=not special)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text, a space in front of a word included.
+
+        Of a special token these are the bytes of its name. Single tokens may be a part of a
+        character only.
+        """
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._find_bytes(token)
+        return found
+
+    def _find_bytes(self, token: int) -> bytes:
+        added = self._inner.get_added_tokens_decoder().get(token)
+        if added is not None:
+            return str(added.content).encode()
+        head, anchor = self._anchor
+        whole = self.decode([*anchor, token])
+        text = whole[len(head) :] if whole.startswith(head) else self.decode([token])
+        if _REPLACEMENT not in text:
+            return text.encode()
+        name = self._inner.id_to_token(token) or ""
+        if _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        if name and all(character in _BYTE_LEVEL for character in name):
+            return bytes(_BYTE_LEVEL[character] for character in name)
+        return text.encode()
+
+    @cached_property
+    def _anchor(self) -> tuple[str, list[int]]:
+        """A text and its token, after which other tokens are decoded as inside a text."""
+        added = self._inner.get_added_tokens_decoder()
+        for token in range(self._inner.get_vocab_size()):
+            text = "" if token in added else self.decode([token])
+            if text.isascii() and text.isalnum():
+                return text, [token]
+        return "", []
 
 
 class IncrementalDetokenizer:

@@ -54,8 +54,8 @@ class _Shape:
         """`kv` of a chunk."""
         return {} if view is None else {"kv": asdict(view)}
 
-    def _piece(self, token: int) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode([token], special=True)
+    def _bytes(self, token: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
 
 
 class CompletionShape(_Shape):
@@ -92,11 +92,15 @@ class CompletionShape(_Shape):
             "text_offset": [found.text_offset if found else 0 for _, found in entries],
         }
 
+    def _piece(self, token: int) -> str:
+        return _shown(self._bytes(token), "bytes:")
+
     def _by_piece(self, top: dict[int, float]) -> dict[str, float]:
-        """Of tokens with the same text the most likely one stays."""
+        """Log-probabilities by text; of tokens with one text only the first is named by it."""
         values: dict[str, float] = {}
         for token, value in top.items():
-            values.setdefault(self._piece(token), value)
+            piece = self._piece(token)
+            values[f"token_id:{token}" if piece in values else piece] = value
         return values
 
 
@@ -145,13 +149,16 @@ class ChatShape(_Shape):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> Json:
-        piece = self._piece(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in piece  # else the token is a part of a character
-        return {
-            "token": piece,
-            "logprob": logprob,
-            "bytes": list(piece.encode()) if whole else None,
-        }
+        data = self._bytes(token)
+        return {"token": _shown(data), "logprob": logprob, "bytes": list(data)}
+
+
+def _shown(data: bytes, prefix: str = "") -> str:
+    """Text of a token; a part of a character is written in hexadecimal, as in OpenAI's API."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _joined(index: int, parts: list[Part]) -> Part:

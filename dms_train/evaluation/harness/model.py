@@ -6,7 +6,6 @@ that both give the same numbers for the same weights.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,8 @@ from tqdm import tqdm
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.hf.directory import resolve
+from dms_train.hf.errors import HFError
+from dms_train.hf.tokenizer_files import read_chat_tokenizer
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams
@@ -338,16 +339,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
 
 def _tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory, read by transformers without code of the directory."""
+    """Return transformers' tokenizer of a model directory."""
     try:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(
-            os.fspath(directory), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # no transformers, or files that it cannot read
-        reason = " ".join(str(error).split())[:200]
-        raise EvaluationError(f"{directory}: its tokenizer cannot be read ({reason})") from None
+        return read_chat_tokenizer(directory)
+    except HFError as error:
+        raise EvaluationError(str(error)) from None
 
 
 def _answer(done: CompletionOutput) -> Answer:

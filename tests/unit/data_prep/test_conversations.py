@@ -113,9 +113,11 @@ def test_a_template_with_todays_date_needs_a_date(r1: str) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[0]['content'] }}", "drops or repeats an assistant turn"),
-        ("{{ messages[1]['content'] * 2 }}", "drops or repeats an assistant turn"),
-        ("{{ messages[-1]['content'] + messages[1]['content'] }}", "drops or repeats"),
+        ("{{ messages[0]['content'] }}", "leaves out message 2 of role 'assistant'"),
+        ("{{ messages[1]['content'] * 2 }}", "leaves out message 1 of role 'user'"),
+        ("{{ messages[-1]['content'] + messages[1]['content'] }}", "leaves out message 1"),
+        ("{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}", "repeats or moves"),
+        ("{% for m in messages[::-1] %}{{ m['content'] }}{% endfor %}", "repeats or moves"),
         ("{{ raise_exception('odd roles') }}", r"failed \(odd roles\)"),
         ("{{ messages[", "failed"),
     ],

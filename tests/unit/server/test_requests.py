@@ -141,6 +141,7 @@ def test_a_word_that_a_tokenizer_of_whole_words_does_not_know_is_the_senders_fau
     file = directory / "tokenizer.json"
     described = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}}
     file.write_text(json.dumps(described | {"model": model}))
+    (directory / "tokenizer_config.json").unlink()  # of the other tokenizer
     with served_model.serving(directory) as server:
         body = {"prompt": "the river", "max_tokens": 2}
         assert server.ask("/v1/completions", body)[0] == 200
