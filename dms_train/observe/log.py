@@ -1,9 +1,13 @@
-"""One-line messages on stderr: rank 0 logs progress, other ranks log warnings and errors only."""
+"""One-line messages on stderr: rank 0 logs progress, other ranks log warnings and errors only.
+
+A record of an exception ends its line with the exception; the traceback follows.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from typing import TextIO
 
 _NAME = "dms_train"
@@ -53,4 +57,9 @@ class _OneLine(logging.Formatter):
             parts.append(f"[rank {self._rank}]")
         if record.levelno >= logging.WARNING:
             parts.append(f"{record.levelname.lower()}:")
-        return " ".join([*parts, *record.getMessage().split()])
+        parts += record.getMessage().split()
+        if not record.exc_info or record.exc_info[1] is None:
+            return " ".join(parts)
+        cause = "".join(traceback.format_exception_only(record.exc_info[1])).split()
+        traced = self.formatException(record.exc_info)
+        return f"{' '.join([*parts, '-', *cause])}\n{traced}"
