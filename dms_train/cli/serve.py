@@ -101,7 +101,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     )
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> int:
     options, engine = _options(args), engine_options(args)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -111,11 +111,11 @@ def _serve(args: argparse.Namespace) -> None:
     from dms_train.server.run import serve
 
     log.configure()
-    serve(args.model, args.served_model_name or args.model, engine, options)
+    return serve(args.model, args.served_model_name or args.model, engine, options)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0 after SIGTERM or Ctrl-C, or 2 with one line."""
+    """Entry point; exit code 0 after SIGTERM or Ctrl-C, 1 if the engine broke, 2 with one line."""
     args = _parse(arguments)
     return run_main(lambda: _serve(args))
 

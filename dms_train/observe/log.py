@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import traceback
 from typing import TextIO
 
 _NAME = "dms_train"
+_REPEAT_SECONDS = 10.0  # between equal messages of another library
 
 
 def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
@@ -36,6 +38,31 @@ def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
 def logger() -> logging.Logger:
     """The project's logger."""
     return logging.getLogger(_NAME)
+
+
+def adopt(library: str) -> None:
+    """Have the logger of a library write here, and repeat a message every ten seconds at most.
+
+    Args:
+        library: Name of its logger.
+    """
+    other = logging.getLogger(library)
+    other.handlers, other.filters, other.propagate = logger().handlers, [_Seldom()], False
+
+
+class _Seldom(logging.Filter):
+    """Drops records whose first line was shown shortly before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text, now = str(record.msg).partition("\n")[0], time.monotonic()
+        if now - self._shown.get(text, -_REPEAT_SECONDS) < _REPEAT_SECONDS:
+            return False
+        self._shown[text] = now
+        return True
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

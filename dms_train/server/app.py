@@ -162,7 +162,9 @@ class Api:
         return JSONResponse({"prompt": text})
 
     async def health(self, request: Request) -> Response:
-        """`/health`: 200, or 503 while draining."""
+        """`/health`: 200, or 503 while draining and when the engine is broken."""
+        if self._engine.broken is not None:
+            return JSONResponse({"status": "broken"}, 503)
         if self._admission.draining:
             return JSONResponse({"status": "draining"}, 503)
         return JSONResponse({"status": "ok"})
@@ -273,10 +275,10 @@ class Api:
         )
 
     async def _generate(self, request: Request, job: Job, shape: AnswerShape) -> Response:
-        """Run a job; its places are free again when the answer has ended in any way."""
+        """Run a job; its places are free again when the engine has finished in any way."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._admission.enter(job.sequences))
-            generation = Generation(self._engine, self._model.tokenizer, job)
+            leave = stack.enter_context(self._admission.enter(job.sequences))
+            generation = Generation(self._engine, self._model.tokenizer, job, leave)
             stack.callback(self._ended, request, generation)
             await stack.enter_async_context(generation)
             if job.stream:
@@ -286,9 +288,7 @@ class Api:
             return JSONResponse(answer)
 
     def _ended(self, request: Request, generation: Generation) -> None:
-        now = time.monotonic()
-        self._admission.note(now - generation.timing.started)
-        self._metrics.finished(generation, now)
+        self._metrics.finished(generation, time.monotonic())
         request.state.notes.append(seconds_text(generation.usage()))
 
 
