@@ -58,6 +58,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="what clients must send (default: the environment variable DMS_API_KEY, else nothing)",
     )
     add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages of this origin may use the server in a browser, such as https://example.org,"
+        " or * for all; may be repeated",
+    )
+    add(
         "--drain-seconds",
         type=float,
         default=_DEFAULTS.drain_seconds,
@@ -93,6 +101,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         host=args.host,
         port=args.port,
         api_key=args.api_key if args.api_key is not None else launcher.api_key(),
+        cors_origins=tuple(args.cors_origin),
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
         max_prompt_tokens=args.max_prompt_tokens,
