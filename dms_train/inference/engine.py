@@ -20,7 +20,7 @@ from dms_train.inference.models.loader import LoadedModel, load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.policies.registry import check_policy
-from dms_train.inference.request_builder import Prompt, RequestBuilder
+from dms_train.inference.request_builder import Prompt, RequestBuilder, checked_params
 from dms_train.inference.row_memory import RowMemory
 from dms_train.inference.runner import DecodeGroup, Launched, ModelRunner
 from dms_train.inference.sampler import sample
@@ -158,7 +158,7 @@ class InferenceEngine:
         Raises:
             InferenceError: The prompt is empty, too long or not of this vocabulary.
         """
-        params = params or SamplingParams()
+        params = checked_params(params)
         request = self._builder.request(params, priority=priority, timeout_s=timeout_s)
         request.final_only, request.keep_cache = final_only, keep_cache
         self._builder.add_prompt(request, prompt, params, new_tokens=1 if params.max_tokens else -1)
@@ -185,17 +185,16 @@ class InferenceEngine:
         Raises:
             InferenceError: As in `add_request`; there is no continuation, or an empty one.
         """
-        longest = max(map(len, continuations), default=0)
-        if not all(continuations) or not longest:
+        given = [self._builder.checked_ids("continuations", each) for each in continuations]
+        longest = max(map(len, given), default=0)
+        if not all(given) or not longest:
             raise InferenceError("a continuation is empty; give at least one token")
-        for continuation in continuations:
-            self._builder.require_ids("a continuation", continuation)
-        params = SamplingParams(n=len(continuations), max_tokens=longest)
+        params = SamplingParams(n=len(given), max_tokens=longest)
         request = self._builder.request(params)
         request.final_only = True
         self._builder.add_prompt(request, prompt, params, new_tokens=longest - 1)
         self._requests[request.request_id] = request
-        for sequence, continuation in zip(request.sequences, continuations, strict=True):
+        for sequence, continuation in zip(request.sequences, given, strict=True):
             sequence.give(continuation)
             self._scheduler.add(sequence)
         return request.request_id
@@ -224,7 +223,7 @@ class InferenceEngine:
         """
         if request_id not in self._requests:
             raise InferenceError("the conversation is closed; start another one")
-        params = params or SamplingParams()
+        params = checked_params(params)
         if params.n != 1:
             raise InferenceError(f"n={params.n}: a conversation has one continuation")
         if params.prompt_logprobs is not None:

@@ -56,7 +56,7 @@ class ServerOptions:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ServerError(
                     f"--cors-origin {origin}: give scheme, host and maybe port, without a path, "
-                    "such as https://example.org, or * for all"
+                    "in lower case, such as https://example.org, or * for all"
                 )
 
 
