@@ -45,9 +45,13 @@ def integer(name: str, value: Any, allowed: Range) -> int:
 def number(name: str, value: Any, allowed: Range) -> float:
     """Return a value of any real type as Python's own; otherwise as `integer`."""
     real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not allowed.least <= value <= allowed.most:  # false for NaN
+    try:
+        found = float(value) if real else math.nan
+    except OverflowError:  # of an integer
+        found = math.nan
+    if not allowed.least <= found <= allowed.most:  # false for NaN
         raise _refusal(name, value, allowed.words)
-    return float(value)
+    return found
 
 
 def require_flag(name: str, value: Any) -> None:

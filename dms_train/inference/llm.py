@@ -224,9 +224,9 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list."""
     if hasattr(prompts, "tolist"):  # an array or a tensor
         prompts = prompts.tolist()
-    if isinstance(prompts, str | bytes | dict):
+    if isinstance(prompts, str | dict):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise InferenceError("prompts: give text, token ids or a list of either")
     items = list(prompts)
     return [items] if items and isinstance(items[0], Integral) else items

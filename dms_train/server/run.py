@@ -26,7 +26,7 @@ from dms_train.server.options import ServerOptions
 from dms_train.server.worker import MOST_FAILURES, EngineThread
 
 _CLOSING_SECONDS = 5
-_BROKEN_SECONDS = 1.0  # between a broken engine and the end, in which requests are answered
+_BROKEN_SECONDS = 2.0  # between a broken engine and the end, in which requests are answered
 
 
 def serve(model: str, name: str, engine_options: EngineOptions, options: ServerOptions) -> int:
