@@ -83,6 +83,19 @@ def test_other_ranks_only_warn():
     assert stream.getvalue()[8:] == " [rank 3] error: shown\n"
 
 
+def test_an_exception_is_named_in_its_line_and_traced_below():
+    stream = io.StringIO()
+    logger = log.configure(0, stream)
+    try:
+        raise ValueError("odd\nvalue")
+    except ValueError:
+        logger.exception("a step failed")
+    first, second, *_, last = stream.getvalue().splitlines()
+    assert first[8:] == " error: a step failed - ValueError: odd value"
+    assert second == "Traceback (most recent call last):"
+    assert last == "value"
+
+
 def test_configuring_twice_does_not_double_lines():
     stream = io.StringIO()
     log.configure(0, stream)
