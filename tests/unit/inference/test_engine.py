@@ -60,7 +60,10 @@ def test_the_models_limit_ends_a_request(llm):
     [
         (lambda llm: llm.generate("text"), "no tokenizer"),
         (lambda llm: llm.generate([[]]), "empty"),
-        (lambda llm: llm.generate([1, 61]), "token=61: must be an integer of at least 0 and below 61"),
+        (
+            lambda llm: llm.generate([1, 61]),
+            "token=61: must be an integer of at least 0 and below 61",
+        ),
         (lambda llm: llm.generate(random_ids(1024)), "the model takes 1024"),
         (lambda llm: llm.generate([[1], [2]], [GREEDY]), "2 prompts but 1"),
         (lambda llm: llm.generate(7), "give text"),
