@@ -30,8 +30,11 @@ WRONG = {
     "presence_penalty": (*NOT_NUMBERS, None, 1e7, 10**400),
     "frequency_penalty": (*NOT_NUMBERS, None, -1e7),
     "repetition_penalty": (*NOT_NUMBERS, None, 0, -1, 1e-300),
-    "logit_bias": ([1], "1", None, {1.5: 1.0}, {"1": 1.0}, {True: 1.0}, {-1: 1.0}, {1: "x"})
-    + ({1: math.nan}, {1: math.inf}, {1: True}),
+    "logit_bias": (
+        *([1], "1", None),
+        *({1.5: 1.0}, {"1": 1.0}, {True: 1.0}, {-1: 1.0}),
+        *({1: "x"}, {1: math.nan}, {1: math.inf}, {1: True}),
+    ),
     "logprobs": (*NOT_INTEGERS, -1),
     "prompt_logprobs": (*NOT_INTEGERS, -1),
     "seed": NOT_INTEGERS,
