@@ -167,7 +167,8 @@ class ConversationEncoder:
             self._tokenizer, options.tokenizer, options.chat_template, options.variables
         )
         self.template = self._template.text
-        self._special = set(self._tokenizer.all_special_ids)
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special = {number for number, token in added if token.special}
         self.eod_id: int | None = None
         if options.append_eod:
             if self._tokenizer.eos_token_id is None:

@@ -69,6 +69,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="what clients must send (default: the environment variable DMS_API_KEY, else nothing)",
     )
     add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages of this origin may use the server in a browser, such as https://example.org,"
+        " or * for all; may be repeated",
+    )
+    add(
         "--default-chat-template-kwargs",
         type=_json_object,
         default={},
@@ -122,6 +130,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         host=args.host,
         port=args.port,
         api_key=args.api_key if args.api_key is not None else launcher.api_key(),
+        cors_origins=tuple(args.cors_origin),
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
         max_prompt_tokens=args.max_prompt_tokens,
@@ -131,7 +140,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     )
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _serve(args: argparse.Namespace) -> int:
     options, engine = _options(args), engine_options(args)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -141,11 +150,11 @@ def _serve(args: argparse.Namespace) -> None:
     from dms_train.server.run import serve
 
     log.configure()
-    serve(args.model, args.served_model_name or args.model, engine, options)
+    return serve(args.model, args.served_model_name or args.model, engine, options)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0 after SIGTERM or Ctrl-C, or 2 with one line."""
+    """Entry point; exit code 0 after SIGTERM or Ctrl-C, 1 if the engine broke, 2 with one line."""
     args = _parse(arguments)
     return run_main(lambda: _serve(args))
 

@@ -198,7 +198,7 @@ def _source_config(source: Path | None) -> dict[str, Any]:
 def _special_tokens(source: Path) -> dict[str, int]:
     """Ids of the special tokens of a directory that has a tokenizer and no model."""
     path = source / "tokenizer_config.json"
-    if (source / "config.json").is_file() or not path.is_file():
+    if (source / "config.json").is_file() or not path.is_file() or not has_tokenizer(source):
         return {}
     tokens = read_json(source / "tokenizer.json").get("added_tokens", [])
     ids = {token["content"]: token["id"] for token in tokens}

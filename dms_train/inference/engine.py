@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -19,7 +20,7 @@ from dms_train.inference.models.loader import LoadedModel, load_model
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.policies.registry import check_policy
-from dms_train.inference.request_builder import Prompt, RequestBuilder
+from dms_train.inference.request_builder import Prompt, RequestBuilder, checked_params
 from dms_train.inference.row_memory import RowMemory
 from dms_train.inference.runner import DecodeGroup, Launched, ModelRunner
 from dms_train.inference.sampler import sample
@@ -157,7 +158,7 @@ class InferenceEngine:
         Raises:
             InferenceError: The prompt is empty, too long or not of this vocabulary.
         """
-        params = params or SamplingParams()
+        params = checked_params(params)
         request = self._builder.request(params, priority=priority, timeout_s=timeout_s)
         request.final_only, request.keep_cache = final_only, keep_cache
         self._builder.add_prompt(request, prompt, params, new_tokens=1 if params.max_tokens else -1)
@@ -184,17 +185,16 @@ class InferenceEngine:
         Raises:
             InferenceError: As in `add_request`; there is no continuation, or an empty one.
         """
-        longest = max(map(len, continuations), default=0)
-        if not all(continuations) or not longest:
+        given = [self._builder.checked_ids("continuations", each) for each in continuations]
+        longest = max(map(len, given), default=0)
+        if not all(given) or not longest:
             raise InferenceError("a continuation is empty; give at least one token")
-        for continuation in continuations:
-            self._builder.require_ids("a continuation", continuation)
-        params = SamplingParams(n=len(continuations), max_tokens=longest)
+        params = SamplingParams(n=len(given), max_tokens=longest)
         request = self._builder.request(params)
         request.final_only = True
         self._builder.add_prompt(request, prompt, params, new_tokens=longest - 1)
         self._requests[request.request_id] = request
-        for sequence, continuation in zip(request.sequences, continuations, strict=True):
+        for sequence, continuation in zip(request.sequences, given, strict=True):
             sequence.give(continuation)
             self._scheduler.add(sequence)
         return request.request_id
@@ -223,7 +223,7 @@ class InferenceEngine:
         """
         if request_id not in self._requests:
             raise InferenceError("the conversation is closed; start another one")
-        params = params or SamplingParams()
+        params = checked_params(params)
         if params.n != 1:
             raise InferenceError(f"n={params.n}: a conversation has one continuation")
         if params.prompt_logprobs is not None:
@@ -263,38 +263,26 @@ class InferenceEngine:
         """
         allowed = self._sequences(request_ids)
         plan: Schedule[Sequence] = Schedule()
-        before = self._launched
+        before, taking_part = self._launched, []
         try:
             self._scheduler.schedule(time.monotonic(), allowed, plan)
             self._advance(plan)
             taking_part = self._report(allowed)
-            for sequence in taking_part:
-                if sequence.finish_reason is not None:
-                    sequence.text.finish()
-            ids = dict.fromkeys(sequence.request_id for sequence in taking_part)
-            requests = [self._requests[request_id] for request_id in ids]
-            outputs = [r.to_output() for r in requests if r.finished or not r.final_only]
+            return self._outputs(taking_part)
         except BaseException:
-            self._give_up(plan, before)
+            in_flight = [sequence for part in before for sequence in part.sequences]
+            self._give_up(plan, [*in_flight, *taking_part])
             raise
-        for sequence in taking_part:
-            if sequence.finish_reason is not None:
-                self._finish(sequence)
-        for request in requests:
-            if request.finished:
-                self._memory.forget(request.request_id)
-            if request.finished and not request.keep_cache:
-                del self._requests[request.request_id]
-        return outputs
 
     @_launches
     def abort(self, request_id: str) -> None:
         """Forget a request and free its cache at once; an id that is not known is ignored."""
         request = self._requests.pop(request_id, None)
-        for sequence in request.sequences if request is not None else ():
-            self._discard(sequence)
-            self._scheduler.remove(sequence)
-        self._memory.forget(request_id)
+        with ExitStack() as stack:  # everything is forgotten, even if something cannot be freed
+            stack.callback(self._memory.forget, request_id)
+            for sequence in request.sequences if request is not None else ():
+                self._discard(sequence)
+                stack.callback(self._scheduler.remove, sequence)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request is waiting, running, or finished with its cache kept."""
@@ -402,16 +390,35 @@ class InferenceEngine:
         taking_part = [*decoding, *(sequence for sequence, _ in rest)]
         return all(self._requests[s.request_id].grouped for s in taking_part)
 
-    def _give_up(self, plan: Schedule[Sequence], before: list[Launched]) -> None:
-        """Abort the requests of a step that has failed, and of what was on its way before it."""
+    def _outputs(self, sequences: list[Sequence]) -> list[RequestOutput]:
+        """Return the outputs of sequences that have advanced, and free those that have ended."""
+        ended = [sequence for sequence in sequences if sequence.finish_reason is not None]
+        for sequence in ended:
+            sequence.text.finish()
+        ids = dict.fromkeys(sequence.request_id for sequence in sequences)
+        requests = [self._requests[request_id] for request_id in ids]
+        outputs = [r.to_output() for r in requests if r.finished or not r.final_only]
+        for sequence in ended:
+            self._finish(sequence)
+        for request in requests:
+            if request.finished:
+                self._memory.forget(request.request_id)
+            if request.finished and not request.keep_cache:
+                del self._requests[request.request_id]
+        return outputs
+
+    def _give_up(self, plan: Schedule[Sequence], others: list[Sequence]) -> None:
+        """Abort the requests of a step that has failed, and those of `others`."""
         launched, self._launched = self._launched, []
         computed = [sequence for sequence, _ in plan.batch]
-        on_their_way = [sequence for part in before for sequence in part.sequences]
-        for sequence in [*computed, *plan.placed, *plan.ended, *on_their_way]:
-            self.abort(sequence.request_id)
-        self._advanced = [s for s in self._advanced if s.request_id in self._requests]
-        for part in launched:  # a graph's inputs are not written while it runs
-            self._runner.wait(part)
+        failed = [*computed, *plan.placed, *plan.ended, *others]
+        ids = dict.fromkeys(sequence.request_id for sequence in failed)
+        self._advanced = [s for s in self._advanced if s.request_id not in ids]
+        with ExitStack() as stack:  # all calls are made, even if some fail; the last one first
+            for part in launched:  # a graph's inputs are not written while it runs
+                stack.callback(self._runner.wait, part)
+            for request_id in ids:
+                stack.callback(self.abort, request_id)
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
         """A pass whose tokens the host samples, with the prompts of the step."""

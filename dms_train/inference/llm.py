@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ class LLM:
     ) -> list[str]:
         """A request per prompt; refuses all when one is bad."""
         items = _as_list(prompts)
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         each = params if isinstance(params, list) else [params] * len(items)
         if len(each) != len(items):
             raise InferenceError(f"{len(items)} prompts but {len(each)} sampling_params")
@@ -271,10 +272,11 @@ class Conversation:
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list."""
-    single = isinstance(prompts, str | dict)
-    tokens = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
-    if single or tokens:
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = prompts.tolist()
+    if isinstance(prompts, str | dict):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise InferenceError("prompts: give text, token ids or a list of either")
-    return list(prompts)
+    items = list(prompts)
+    return [items] if items and isinstance(items[0], Integral) else items

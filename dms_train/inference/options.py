@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dms_train.inference.checks import Range, integer, number, require_flag, texts, token_ids
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.registry import policy_names
 
@@ -29,16 +30,29 @@ NOT_SUPPORTED = {
     "pipeline_parallel_size": "the engine runs on one device",
     "data_parallel_size": "the engine runs on one device; start a server on each",
 }
+_OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
 _LARGEST = 1e6  # of a temperature or penalty; no sensible value is near it
-_RANGES: dict[str, tuple[float, float, str]] = {
-    "n": (1, math.inf, "at least 1"),
-    "max_tokens": (0, math.inf, "0 or more"),
-    "temperature": (0, _LARGEST, "0 or more"),
-    "min_p": (0, 1, "from 0 to 1"),
-    "presence_penalty": (-_LARGEST, _LARGEST, "a finite number"),
-    "frequency_penalty": (-_LARGEST, _LARGEST, "a finite number"),
-    "logprobs": (0, math.inf, "0 or more"),
-    "prompt_logprobs": (0, math.inf, "0 or more"),
+_GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
+_COUNT = Range(0, math.inf, "an integer of at least 0")
+_POSITIVE = Range(1, math.inf, "an integer of at least 1")
+_SHARE = Range(math.ulp(0.0), 1, "a number above 0 and up to 1")
+_PENALTY = Range(-_LARGEST, _LARGEST, "a number from -1e6 to 1e6")
+_BIAS = Range(-1e30, 1e30, "a number from -1e30 to 1e30")  # logits are float32
+_INTEGERS = {
+    "n": Range(1, 2**16, "an integer from 1 to 65536"),
+    "max_tokens": _COUNT,
+    "top_k": Range(-1, 2**31 - 1, "an integer of at least 1, or -1 for all"),
+    "logprobs": _COUNT,
+    "prompt_logprobs": _COUNT,
+    "seed": Range(-math.inf, math.inf, "an integer"),
+}
+_NUMBERS = {
+    "temperature": Range(0, _LARGEST, "a number from 0 to 1e6"),
+    "top_p": _SHARE,
+    "min_p": Range(0, 1, "a number from 0 to 1"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Range(1 / _LARGEST, _LARGEST, "a number from 1e-6 to 1e6"),
 }
 
 
@@ -106,17 +120,14 @@ class EngineOptions:
                 raise InferenceError(
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}"
                 )
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise InferenceError(f"{name}={getattr(self, name)}: at least 1")
+        require_flag("enable_prefix_caching", self.enable_prefix_caching)
+        for name in (*_COUNTS, "max_model_len", "cache_bytes"):
+            value = getattr(self, name)
+            if value is not None or name in _COUNTS:
+                object.__setattr__(self, name, integer(name, value, _POSITIVE))
+        number("gpu_memory_utilization", self.gpu_memory_utilization, _SHARE)
         if self.cache_bytes is not None and self.cache == "dense":
             raise InferenceError("cache_bytes: a dense cache has no limit; use cache=compact")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise InferenceError(f"max_model_len={self.max_model_len}: at least 1")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise InferenceError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0 and up to 1"
-            )
 
 
 def named_options(options: EngineOptions | None, values: Mapping[str, Any]) -> EngineOptions:
@@ -146,7 +157,7 @@ class SamplingParams:
     Attributes:
         n: Continuations of the prompt.
         max_tokens: Most tokens to generate; 0 computes the prompt only.
-        temperature: 0 takes the most likely token.
+        temperature: 0 takes the most likely token, and so does anything below 1e-5.
         top_p: Share of the probability that is sampled from.
         top_k: Tokens that are sampled from; -1 takes all.
         min_p: Tokens below this share of the most likely token's probability are not sampled.
@@ -186,22 +197,26 @@ class SamplingParams:
     kv_trace: bool = False
 
     def __post_init__(self) -> None:
-        for name, (least, most, words) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise InferenceError(f"{name}={value}: {words}")
-        if not 0 < self.top_p <= 1:
-            raise InferenceError(f"top_p={self.top_p}: above 0 and up to 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise InferenceError(f"repetition_penalty={self.repetition_penalty}: above 0")
-        if self.top_k < 1 and self.top_k != -1:
-            raise InferenceError(f"top_k={self.top_k}: at least 1, or -1 for all")
-        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
-            raise InferenceError("logit_bias: finite numbers by token id")
+        for name in ("ignore_eos", "kv_trace"):
+            require_flag(name, getattr(self, name))
+        values: dict[str, Any] = {
+            "stop": texts("stop", self.stop),
+            "stop_token_ids": tuple(token_ids("stop_token_ids", self.stop_token_ids)),
+            "logit_bias": _biases(self.logit_bias),
+        }
+        for ranges, check in ((_INTEGERS, integer), (_NUMBERS, number)):
+            for name, allowed in ranges.items():
+                value = getattr(self, name)
+                if value is not None or name not in _OPTIONAL:
+                    values[name] = check(name, value, allowed)
+        if values["temperature"] < _GREEDY:
+            values["temperature"] = 0.0
+        if values["top_k"] == 0:
+            raise InferenceError("top_k=0: must be an integer of at least 1, or -1 for all")
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # integers of numpy overflow, for example
         if self.max_tokens == 0 and self.n > 1:
             raise InferenceError(f"n={self.n}: max_tokens=0 generates no continuations; use n=1")
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise InferenceError(f"stop={self.stop!r}: a tuple of texts that are not empty")
 
     @property
     def plain(self) -> bool:
@@ -223,3 +238,12 @@ class SamplingParams:
     def penalizes(self) -> bool:
         """Whether the logits depend on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """Checked `logit_bias`."""
+    if not isinstance(given, Mapping):
+        raise InferenceError(f"logit_bias={given!r}: must have numbers by token id")
+    tokens = token_ids("logit_bias", given)
+    values = given.values()
+    return {t: number(f"logit_bias[{t}]", v, _BIAS) for t, v in zip(tokens, values, strict=True)}

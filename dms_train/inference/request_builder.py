@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Collection
 from typing import Any
 
+from dms_train.inference.checks import Range, integer, number, token_ids
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import SamplingParams
 from dms_train.inference.sequence import Request, Sequence
 from dms_train.inference.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
+_PRIORITY = Range(-math.inf, math.inf, "an integer")
+_SECONDS = Range(0, math.inf, "a number of at least 0")
+
+
+def checked_params(given: Any) -> SamplingParams:
+    """Return sampling parameters, the defaults for None.
+
+    Raises:
+        InferenceError: They have a wrong type.
+    """
+    params = SamplingParams() if given is None else given
+    if not isinstance(params, SamplingParams):
+        raise InferenceError(f"sampling_params={given!r}: must be SamplingParams(...)")
+    return params
 
 
 class RequestBuilder:
@@ -46,7 +61,13 @@ class RequestBuilder:
             params: `n` and `seed` count.
             priority: Lower ones go first.
             timeout_s: Seconds from now after which it ends with what it has; None for no limit.
+
+        Raises:
+            InferenceError: The priority or the time has a wrong type, or is out of its range.
         """
+        priority = integer("priority", priority, _PRIORITY)
+        if timeout_s is not None:
+            timeout_s = number("timeout_s", timeout_s, _SECONDS)
         request_id, self._arrived = str(self._arrived), self._arrived + 1
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -82,24 +103,23 @@ class RequestBuilder:
             raise InferenceError(f"a prompt of {length} tokens: the model takes {longest}")
         if params.stop and self._tokenizer is None:
             raise InferenceError("stop: the model has no tokenizer.json; use stop_token_ids")
-        self.require_ids("logit_bias", params.logit_bias)
+        self.checked_ids("logit_bias", params.logit_bias)
+        self.checked_ids("stop_token_ids", params.stop_token_ids)
         request.prompt = text
         for sequence in request.sequences:
             sequence.add_prompt(tokens, params, self._tokenizer, self._stop_ids, longest)
 
-    def require_ids(self, where: str, token_ids: Collection[int]) -> None:
-        """Check that token ids are of the vocabulary.
+    def checked_ids(self, where: str, given: Any) -> list[int]:
+        """Return token ids of the vocabulary as integers of Python.
 
         Args:
             where: What has them, for the message.
-            token_ids: The ids.
+            given: A list, an array or a tensor.
 
         Raises:
-            InferenceError: Some are not.
+            InferenceError: Some are no integers, or not of the vocabulary.
         """
-        size = self._vocab_size
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
-            raise InferenceError(f"{where} has token ids outside 0..{size - 1}")
+        return token_ids(where, given, self._vocab_size)
 
     def _encode(self, prompt: Prompt, *, first: bool) -> tuple[str | None, list[int]]:
         """Text and tokens of a prompt, checked."""
@@ -108,9 +128,8 @@ class RequestBuilder:
                 raise InferenceError("the model has no tokenizer.json; give token ids")
             text, tokens = prompt, self._tokenizer.encode(prompt, special=first)
         else:
-            ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-            text, tokens = None, list(ids)
+            ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+            text, tokens = None, self.checked_ids("prompt_token_ids", ids)
         if not tokens:
             raise InferenceError("a prompt is empty; give at least one token")
-        self.require_ids("a prompt", tokens)
         return text, tokens

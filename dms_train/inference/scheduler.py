@@ -277,15 +277,16 @@ class Scheduler(Generic[State]):
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def remove(self, sequence: State) -> None:
-        """Forget a sequence and free its row, if it has one."""
+        """Forget a sequence, then free its row; a row that cannot be freed is not used again."""
         if sequence.row is None:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             return
-        self.memory.free(sequence.row)
-        self._free_rows.append(sequence.row)
+        row = sequence.row
         sequence.row, sequence.pages, sequence.computed = None, 0, 0
         self.placed.remove(sequence)
+        self.memory.free(row)
+        self._free_rows.append(row)
 
     def place(self, sequence: State) -> None:
         """Move a waiting sequence to a free row, behind what is cached of it."""
@@ -343,13 +344,9 @@ class Scheduler(Generic[State]):
         return step.plan
 
     def group(self, plan: Schedule[State]) -> int:
-        """How many steps of one token each the batch may take at once.
+        """How many steps of one token each the batch of a plan may take at once.
 
-        Args:
-            plan: The next step.
-
-        Returns:
-            `SchedulerLimits.decode_steps`, or 1 if pages may be lacking for as many.
+        That is `SchedulerLimits.decode_steps`, or 1 if pages may be lacking for as many.
         """
         steps = self.limits.decode_steps
         further = self.memory.pages_of_steps(steps) - self.memory.pages_of_steps(1)
@@ -365,10 +362,7 @@ class _Step(Generic[State]):
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler[State],
-        allowed: Collection[State] | None,
-        plan: Schedule[State],
+        self, scheduler: Scheduler[State], allowed: Collection[State] | None, plan: Schedule[State]
     ) -> None:
         self.plan = plan
         self._scheduler, self._limits = scheduler, scheduler.limits
@@ -394,6 +388,8 @@ class _Step(Generic[State]):
     def admit(self) -> None:
         """Give rows to waiting sequences, in their order, while they are expected to fit."""
         scheduler = self._scheduler
+        if scheduler.waiting and scheduler.full and not scheduler.placed:
+            raise RuntimeError("no cache row is left, because none of them could be freed")
         if not scheduler.waiting or (scheduler.full and self._idle() is None):
             return
         reserve = _WATERMARK * (self._limits.pages or 0)
@@ -485,10 +481,12 @@ class _Step(Generic[State]):
         """Take the cache of a sequence, which is computed again later. False for no sequence."""
         if victim is None:
             return False
-        self._scheduler.remove(victim)
         self.plan.preempted.append(victim)
         self._scheduler.preemptions += 1
-        self._scheduler.add(victim)
+        try:
+            self._scheduler.remove(victim)
+        finally:
+            self._scheduler.add(victim)
         return True
 
     def _promised(self) -> int:

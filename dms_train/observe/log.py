@@ -1,12 +1,18 @@
-"""One-line messages on stderr: rank 0 logs progress, other ranks log warnings and errors only."""
+"""One-line messages on stderr: rank 0 logs progress, other ranks log warnings and errors only.
+
+A record of an exception ends its line with the exception; the traceback follows.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
+import traceback
 from typing import TextIO
 
 _NAME = "dms_train"
+_REPEAT_SECONDS = 10.0  # between equal messages of another library
 
 
 def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
@@ -34,6 +40,31 @@ def logger() -> logging.Logger:
     return logging.getLogger(_NAME)
 
 
+def adopt(library: str) -> None:
+    """Have the logger of a library write here, and repeat a message every ten seconds at most.
+
+    Args:
+        library: Name of its logger.
+    """
+    other = logging.getLogger(library)
+    other.handlers, other.filters, other.propagate = logger().handlers, [_Seldom()], False
+
+
+class _Seldom(logging.Filter):
+    """Drops records whose first line was shown shortly before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text, now = str(record.msg).partition("\n")[0], time.monotonic()
+        if now - self._shown.get(text, -_REPEAT_SECONDS) < _REPEAT_SECONDS:
+            return False
+        self._shown[text] = now
+        return True
+
+
 class _StderrHandler(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -53,4 +84,9 @@ class _OneLine(logging.Formatter):
             parts.append(f"[rank {self._rank}]")
         if record.levelno >= logging.WARNING:
             parts.append(f"{record.levelname.lower()}:")
-        return " ".join([*parts, *record.getMessage().split()])
+        parts += record.getMessage().split()
+        if not record.exc_info or record.exc_info[1] is None:
+            return " ".join(parts)
+        cause = "".join(traceback.format_exception_only(record.exc_info[1])).split()
+        traced = self.formatException(record.exc_info)
+        return f"{' '.join([*parts, '-', *cause])}\n{traced}"

@@ -33,7 +33,7 @@ class Access:
         self, app: ASGIApp, *, api_key: str | None, metrics: Metrics, routes: frozenset[str]
     ) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._api_key = None if api_key is None else api_key.strip().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -56,17 +56,24 @@ class Access:
             self._log(scope, statuses, time.monotonic() - begin)
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        given = headers.get("authorization", "").encode("latin-1")
-        allowed = self._expected is None or hmac.compare_digest(given, self._expected)
-        if allowed or scope["path"] in _OPEN:
+        if scope["path"] in _OPEN or self._allows(headers.get("authorization", "")):
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         response = JSONResponse(error.body(), 401, {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
+    def _allows(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        if self._api_key is None:
+            return True
+        equal = hmac.compare_digest(key.strip().encode("latin-1"), self._api_key)
+        return equal and scheme.lower() == "bearer"
+
     def _log(self, scope: Scope, statuses: list[int], seconds: float) -> None:
-        route = scope["path"] if scope["path"] in self._routes else "other"
+        path: str = scope["path"]
+        route = "/v1/models" if path.startswith("/v1/models/") else path
+        route = route if route in self._routes else "other"
         status = statuses[0] if statuses else 499  # the client left before an answer
         self._metrics.answered(route, status)
         if route in ("/health", "/metrics") and status == 200:

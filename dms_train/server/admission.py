@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dms_train.server.errors import ApiError
@@ -13,7 +14,7 @@ _MOST_WAIT_SECONDS = 60
 
 
 class Admission:
-    """Counts sequences from their arrival to their end. Used on the event loop only.
+    """Counts sequences that the engine has, and requests. Used on the event loop only.
 
     Args:
         rows: Sequences that the engine computes at the same time.
@@ -21,33 +22,39 @@ class Admission:
 
     Attributes:
         draining: Whether new requests are refused.
-        inside: Sequences that run or wait.
+        inside: Sequences that run or wait in the engine.
         rows: As given.
+        most: Sequences that may be inside.
     """
 
     def __init__(self, rows: int, queue: int) -> None:
         self.draining = False
         self.inside = 0
         self.rows = rows
-        self._queue = queue
+        self.most = rows + queue
         self._requests = 0
         self._seconds = 1.0  # mean time of a request, recent ones weighted most
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
-    def enter(self, sequences: int) -> Iterator[None]:
+    def enter(self, sequences: int) -> Iterator[Callable[[], None]]:
         """Hold places for a request of so many sequences.
+
+        Returns:
+            Gives the places back before the request ends; to be called when the engine has
+            finished, because a client may take long to read the answer.
 
         Raises:
             ApiError: 503 while draining; 429 when the queue is full; 400 when it could never run.
         """
         if self.draining:
             raise ApiError(503, "the server stops; use another one", headers={"Retry-After": "5"})
-        if sequences > self.rows + self._queue:
-            most = self.rows + self._queue
-            raise ApiError(400, f"{sequences} continuations: this server takes {most} at a time")
-        if self.inside + sequences > self.rows + self._queue:
+        if sequences > self.most:
+            raise ApiError(
+                400, f"{sequences} continuations: this server takes {self.most} at a time"
+            )
+        if self.inside + sequences > self.most:
             wait = str(self._expected_wait())
             raise ApiError(
                 429, f"the queue is full; try again in {wait} s", headers={"Retry-After": wait}
@@ -55,20 +62,23 @@ class Admission:
         self.inside += sequences
         self._requests += 1
         self._empty.clear()
+        begin, held = time.monotonic(), [sequences]
+
+        def leave() -> None:
+            if held:
+                self.inside -= held.pop()
+                self._seconds += 0.2 * (time.monotonic() - begin - self._seconds)
+
         try:
-            yield
+            yield leave
         finally:
-            self.inside -= sequences
+            leave()
             self._requests -= 1
             if not self._requests:
                 self._empty.set()
 
-    def note(self, seconds: float) -> None:
-        """Record how long a request took."""
-        self._seconds += 0.2 * (seconds - self._seconds)
-
     async def wait_until_empty(self) -> None:
-        """Return when no request runs or waits."""
+        """Return when all requests are answered."""
         await self._empty.wait()
 
     def _expected_wait(self) -> int:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -133,15 +134,12 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """`/v1/models`: the one model."""
-        model = self._model
-        entry = {
-            "id": model.name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "dms-train",
-            "max_model_len": model.longest,
-        }
-        return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse({"object": "list", "data": [self._entry()]})
+
+    async def model(self, request: Request) -> Response:
+        """`/v1/models/NAME`: the model, if it is this one."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._entry())
 
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`."""
@@ -161,7 +159,9 @@ class Api:
         return JSONResponse({"prompt": text})
 
     async def health(self, request: Request) -> Response:
-        """`/health`: 200, or 503 while draining."""
+        """`/health`: 200, or 503 while draining and when the engine is broken."""
+        if self._engine.broken is not None:
+            return JSONResponse({"status": "broken"}, 503)
         if self._admission.draining:
             return JSONResponse({"status": "draining"}, 503)
         return JSONResponse({"status": "ok"})
@@ -178,6 +178,13 @@ class Api:
 
     async def _body(self, request: Request) -> bytes:
         """The body, up to the limit."""
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            raise ApiError(
+                415,
+                f"Content-Encoding {coding[:100]}: not supported; send the body as it is",
+                headers={"Accept-Encoding": "identity"},
+            )
         most = self._options.max_body_bytes
         stated = request.headers.get("content-length", "")
         stated_size = int(stated[:20]) if stated.isdigit() else 0
@@ -195,6 +202,16 @@ class Api:
         if max(size, stated_size) > most:
             raise ApiError(413, f"the body has more than {most} bytes")
         return bytes(body)
+
+    def _entry(self) -> Json:
+        """The model in the shape of OpenAI's API."""
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "dms-train",
+            "max_model_len": self._model.longest,
+        }
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model.name):
@@ -273,6 +290,8 @@ class Api:
         self._check_ids(list(params.stop_token_ids), "stop_token_ids")
         if params.stop:
             self._tokenizer()
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options: needs stream=true", param="stream_options")
         if body.kv_positions and (not body.stream or len(prompts) * params.n > 1):
             raise ApiError(400, "kv_positions: needs stream=true, one prompt and n=1")
         return Job(
@@ -286,10 +305,10 @@ class Api:
         )
 
     async def _generate(self, request: Request, job: Job, shape: AnswerShape) -> Response:
-        """Run a job; its places are free again when the answer has ended in any way."""
+        """Run a job; its places are free again when the engine has finished in any way."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(self._admission.enter(job.sequences))
-            generation = Generation(self._engine, self._model.tokenizer, job)
+            leave = stack.enter_context(self._admission.enter(job.sequences))
+            generation = Generation(self._engine, self._model.tokenizer, job, leave)
             stack.callback(self._ended, request, generation)
             await stack.enter_async_context(generation)
             if job.stream:
@@ -299,9 +318,7 @@ class Api:
             return JSONResponse(answer)
 
     def _ended(self, request: Request, generation: Generation) -> None:
-        now = time.monotonic()
-        self._admission.note(now - generation.timing.started)
-        self._metrics.finished(generation, now)
+        self._metrics.finished(generation, time.monotonic())
         request.state.notes.append(seconds_text(generation.usage()))
 
 
@@ -387,6 +404,7 @@ def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/embeddings", api.embeddings, methods=["POST"]),
         Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/health", api.health),
@@ -399,9 +417,16 @@ def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
         metrics=metrics,
         routes=frozenset(route.path for route in routes),
     )
+    cors = Middleware(  # around the other one: a browser asks first, and without the key
+        CORSMiddleware,
+        allow_origins=options.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("Retry-After", "X-Request-Id"),
+    )
     return Starlette(
         routes=routes,
-        middleware=[access],
+        middleware=[cors, access] if options.cors_origins else [access],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_error,

@@ -13,6 +13,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions, SamplingParams, named_options
 from dms_train.inference.outputs import RequestOutput
 from dms_train.inference.request_builder import Prompt
+from dms_train.server.errors import ApiError
 from dms_train.server.worker import EngineThread, Ticket
 
 
@@ -37,7 +38,8 @@ class AsyncLLM:
         if self._entered:
             raise InferenceError("AsyncLLM: enter it once; make another one")
         self._entered = True
-        self._thread.start(asyncio.get_running_loop())
+        # a broken engine refuses requests; nothing else has to end here
+        self._thread.start(asyncio.get_running_loop(), lambda: None)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,6 +86,8 @@ class AsyncLLM:
                     raise InferenceError(left if self._closed else str(ticket.failure))
                 finished = output.finished
                 yield output
+        except ApiError:
+            raise InferenceError(f"the engine is broken - {self._thread.broken}") from None
         finally:
             if not ticket.done:
                 self._thread.abort(ticket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
@@ -196,16 +196,27 @@ class Generation:
         engine: Runs them.
         tokenizer: Of the model; None if it has none.
         job: What to run.
+        on_done: Called when the engine has finished with all of it.
     """
 
-    def __init__(self, engine: EngineThread, tokenizer: Tokenizer | None, job: Job) -> None:
-        self._engine, self.job = engine, job
+    def __init__(
+        self,
+        engine: EngineThread,
+        tokenizer: Tokenizer | None,
+        job: Job,
+        on_done: Callable[[], None],
+    ) -> None:
+        self._engine, self.job, self._on_done = engine, job, on_done
         self._changed = asyncio.Event()
         self.timing = Timing()
         n = job.params.n
         self._prompts = [
             _Prompt(
-                ticket=Ticket(changed=self._changed, wants_positions=job.kv_positions),
+                ticket=Ticket(
+                    changed=self._changed,
+                    wants_positions=job.kv_positions,
+                    on_done=self._note_done,
+                ),
                 choices=[_Choice(index=at * n + i) for i in range(n)],
                 pieces=TokenPieces(tokenizer),
                 echo=None if job.echo is None else PromptEcho(job.echo[at], tokenizer),
@@ -261,6 +272,10 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": _cached_tokens(outputs)},
             "kv": _kv_usage(outputs),
         }
+
+    def _note_done(self) -> None:
+        if all(prompt.ticket.done for prompt in self._prompts):
+            self._on_done()
 
     def _news(self, prompt: _Prompt) -> list[Part]:
         ticket = prompt.ticket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from dms_train.server.errors import ServerError
 
 _MOST = {"port": 65535}
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#A-Z]+")  # as browsers send it, in lower case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,7 @@ class ServerOptions:
         host: Address to listen on.
         port: Port; 0 takes a free one.
         api_key: What clients must send as `Authorization: Bearer KEY`; None requires none.
+        cors_origins: Origins of pages in browsers that may use the server; `*` allows all.
         max_queue: Sequences that may wait for a cache row; further ones are answered with 429.
         max_body_bytes: Of a request's body.
         max_prompt_tokens: Of one prompt; None leaves the model's own limit.
@@ -31,6 +34,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()
     max_queue: int = 128
     max_body_bytes: int = 4 * 2**20
     max_prompt_tokens: int | None = None
@@ -53,6 +57,12 @@ class ServerOptions:
             raise ServerError(f"--request-seconds {self.request_seconds}: above 0")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise ServerError("--api-key: ASCII characters that are not all spaces")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ServerError(
+                    f"--cors-origin {origin}: give scheme, host and maybe port, without a path, "
+                    "in lower case, such as https://example.org, or * for all"
+                )
 
 
 def _range(name: str, least: int) -> str:

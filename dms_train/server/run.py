@@ -15,20 +15,21 @@ import uvicorn
 from dms_train.hf.directory import resolve
 from dms_train.inference.chat import ChatTemplate
 from dms_train.inference.engine import InferenceEngine
-from dms_train.inference.options import EngineOptions
-from dms_train.observe.log import logger
+from dms_train.inference.options import EngineOptions, SamplingParams
+from dms_train.observe.log import adopt, logger
 from dms_train.server.admission import Admission
 from dms_train.server.app import Api, ServedModel, build_app
+from dms_train.server.connections import BACKLOG, Connection, most_connections
 from dms_train.server.errors import ServerError
 from dms_train.server.metrics import Metrics
 from dms_train.server.options import ServerOptions
-from dms_train.server.worker import EngineThread
+from dms_train.server.worker import MOST_FAILURES, EngineThread
 
 _CLOSING_SECONDS = 5
-_BACKLOG = 2048  # connections that wait to be accepted
+_BROKEN_SECONDS = 2.0  # between a broken engine and the end, in which requests are answered
 
 
-def serve(model: str, name: str, engine_options: EngineOptions, options: ServerOptions) -> None:
+def serve(model: str, name: str, engine_options: EngineOptions, options: ServerOptions) -> int:
     """Load a model and serve it until SIGTERM or SIGINT.
 
     Args:
@@ -37,15 +38,28 @@ def serve(model: str, name: str, engine_options: EngineOptions, options: ServerO
         engine_options: How to run it.
         options: Address and limits.
 
+    Returns:
+        Exit code: 0 after a signal, 1 when the engine is broken.
+
     Raises:
         ServerError: The address cannot be used.
         InferenceError: The model or an option cannot be used.
     """
+    for library in ("asyncio", "uvicorn.error"):
+        adopt(library)
     with bound_socket(options) as sock:
         engine = InferenceEngine(model, engine_options)
         served = describe(engine, resolve(model), name)
         served.template.check_variables(options.default_chat_template_kwargs)
-        asyncio.run(_until_signal(engine, served, options, sock))
+        warm_up(engine)
+        return asyncio.run(_until_signal(engine, served, options, sock))
+
+
+def warm_up(engine: InferenceEngine) -> None:
+    """Compute two tokens, so that the first request does not wait for imports and compilation."""
+    request_id = engine.add_request([0], SamplingParams(max_tokens=2, ignore_eos=True))
+    while engine.has_request(request_id):
+        engine.step()
 
 
 def bound_socket(options: ServerOptions) -> socket.socket:
@@ -100,7 +114,10 @@ class Server:
         api = Api(model, self._thread, options, self.admission, metrics)
         config = uvicorn.Config(
             build_app(api, options, metrics),
-            http="h11",
+            http=Connection,
+            backlog=BACKLOG,
+            # uvicorn refuses requests at this number, before which idle connections are closed
+            limit_concurrency=most_connections(self.admission.most) + 1,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -114,10 +131,13 @@ class Server:
         self._drained: asyncio.Task[None] | None = None
 
     async def run(self, sock: socket.socket) -> None:
-        """Serve on a bound socket until `stop` was called and what runs has finished."""
-        self._thread.start(asyncio.get_running_loop())
+        """Serve on a bound socket until `stop` was called and what runs has finished.
+
+        A broken engine ends it too.
+        """
+        self._thread.start(asyncio.get_running_loop(), self._end_broken)
         host, port = sock.getsockname()[:2]
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
         logger().info("serving %s on http://%s:%d", self._name, host, port)
         try:
             await self._http.serve(sockets=[sock])
@@ -136,6 +156,22 @@ class Server:
         running, seconds = self.admission.inside, self._drain_seconds
         logger().info("stopping: %d sequences may take %g s more", running, seconds)
         self._drained = asyncio.get_running_loop().create_task(self._drain())
+
+    @property
+    def broken(self) -> bool:
+        """Whether the engine is broken."""
+        return self._thread.broken is not None
+
+    def _end_broken(self) -> None:
+        """Refuse requests, and end after a moment in which those that have failed are answered."""
+        self.admission.draining = True
+        logger().error(
+            "%d steps of the engine in a row have failed, so the server ends - %s",
+            MOST_FAILURES,
+            self._thread.broken,
+        )
+        loop = asyncio.get_running_loop()
+        loop.call_later(_BROKEN_SECONDS, setattr, self._http, "should_exit", True)
 
     async def _drain(self) -> None:
         ends = [
@@ -169,8 +205,9 @@ class _Http(uvicorn.Server):
 
 async def _until_signal(
     engine: InferenceEngine, model: ServedModel, options: ServerOptions, sock: socket.socket
-) -> None:
+) -> int:
     server, loop = Server(engine, model, options), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     await server.run(sock)
+    return int(server.broken)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import SamplingParams
@@ -21,6 +23,9 @@ from dms_train.observe.log import logger
 from dms_train.server.errors import ApiError
 
 Positions = list[list[list[int]]]  # [layers][KV heads][live tokens]
+MOST_FAILURES = 5  # failed steps in a row after which the engine counts as broken
+_BROKEN = "the engine is broken and the server stops; see its log"
+_PAUSE_SECONDS = 0.1  # after a failed step; twice as long after each further one in a row
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,6 +38,8 @@ class Ticket:
         output: The latest.
         positions: Live positions at that time, if they were requested and the cache keeps them.
         failure: Why the request ended without an output.
+        wants_positions: Whether `positions` are requested.
+        on_done: Called on the event loop when nothing more will come.
     """
 
     changed: asyncio.Event
@@ -40,7 +47,8 @@ class Ticket:
     output: RequestOutput | None = None
     positions: Positions | None = None
     failure: ApiError | None = None
-    wants_positions: bool = field(default=False)
+    wants_positions: bool = False
+    on_done: Callable[[], None] | None = None
 
     @property
     def done(self) -> bool:
@@ -62,10 +70,15 @@ class _Update:
             ticket.output, ticket.positions = self.output, self.positions
         ticket.failure = ticket.failure or self.failure
         ticket.changed.set()
+        if ticket.done and ticket.on_done is not None:
+            ticket.on_done()
 
 
 class EngineThread:
     """Runs an engine until `stop`.
+
+    A step that fails ends its requests. After `MOST_FAILURES` failed steps in a row the engine
+    counts as broken: all requests end, further ones are refused, and no step is computed any more.
 
     Args:
         engine: Used by the thread alone from `start` on.
@@ -73,6 +86,7 @@ class EngineThread:
     Attributes:
         allocated_bytes: Of the cache after the last step or abort.
         failures: Steps that raised an exception.
+        broken: Last cause when the engine is broken; None before.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
@@ -81,12 +95,20 @@ class EngineThread:
         self._tickets: dict[str, Ticket] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_broken: Callable[[], None] | None = None
+        self._in_a_row = 0  # failed steps since the last one that succeeded
         self.allocated_bytes = engine.allocated_bytes
         self.failures = 0
+        self.broken: str | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread; outputs are passed to this event loop."""
-        self._loop = loop
+    def start(self, loop: asyncio.AbstractEventLoop, on_broken: Callable[[], None]) -> None:
+        """Start the thread.
+
+        Args:
+            loop: Outputs are passed to it.
+            on_broken: Called on it once the engine is broken.
+        """
+        self._loop, self._on_broken = loop, on_broken
         self._thread.start()
 
     async def stop(self) -> None:
@@ -111,12 +133,15 @@ class EngineThread:
 
         Raises:
             InferenceError: The engine refuses it.
+            ApiError: 503 if the engine is broken.
         """
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[None] = loop.create_future()
 
         def call() -> None:
             try:
+                if self.broken is not None:
+                    raise ApiError(503, _BROKEN)
                 request_id = self._engine.add_request(
                     prompt,
                     params,
@@ -144,20 +169,23 @@ class EngineThread:
         def call() -> None:
             if ticket.request_id is not None:
                 self._tickets.pop(ticket.request_id, None)
-                self._engine.abort(ticket.request_id)
-                self.allocated_bytes = self._engine.allocated_bytes
+                self._free(ticket.request_id)
 
         self._calls.put(call)
 
     def _run(self) -> None:
         while self._make_calls():
-            if self._engine.has_unfinished_requests():
+            if self._has_work:
                 self._step()
+
+    @property
+    def _has_work(self) -> bool:
+        return self.broken is None and self._engine.has_unfinished_requests()
 
     def _make_calls(self) -> bool:
         """Run the calls that wait; waits for one when there is nothing else to do."""
         try:
-            call = self._calls.get(block=not self._engine.has_unfinished_requests())
+            call = self._calls.get(block=not self._has_work)
             while call is not None:
                 call()
                 call = self._calls.get_nowait()
@@ -171,13 +199,22 @@ class EngineThread:
             updates = [
                 self._update(output) for output in outputs if output.request_id in self._tickets
             ]
-        except Exception:
+            self.allocated_bytes = self._engine.allocated_bytes
+            self._in_a_row = 0
+        except Exception as error:
             logger().exception("a step of the engine failed")
-            updates = self._lost()
-        self.allocated_bytes = self._engine.allocated_bytes
-        assert self._loop is not None
+            updates = self._lost(error)
         if updates:
-            self._loop.call_soon_threadsafe(_deliver, updates)
+            self._call_on_loop(_deliver, updates)
+        if self.broken is not None:
+            assert self._on_broken is not None
+            self._call_on_loop(self._on_broken)
+        elif self._in_a_row:
+            time.sleep(_PAUSE_SECONDS * 2 ** (self._in_a_row - 1))
+
+    def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *arguments)
 
     def _update(self, output: RequestOutput) -> _Update:
         ticket = self._tickets[output.request_id]
@@ -188,20 +225,32 @@ class EngineThread:
                 positions = [[head.tolist() for head in layer] for layer in found]
         if output.finished:
             del self._tickets[output.request_id]
-            self._engine.abort(output.request_id)
+            self._free(output.request_id)
         return _Update(ticket=ticket, output=output, positions=positions)
 
-    def _lost(self) -> list[_Update]:
+    def _lost(self, error: Exception) -> list[_Update]:
         """Failures for the requests that a failed step has aborted, or for all of them."""
         self.failures += 1
+        self._in_a_row += 1
+        if self._in_a_row == MOST_FAILURES:
+            self.broken = f"{type(error).__name__}: {error}"
         lost = [known for known in self._tickets if not self._engine.has_request(known)]
-        lost = lost or list(self._tickets)
+        if self.broken is not None or not lost:
+            lost = list(self._tickets)
         failure = ApiError(500, "the forward pass of this request failed; see the log")
         updates = []
         for request_id in lost:
-            self._engine.abort(request_id)
             updates.append(_Update(ticket=self._tickets.pop(request_id), failure=failure))
+            self._free(request_id)
         return updates
+
+    def _free(self, request_id: str) -> None:
+        """Have the engine forget a request; an error is logged."""
+        try:
+            self._engine.abort(request_id)
+            self.allocated_bytes = self._engine.allocated_bytes
+        except Exception:
+            logger().exception("the cache of a request cannot be freed")
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

@@ -8,11 +8,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,10 +31,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Process:
-    """A server in a process of its own and what it writes to stderr."""
+    """A server in a process of its own and what it writes to stderr.
 
-    def __init__(self, model: Path, *words: str, **environment: str) -> None:
-        command = (sys.executable, "-m", "dms_train.cli.serve", str(model), "--port", "0", *words)
+    Args:
+        model: To serve.
+        words: Further arguments.
+        module: What to run.
+        descriptors: Most open files; None leaves the limit.
+        environment: Further variables.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *words: str,
+        module: str = "dms_train.cli.serve",
+        descriptors: int | None = None,
+        **environment: str,
+    ) -> None:
+        limit = () if descriptors is None else ("prlimit", f"--nofile={descriptors}")
+        command = (*limit, sys.executable, "-m", module, str(model), "--port", "0", *words)
         self.inner = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -68,8 +86,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(model: Path, *words: str, **environment: str) -> Iterator[Process]:
-    process = Process(model, *words, **environment)
+def started(model: Path, *words: str, **options: Any) -> Iterator[Process]:
+    process = Process(model, *words, **options)
     try:
         yield process
     finally:
@@ -107,3 +125,31 @@ def test_late_requests_are_ended_and_the_key_of_the_environment_is_required(mode
         assert "[DONE]" not in events
         assert server.end() == 0
     assert "Traceback" not in server.log
+
+
+def test_a_broken_engine_ends_the_process(model):
+    """Five requests fail one after the other; nothing is tried again meanwhile."""
+    with started(model, module="tests.support.broken_server") as server:
+        body = {"prompt": "the", "max_tokens": 2}
+        for _ in range(5):
+            assert ask(f"{server.url}/health")[0] == 200
+            assert ask(f"{server.url}/v1/completions", body)[0] == 500
+        assert ask(f"{server.url}/health")[::2] == (503, {"status": "broken"})
+        assert ask(f"{server.url}/v1/completions", body)[0] == 503
+        assert server.end() == 1
+    assert server.log.count("a step of the engine failed") == 5
+    (line,) = (line for line in server.log.splitlines() if "so the server ends" in line)
+    assert "error: 5 steps of the engine in a row have failed" in line
+    assert line.endswith("RuntimeError: a broken kernel")
+
+
+def test_silent_connections_take_neither_all_descriptors_nor_the_disk(model):
+    with started(model, descriptors=128) as server, contextlib.ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+        wait_for(lambda: "too many connections" in server.log)
+        assert ask(f"{server.url}/v1/completions", {"prompt": "the", "max_tokens": 2})[0] == 200
+        server.inner.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+    assert len(server.log.splitlines()) < 50

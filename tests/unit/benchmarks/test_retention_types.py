@@ -232,7 +232,7 @@ def test_the_command_counts_what_a_model_generates(oracle, export, tmp_path, cap
     [
         ("--sample 12", "--sample 12: there are 12 documents, from 0 on"),
         ("--heads 0.0,2.1", "--heads 2.1: the model has 2 layers and 2 KV heads, from 0 on"),
-        ("--temperature -1", "temperature=-1.0: 0 or more"),
+        ("--temperature -1", "temperature=-1.0: must be a number from 0 to 1e6"),
         ("--device cuda:99", "cuda:99"),
     ],
 )

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer
 
 from dms_train.data.errors import DataError
 from dms_train.data_prep.conversations import ChatOptions, ConversationEncoder, LossOn
+from dms_train.inference.tokenizer import Tokenizer
+from tests.support import piece_tokenizer
 from tests.support.r1_tokenizer import ASSISTANT, BEGIN, END, TEMPLATE, USER
 
 THOUGHT = "<think>\nIs it 3? Yes.\n</think>\n\nIt is $\\boxed{3}$."
@@ -136,3 +138,70 @@ def test_a_tokenizer_without_a_template_is_refused(r1: str, tmp_path: Path) -> N
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(DataError, match="no chat template; pass one"):
         ConversationEncoder(ChatOptions(tokenizer=str(tmp_path)))
+
+
+BLANK_BEFORE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
+    "[/INST]{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+NEWLINE_BEFORE = (
+    "{% for m in messages %}{{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}{% endfor %}"
+)
+NO_END = "{% for m in messages %}{{ bos_token }}{{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "around"),
+    [
+        (BLANK_BEFORE, "{} </s>"),  # as of Llama 2
+        (BLANK_BEFORE.replace(" {{ eos_token", "{{ eos_token"), "{}</s>"),  # as of Mistral
+        (NEWLINE_BEFORE, "{}</s>"),
+        (NO_END, "{}"),  # the next token begins another turn
+    ],
+)
+def test_whole_answers_and_their_end_are_in_the_loss(
+    tmp_path: Path, template: str, around: str
+) -> None:
+    """Offsets are not trusted: the text of the counted tokens is compared."""
+    folder = piece_tokenizer.write_tokenizer(tmp_path)
+    encoder = ConversationEncoder(ChatOptions(tokenizer=str(folder), chat_template=template))
+    decoder = Tokenizer.load(folder)
+    assert decoder is not None
+    for answer in ("there was a cat", "a", "to the park", "naïve 東京"):
+        tokens, mask = encoder.encode("x", talk("was there a cat", answer, "who", answer))
+        runs, counted = [], b""
+        for token, one in [*zip(tokens.tolist(), mask.tolist(), strict=True), (0, 0)]:
+            if one:
+                counted += decoder.token_bytes(token)
+            elif counted:
+                runs.append(counted.decode())
+                counted = b""
+        # a blank in front is counted where it is in one token with the first word
+        assert [run.removeprefix(" ") for run in runs] == [around.format(answer)] * 2
+
+
+def test_every_special_token_of_the_file_may_end_a_turn(tmp_path: Path) -> None:
+    """Also one that tokenizer_config.json gives no name, as of Llama 3's <|eot_id|>."""
+    folder = piece_tokenizer.write_tokenizer(tmp_path)
+    ends = {"content": "<|eot|>", "lstrip": False, "rstrip": False, "normalized": False}
+    described = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    described["added_tokens"].append({"id": 292, **ends, "single_word": False, "special": True})
+    (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    template = "{% for m in messages %}{{ m['content'] }}<|eot|>{% endfor %}"
+    encoder = ConversationEncoder(ChatOptions(tokenizer=str(folder), chat_template=template))
+    tokens, mask = encoder.encode("x", talk("who", "a"))
+    assert tokens[mask.astype(bool)][-1] == 292
+
+
+@pytest.mark.parametrize("role", ["developer", "tool", "human", "User"])
+def test_a_message_that_the_template_leaves_out_is_refused(r1: str, role: str) -> None:
+    knows = "['system', 'user', 'assistant']"
+    template = (
+        f"{{% for m in messages if m['role'] in {knows} %}}{{{{ m['content'] }}}}{{% endfor %}}"
+    )
+    lost = [*talk("One?", "Two."), {"role": role, "content": "o"}, *talk("Three?", "Four.")]
+    encoder = ConversationEncoder(ChatOptions(tokenizer=r1, chat_template=template))
+    encoder.encode("row 7", [m for m in lost if m["role"] != role])
+    encoder.encode("row 7", [{**m, "content": ""} if m["role"] == role else m for m in lost])
+    with pytest.raises(DataError, match=f"^row 7: .* leaves out message 3 of role '{role}'"):
+        encoder.encode("row 7", lost)

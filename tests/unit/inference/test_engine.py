@@ -60,7 +60,10 @@ def test_the_models_limit_ends_a_request(llm):
     [
         (lambda llm: llm.generate("text"), "no tokenizer"),
         (lambda llm: llm.generate([[]]), "empty"),
-        (lambda llm: llm.generate([1, 61]), "outside 0..60"),
+        (
+            lambda llm: llm.generate([1, 61]),
+            "token=61: must be an integer of at least 0 and below 61",
+        ),
         (lambda llm: llm.generate(random_ids(1024)), "the model takes 1024"),
         (lambda llm: llm.generate([[1], [2]], [GREEDY]), "2 prompts but 1"),
         (lambda llm: llm.generate(7), "give text"),
@@ -245,3 +248,55 @@ def test_a_cache_that_fails_while_a_step_is_planned_loses_the_requests_of_the_st
             tokens = output.outputs[0].token_ids
     assert engine.free_rows == 2
     assert tokens == LLM(directory).generate(random_ids(7), GREEDY)[0].outputs[0].token_ids
+
+
+def test_requests_that_cannot_be_freed_are_forgotten(folder, monkeypatch):
+    """A row that may hold anything is not used again; without any row a step says so."""
+    directory = folder("llama", small_spec("dms"))
+    engine = InferenceEngine(directory, EngineOptions(max_num_seqs=2))
+    runner = engine._runner
+    compute, free = runner.step, runner.cache.free
+
+    def fails(*_arguments):
+        raise RuntimeError("a broken kernel")
+
+    for left in (1, 0):
+        monkeypatch.setattr(runner, "step", fails)
+        monkeypatch.setattr(runner.cache, "free", fails)
+        lost = engine.add_request(random_ids(5), GREEDY)
+        with pytest.raises(RuntimeError, match="a broken kernel"):
+            engine.step([lost])
+        assert not engine.has_request(lost)
+        assert not engine.has_unfinished_requests()
+        assert engine.free_rows == left
+        monkeypatch.setattr(runner, "step", compute)
+        monkeypatch.setattr(runner.cache, "free", free)
+        kept = engine.add_request(random_ids(7), GREEDY)
+        if left:
+            expected = LLM(directory).generate(random_ids(7), GREEDY)[0].outputs[0].token_ids
+            outputs = []
+            while engine.has_request(kept):
+                outputs = engine.step()
+            assert outputs[0].outputs[0].token_ids == expected
+    with pytest.raises(RuntimeError, match="no cache row is left"):
+        engine.step()
+
+
+def test_all_continuations_of_a_request_are_forgotten_when_one_cannot_be_freed(folder, monkeypatch):
+    engine = InferenceEngine(folder("llama", small_spec("dms")), EngineOptions(max_num_seqs=3))
+    request = engine.add_request(random_ids(5), SamplingParams(n=3, max_tokens=9))
+    while engine.decoding < 3:
+        engine.step()
+    free, calls = engine._runner.cache.free, []
+
+    def fails_once(rows):
+        calls.append(rows)
+        if len(calls) == 1:
+            raise RuntimeError("a broken kernel")
+        free(rows)
+
+    monkeypatch.setattr(engine._runner.cache, "free", fails_once)
+    with pytest.raises(RuntimeError, match="a broken kernel"):
+        engine.abort(request)
+    assert not engine.has_unfinished_requests()
+    assert (engine.unfinished, engine.free_rows) == (0, 2)

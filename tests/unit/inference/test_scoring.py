@@ -311,7 +311,7 @@ def test_the_first_of_equal_logits_is_the_one_that_greedy_decoding_takes():
         (lambda engine: engine.add_scoring([1, 2], []), "a continuation is empty"),
         (lambda engine: engine.add_scoring([1, 2], [[3], []]), "a continuation is empty"),
         (lambda engine: engine.add_scoring([], [[3]]), "a prompt is empty"),
-        (lambda engine: engine.add_scoring([1], [[3, 61]]), r"a continuation has token ids"),
+        (lambda engine: engine.add_scoring([1], [[3, 61]]), "continuations: token=61"),
         (lambda engine: SamplingParams(max_tokens=0, n=2), "n=2"),
         (lambda engine: SamplingParams(prompt_logprobs=-1), "prompt_logprobs=-1"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 import pytest
@@ -81,6 +82,32 @@ def test_other_ranks_only_warn():
     logger.info("hidden")
     logger.error("shown")
     assert stream.getvalue()[8:] == " [rank 3] error: shown\n"
+
+
+def test_an_exception_is_named_in_its_line_and_traced_below():
+    stream = io.StringIO()
+    logger = log.configure(0, stream)
+    try:
+        raise ValueError("odd\nvalue")
+    except ValueError:
+        logger.exception("a step failed")
+    first, second, *_, last = stream.getvalue().splitlines()
+    assert first[8:] == " error: a step failed - ValueError: odd value"
+    assert second == "Traceback (most recent call last):"
+    assert last == "value"
+
+
+def test_a_library_repeats_itself_now_and_then_only():
+    stream = io.StringIO()
+    log.configure(0, stream)
+    log.adopt("some.library")
+    library = logging.getLogger("some.library")
+    for number in range(1000):
+        library.error("no descriptors are left\nsocket %d", number)
+    library.error("something else")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("error: no descriptors are left socket 0")
+    assert second.endswith("error: something else")
 
 
 def test_configuring_twice_does_not_double_lines():

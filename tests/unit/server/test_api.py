@@ -201,6 +201,7 @@ def test_a_bias_and_stop_tokens_reach_the_engine(client):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"guided_regex": "x"}, "guided_regex"),
         ({"kv_positions": True}, "kv_positions"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -0.5}, "temperature"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -257,6 +258,9 @@ def test_openai_sees_a_bad_request(client):
 
 def test_models_and_tokens(server, client, llm):
     assert [m.id for m in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME) == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match=NAME):
+        client.models.retrieve("another/model")
     ids = llm.tokenizer.encode("naïve river")
     status, _, answer = server.ask("/tokenize", {"prompt": "naïve river"})
     assert (status, answer["tokens"], answer["count"]) == (200, ids, len(ids))

@@ -91,6 +91,19 @@ def test_a_refused_prompt_leaves_the_others(model: Path):
     asyncio.run(run())
 
 
+def test_a_failed_step_is_an_error_of_its_request_only(model: Path, monkeypatch):
+    async def run() -> None:
+        async with AsyncLLM(model) as llm:
+            runner = llm._thread._engine._runner
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, "step", None)
+                with pytest.raises(InferenceError, match="forward pass"):
+                    await collect(llm, PROMPTS[0], PARAMS[0])
+            assert (await collect(llm, PROMPTS[0], PARAMS[0]))[-1].finished
+
+    asyncio.run(run())
+
+
 def test_requests_outside_of_the_block_are_refused_and_those_in_it_end_with_it(model: Path):
     async def run() -> None:
         llm = AsyncLLM(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import http.client
 import json
 import logging
 import random
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from dms_train.server.errors import ServerError
+from dms_train.server.options import ServerOptions
 from tests.support import served_model
 from tests.support.served_model import NAME, Running
 
@@ -132,6 +136,60 @@ def test_a_key_is_required(model):
                 assert answer["error"]["code"] == "invalid_api_key"
         assert running.ask("/health")[0] == running.ask("/metrics")[0] == 200
         assert [m.id for m in running.client(api_key="secret").models.list()] == [NAME]
+        for scheme in ("bearer", "BEARER", "bEARER "):
+            assert running.ask("/v1/models", Authorization=f"{scheme} secret")[0] == 200
+        for wrong in ("Basic secret", "Bearer", "Bearer Secret", "bearersecret"):
+            assert running.ask("/v1/models", Authorization=wrong)[0] == 401
+
+
+def test_a_compressed_body_is_refused(server: Running):
+    body = gzip.compress(b'{"prompt": "the"}')
+    for coding in ("gzip", "GZIP", "br", "gzip, identity"):
+        status, headers, answer = server.ask("/v1/completions", body, Content_Encoding=coding)
+        assert status == 415
+        assert headers["accept-encoding"] == "identity"
+        assert coding in answer["error"]["message"]
+    body = {"prompt": "the", "max_tokens": 1}
+    assert server.ask("/v1/completions", body, Content_Encoding="Identity")[0] == 200
+
+
+PAGE, STRANGER = "https://page.example:8443", "https://stranger.example"
+
+
+@pytest.mark.parametrize("allowed", [(PAGE, "http://localhost"), ("*",), ()], ids=str)
+def test_pages_of_the_given_origins_may_use_the_server(model, allowed):
+    """As a browser does: it asks without the key first, then sends what was allowed."""
+    with served_model.serving(model, api_key="secret", cors_origins=allowed) as running:
+        host = running.url.removeprefix("http://")
+        for origin in (PAGE, STRANGER):
+            asking = {
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,content-type",
+            }
+            connection = http.client.HTTPConnection(host, timeout=60)
+            connection.request("OPTIONS", "/v1/completions", headers=asking)
+            answer = connection.getresponse()
+            answer.read()
+            granted = "*" in allowed or origin in allowed
+            assert (answer.status == 200) == granted
+            if granted:
+                assert answer.headers["Access-Control-Allow-Origin"] in (origin, "*")
+                assert "authorization" in answer.headers["Access-Control-Allow-Headers"].lower()
+            for key in ("secret", "wrong"):
+                _, headers, _ = running.ask(
+                    "/v1/models", Origin=origin, Authorization=f"Bearer {key}"
+                )
+                shown = headers.get("access-control-allow-origin")
+                assert (shown in (origin, "*")) == granted
+
+
+@pytest.mark.parametrize(
+    "origin", ["example.org", "https://example.org/", "https://Example.org", ""]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin):
+    with pytest.raises(ServerError, match="--cors-origin"):
+        ServerOptions(cors_origins=(origin,))
 
 
 def test_a_word_that_a_tokenizer_of_whole_words_does_not_know_is_the_senders_fault(tmp_path):

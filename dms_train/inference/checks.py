@@ -1,0 +1,114 @@
+"""Checks of the values that callers give: numbers, flags and token ids, of Python or numpy."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any, NamedTuple
+
+from dms_train.inference.errors import InferenceError
+
+
+class Range(NamedTuple):
+    """What a number may be.
+
+    Attributes:
+        least: Smallest value.
+        most: Largest value.
+        words: Both, and the type, in words.
+    """
+
+    least: float
+    most: float
+    words: str
+
+
+def integer(name: str, value: Any, allowed: Range) -> int:
+    """Return a value of any integer type as Python's own.
+
+    Args:
+        name: Of the value, for the message.
+        value: What was given.
+        allowed: What it may be.
+
+    Raises:
+        InferenceError: It is not an integer, or outside the range.
+    """
+    found = _integer(value)
+    if found is None or not allowed.least <= found <= allowed.most:
+        raise _refusal(name, value, allowed.words)
+    return found
+
+
+def number(name: str, value: Any, allowed: Range) -> float:
+    """Return a value of any real type as Python's own; otherwise as `integer`."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    try:
+        found = float(value) if real else math.nan
+    except OverflowError:  # of an integer
+        found = math.nan
+    if not allowed.least <= found <= allowed.most:  # false for NaN
+        raise _refusal(name, value, allowed.words)
+    return found
+
+
+def require_flag(name: str, value: Any) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise _refusal(name, value, "True or False")
+
+
+def token_ids(name: str, values: Any, vocabulary: float = math.inf) -> list[int]:
+    """Return token ids as integers of Python.
+
+    Args:
+        name: What has them, for the message.
+        values: A list, an array or a tensor.
+        vocabulary: Token ids are below it.
+
+    Raises:
+        InferenceError: One of them is not an integer, is negative or outside the vocabulary.
+    """
+    if hasattr(values, "tolist"):  # an array or a tensor
+        values = values.tolist()
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise _refusal(name, values, "a list of token ids")
+    found = []
+    for value in values:
+        token = value if type(value) is int else _integer(value)
+        if token is None or not 0 <= token < vocabulary:
+            most = "" if vocabulary == math.inf else f" and below {vocabulary}"
+            raise _refusal(f"{name}: token", value, f"an integer of at least 0{most}")
+        found.append(token)
+    return found
+
+
+def texts(name: str, values: Any) -> tuple[str, ...]:
+    """Return a tuple or list of texts that are not empty as a tuple.
+
+    Raises:
+        InferenceError: It is something else.
+    """
+    if not isinstance(values, tuple | list) or not all(
+        isinstance(value, str) and value for value in values
+    ):
+        raise _refusal(name, values, "a tuple of texts that are not empty")
+    return tuple(values)
+
+
+def _integer(value: Any) -> int | None:
+    """The value as an integer; None for other types, truth values among them."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _refusal(name: str, value: Any, words: str) -> InferenceError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return InferenceError(f"{name}={shown}: must be {words}")

@@ -1,0 +1,29 @@
+"""`dms-serve` with an engine that fails from the first request on.
+
+python -m tests.support.broken_server MODEL ...
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from dms_train.cli import serve
+from dms_train.inference.engine import InferenceEngine
+from dms_train.server import run
+
+warm_up = run.warm_up
+
+
+def fails(*_arguments: object, **_options: object) -> NoReturn:
+    raise RuntimeError("a broken kernel")
+
+
+def break_engine(engine: InferenceEngine) -> None:
+    warm_up(engine)
+    engine._runner.step = engine._runner.cache.free = fails  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    run.warm_up = break_engine
+    sys.exit(serve.main())
