@@ -54,8 +54,15 @@ class _Shape:
         """`kv` of a chunk."""
         return {} if view is None else {"kv": asdict(view)}
 
-    def _bytes(self, token: int) -> bytes:
-        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token)
+    def _shown(self, token: int, prefix: str = "") -> tuple[str, bytes | None]:
+        """Text and bytes of a token; a part of a character is written as in OpenAI's API."""
+        if self._tokenizer is None:
+            return f"token_id:{token}", None
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return prefix + "".join(f"\\x{byte:02x}" for byte in data), data
 
 
 class CompletionShape(_Shape):
@@ -93,7 +100,7 @@ class CompletionShape(_Shape):
         }
 
     def _piece(self, token: int) -> str:
-        return _shown(self._bytes(token), "bytes:")
+        return self._shown(token, "bytes:")[0]
 
     def _by_piece(self, top: dict[int, float]) -> dict[str, float]:
         """Log-probabilities by text; of tokens with one text only the first is named by it."""
@@ -149,16 +156,8 @@ class ChatShape(_Shape):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> Json:
-        data = self._bytes(token)
-        return {"token": _shown(data), "logprob": logprob, "bytes": list(data)}
-
-
-def _shown(data: bytes, prefix: str = "") -> str:
-    """Text of a token; a part of a character is written in hexadecimal, as in OpenAI's API."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+        text, data = self._shown(token)
+        return {"token": text, "logprob": logprob, "bytes": None if data is None else list(data)}
 
 
 def _joined(index: int, parts: list[Part]) -> Part:

@@ -84,3 +84,32 @@ def test_a_bad_row_is_named(
     assert message in error
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("command", ["chat", "tokenize", "generate"])
+def test_a_template_file_in_another_encoding_is_refused(
+    tmp_path: Path, r1: str, write_rows: WriteRows, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    template = tmp_path / "a.jinja"
+    words = [write_rows([{"messages": TALK}]), "--chat-template", str(template)]
+    words += ["--model" if command == "generate" else "--tokenizer", r1]
+    words += ["--max-new-tokens", "1"] if command == "generate" else []
+    words += ["--messages-key", "messages"] if command == "tokenize" else []
+    for content, reason in ((b"\xff\xfe{\0", "UTF-16 text"), (b"{# #}\n\xe9", ":2: not UTF-8")):
+        template.write_bytes(content)
+        assert main([command, *words, "--output", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert reason in error
+        assert error.count("\n") == 1
+
+
+def test_a_mark_in_front_of_a_template_is_not_part_of_it(
+    tmp_path: Path, r1: str, write_rows: WriteRows
+) -> None:
+    template = tmp_path / "a.jinja"
+    template.write_bytes("{% for m in messages %}{{ m.content }}{% endfor %}".encode("utf-8-sig"))
+    rows = write_rows([{"messages": TALK}])
+    assert make(tmp_path, r1, rows, "--chat-template", str(template)) == 0
+    (document,) = ShardReader(tmp_path / "out")
+    decoded = AutoTokenizer.from_pretrained(r1).decode(document.tokens)
+    assert decoded == "".join(message["content"] for message in TALK)

@@ -124,6 +124,23 @@ def is_text(data: bytes) -> bool:
     return True
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=TEXTS)
+@settings(max_examples=300)
+def test_the_bytes_of_tokens_are_those_of_their_text(name, text):
+    """Spaces in front of words included, which single tokens of Llama 2 lose when decoded."""
+    tokenizer = TOKENIZERS[name]()
+    found = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
+    start = " " if name == "byte_fallback" and text else ""
+    assert found == (start + text.replace("▁", " " if start else "▁")).encode()
+
+
+def test_the_bytes_of_a_special_token_are_its_name():
+    for name, special in (("byte_level", 0), ("byte_fallback", 1)):
+        tokenizer = TOKENIZERS[name]()
+        assert tokenizer.token_bytes(special) == tokenizer._inner.id_to_token(special).encode()
+
+
 def test_half_of_a_character_is_held_back():
     tokenizer = byte_level()
     ids = tokenizer.encode("a🦀b")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dms_train.cli.generate import main
+from dms_train.data_prep.token_documents import write_word_tokenizer
 from tests.unit.inference.conftest import small_spec
 
 
@@ -44,3 +45,20 @@ def test_refusals_are_one_line(folder, capsys, extra, named):
 def test_absent_model(tmp_path, capsys):
     assert main([str(tmp_path / "absent"), "--prompt", "x"]) == 2
     assert "no such directory" in capsys.readouterr().err
+
+
+def test_a_prompt_file_holds_one_prompt_a_line(folder, tmp_path, capsys):
+    """Whatever separators a prompt holds; a byte-order mark is none of it."""
+    directory = folder("qwen3", small_spec("dms"))
+    write_word_tokenizer(directory, ("<eod>", "a", "cat", "was", "there", "naïve"))
+    prompts = ["a cat\u2028was\u0085there\x0c", "naïve"]
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\r\n".join([prompts[0], "", prompts[1]]).encode("utf-8-sig"))
+    command = [str(directory), "--max-tokens", "1", "--prompt-file", str(file)]
+    assert main([*command, "--json", str(tmp_path / "out.json")]) == 0
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [request["prompt"] for request in record["requests"]] == prompts
+    capsys.readouterr()
+    file.write_bytes(b"one\n\xff")
+    assert main(command) == 2
+    assert f"{file}:2: not UTF-8" in capsys.readouterr().err

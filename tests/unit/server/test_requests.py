@@ -208,3 +208,30 @@ def test_a_word_that_a_tokenizer_of_whole_words_does_not_know_is_the_senders_fau
         assert "tokenizer" in answer["error"]["message"]
         assert server.ask("/tokenize", {"prompt": "the sea"})[0] == 400
         assert server.ask("/v1/completions", body)[0] == 200
+
+
+def test_no_message_of_a_chat_is_lost(tmp_path):
+    """Roles are those of a template with a branch for each that it knows, and nothing else."""
+    directory = served_model.write_model(tmp_path)
+    file = directory / "tokenizer_config.json"
+    template = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] or m.role == 'system' and "
+        "loop.first %}{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"
+    )
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    first, user = {"role": "system", "content": "the old stone"}, {"role": "user", "content": "one"}
+    with served_model.serving(directory) as server:
+
+        def ask(*messages):
+            body = {"messages": messages, "max_tokens": 3, "temperature": 0}
+            return server.ask("/v1/chat/completions", body)
+
+        answers = [ask({**first, "role": role}, user)[2] for role in ("system", "developer")]
+        assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[0]["usage"]["prompt_tokens"] > ask(user)[2]["usage"]["prompt_tokens"]
+        for role in ("system", "developer"):
+            status, _, answer = ask(user, {**first, "role": role})
+            assert status == 400
+            assert answer["error"]["param"] == "messages"
+            assert "messages.1: the chat template leaves out" in answer["error"]["message"]
