@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dms_train.data.errors import DataError
-from dms_train.data.manifest import Manifest, Source
+from dms_train.data.manifest import Manifest, Source, check_bin_hash
 from dms_train.data.reader import ShardReader
 from dms_train.data.writer import ShardWriter
 
@@ -61,6 +61,8 @@ def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -
         for part, reader in zip(parts, readers, strict=True)
     ]
     taken = [0] * len(parts)
+    for part, reader in zip(parts, readers, strict=True):
+        check_bin_hash(part.prefix, reader.manifest)  # the new shard has a hash of its own
     with ShardWriter(
         output,
         vocab_size=first.vocab_size,

@@ -14,15 +14,18 @@ from typing import Any
 
 from dms_train.app.start_point import StartPoint
 from dms_train.config.build import ConfigError
-from dms_train.data.manifest import file_sha256, read_manifest
+from dms_train.data.errors import DataError
+from dms_train.data.manifest import bin_hashes, check_hash, file_sha256, read_manifest
 from dms_train.hf.directory import WeightReader
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints.state import read_state
 from dms_train.mcore.errors import CheckpointError
 from dms_train.mcore.groups import ParallelView
+from dms_train.observe import log
 
 _DATA, _MODEL, _ARCHITECTURE = "data_sha256", "model_sha256", "architecture"
 _SHOWN = 12  # digits of a hash
+_LARGE_BYTES = 10**9  # reading them takes a second or more
 _FIX = "restore it, or choose another run.dir to start again"
 
 
@@ -89,6 +92,43 @@ def require_same_weights(found: Mapping[str, Any], start: StartPoint) -> None:
         if now != before:
             what = f"model.path={start.model_dir}: {name} is not the file"
             raise _refusal(what, now, before, start)
+
+
+def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
+    """Compare every byte of the token files with their manifests.
+
+    All ranks call it and share the files; each file is read once.
+
+    Args:
+        prefixes: Of the data.
+        view: This rank's place.
+
+    Raises:
+        ConfigError: On every rank alike, one line for each file that is damaged or unreadable.
+    """
+    hashes: dict[Path, str] = {}
+    for prefix in prefixes:
+        hashes |= bin_hashes(prefix, read_manifest(prefix))
+    by_size = sorted(hashes, key=lambda file: (-file.stat().st_size, str(file)))
+    total = sum(file.stat().st_size for file in by_size)
+    if view.rank == 0 and total >= _LARGE_BYTES:
+        log.logger().info("verifying %d token file(s), %.1f GB", len(by_size), total / 1e9)
+    mine = by_size[view.rank :: view.world_size]
+    problems = groups.of_ranks(lambda: [_damage(file, hashes[file]) for file in mine])
+    found = [problem for own in problems for problem in own if problem is not None]
+    if found:
+        raise ConfigError(*found)
+
+
+def _damage(file: Path, sha256: str) -> str | None:
+    """What is wrong with a file; ranks report it, because the others wait for them."""
+    try:
+        check_hash(file, sha256)
+    except DataError as error:
+        return f"data.paths: {error}"
+    except OSError as error:
+        return f"data.paths: {file}: {error.strerror}; copy it again"
+    return None
 
 
 def _refusal(what: str, now: str | None, before: str | None, start: StartPoint) -> ConfigError:

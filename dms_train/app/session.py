@@ -155,6 +155,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     config = prepared.config
     is_main_rank = view.rank == 0
     prepared = replace(prepared, start=run_folder.verified(config, prepared.start, view))
+    inputs.verify_data(config.data.paths, view)
     contents = inputs.record(config.data.paths, prepared.start.model_dir, view)
     inputs.require_same_weights(contents, prepared.start)
     run_folder.set_aside(prepared.start, is_main_rank=is_main_rank)

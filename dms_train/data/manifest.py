@@ -68,8 +68,8 @@ class Manifest:
         tokens: Tokens in the shard.
         bin_bytes: Size of `PREFIX.bin`.
         idx_bytes: Size of `PREFIX.idx`.
-        idx_sha256: Hash of `PREFIX.idx`, verified at every start of a run.
-        bin_sha256: Hash of `PREFIX.bin`, verified by `dms-data check`.
+        idx_sha256: Hash of `PREFIX.idx`.
+        bin_sha256: Hash of `PREFIX.bin`.
         dtype: `uint16` or `int32`.
         sources: Input files in order.
         created_with: Version of each program that wrote it.
@@ -186,12 +186,12 @@ def check_shard(prefix: str | Path, manifest: Manifest) -> None:
         (idx_path(prefix), manifest.idx_bytes),
     ):
         _check_size(prefix, path, size)
-    _check_hash(idx_path(prefix), manifest.idx_sha256)
+    check_hash(idx_path(prefix), manifest.idx_sha256)
     if manifest.loss_mask is not None:
         mask = mask_prefix(prefix)
         _check_size(prefix, bin_path(mask), manifest.tokens)
         _check_size(prefix, idx_path(mask), manifest.idx_bytes)
-        _check_hash(idx_path(mask), manifest.loss_mask.idx_sha256)
+        check_hash(idx_path(mask), manifest.loss_mask.idx_sha256)
     index = read_index(prefix)
     found = {
         "documents": len(index.lengths),
@@ -213,9 +213,16 @@ def check_bin_hash(prefix: str | Path, manifest: Manifest) -> None:
     Raises:
         DataError: The hash differs.
     """
-    _check_hash(bin_path(prefix), manifest.bin_sha256)
+    for path, sha256 in bin_hashes(prefix, manifest).items():
+        check_hash(path, sha256)
+
+
+def bin_hashes(prefix: str | Path, manifest: Manifest) -> dict[Path, str]:
+    """The files of tokens and mask, and what they must hash to."""
+    hashes = {bin_path(prefix): manifest.bin_sha256}
     if manifest.loss_mask is not None:
-        _check_hash(bin_path(mask_prefix(prefix)), manifest.loss_mask.bin_sha256)
+        hashes[bin_path(mask_prefix(prefix))] = manifest.loss_mask.bin_sha256
+    return hashes
 
 
 def check_run(manifest: Manifest, *, vocab_size: int, tokenizer_sha256: str | None) -> None:
@@ -252,7 +259,13 @@ def _check_size(prefix: str | Path, path: Path, size: int) -> None:
         )
 
 
-def _check_hash(path: Path, sha256: str) -> None:
+def check_hash(path: Path, sha256: str) -> None:
+    """Check every byte of a file.
+
+    Raises:
+        DataError: The hash differs.
+        OSError: The file cannot be read.
+    """
     found = file_sha256(path)
     if found != sha256:
         raise DataError(

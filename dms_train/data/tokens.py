@@ -28,7 +28,7 @@ from megatron.core.datasets.utils import Split
 from dms_train.data.batches import Sample
 from dms_train.data.errors import DataError
 from dms_train.data.index_file import read_index
-from dms_train.data.manifest import Manifest, check_run, check_shard, read_manifest
+from dms_train.data.manifest import Manifest, check_bin_hash, check_run, check_shard, read_manifest
 from dms_train.data.masked_dataset import MaskedGPTDataset
 from dms_train.data.options import DataOptions
 from dms_train.data.packed_dataset import PackedGPTDataset
@@ -204,8 +204,10 @@ def build_valid_samples(
     """The first `options.global_batch_size` validation samples, for commands that only evaluate.
 
     Raises:
-        DataError: As `build_datasets`.
+        DataError: As `build_datasets`, or a token file is damaged.
     """
+    for prefix in options.paths:
+        check_bin_hash(prefix, read_manifest(prefix))
     eod = read_manifest(options.paths[0]).eod_id
     _, valid = build_datasets(
         options,

@@ -119,18 +119,23 @@ def any_rank(flag: bool, view: ParallelView) -> bool:
 
 
 def of_rank_0(action: Callable[[], T]) -> T:
-    """What rank 0 returns from `action`, on every rank; the others wait however long it takes.
+    """What rank 0 returns from `action`, on every rank; the others wait however long it takes."""
+    return cast(T, of_ranks(lambda: action() if dist.get_rank() == 0 else None)[0])
 
-    They wait in a group of their own: in the training's group they would run into its timeout,
-    and NCCL would keep their GPUs busy meanwhile. The end of rank 0 ends the wait with an error.
+
+def of_ranks(action: Callable[[], T]) -> list[T]:
+    """What each rank returns from `action`, in their order, however long it takes.
+
+    Ranks wait in a group of their own: in the training's group they would run into its timeout,
+    and NCCL would keep their GPUs busy meanwhile. The end of a rank ends the wait with an error.
     """
     waiting = dist.new_group(backend="gloo", timeout=timedelta(days=_PATIENCE_DAYS))
+    found: list[Any] = [None] * dist.get_world_size()
     try:
-        values = [action() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(values, src=0, group=waiting)
+        dist.all_gather_object(found, action(), group=waiting)
     finally:
         dist.destroy_process_group(waiting)
-    return cast(T, values[0])
+    return found
 
 
 def stop(*, keep_process_group: bool = False) -> None:

@@ -132,6 +132,14 @@ CASES = {
         kind="error",
         facts=("DATA.bin",),
     ),
+    "bin-flipped": Case(
+        done="one bit of `PREFIX.bin` flipped",
+        arrange=damaged(lambda workspace: flip(Path(f"{workspace.data}.bin"), 99)),
+        kind="config error",
+        facts=("data.paths", "DATA.bin", "SHA", "256", "copy it or tokenise"),
+        runner=run_alone,
+        changes=("run", "run/config.yaml", "run/state", "run/state/*"),
+    ),
     "idx-damaged": Case(
         done="one bit of `PREFIX.idx` flipped",
         arrange=damaged(lambda workspace: flip(Path(f"{workspace.data}.idx"), 40)),

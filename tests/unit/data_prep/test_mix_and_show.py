@@ -40,6 +40,18 @@ def numbers(prefix: Path) -> list[int]:
     return [int(document.tokens[0]) for document in ShardReader(prefix)]
 
 
+def test_a_damaged_shard_is_not_mixed_into_a_sound_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = shard(tmp_path / "a", 0, [5, 6])
+    content = bytearray(Path(f"{prefix}.bin").read_bytes())
+    content[0] ^= 1
+    Path(f"{prefix}.bin").write_bytes(content)
+    assert main(["mix", "--output", str(tmp_path / "out"), prefix]) == 2
+    assert f"{prefix}.bin: SHA-256" in capsys.readouterr().err
+    assert not (tmp_path / "out.manifest.json").exists()
+
+
 def test_weights_are_shares_of_the_tokens_throughout(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     a = shard(tmp_path / "a", 0, rng.integers(5, 40, 300).tolist())
