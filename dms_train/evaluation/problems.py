@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dms_train.evaluation.answers import same_number_or_text
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.tokenizer import Tokenizer
@@ -104,4 +105,4 @@ def solved(text: str, answers: tuple[str, ...], pattern: re.Pattern[str]) -> int
     Matches beyond the last answer do not count, neither for nor against.
     """
     given = [match.group(1).strip() for match in pattern.finditer(text)]
-    return sum(g == a.strip() for g, a in zip(given, answers, strict=False))
+    return sum(same_number_or_text(g, a) for g, a in zip(given, answers, strict=False))
