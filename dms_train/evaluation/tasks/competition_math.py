@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from dms_train.evaluation.options import TaskOptions
@@ -30,7 +31,7 @@ class CompetitionMath(Task):
         """Columns `problem` (or `question`) and `answer`."""
         question = row["question"] if "question" in row else row["problem"]
         answer = row["answer"]
-        if type(answer) in (int, float):  # as AIME answers are stored
+        if type(answer) is int or (type(answer) is float and math.isfinite(answer)):
             answer = str(answer)
         if not all(isinstance(text, str) and text.strip() for text in (question, answer)):
             raise ValueError("problem and answer must be texts that are not empty")
