@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,11 +13,12 @@ from typing import Any, NamedTuple, Protocol
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import Source, file_sha256
 from dms_train.data_prep.documents import EVERY_LINE, InputRule, read_documents
+from dms_train.hf.errors import HFError
+from dms_train.hf.row_files import csv_rows, json_array, json_line, numbered_lines
 
 _ROWS_PER_BATCH = 64
 _FILE_TYPES = (".parquet", ".jsonl", ".json", ".csv")
 _LINES = ".txt"
-_LONGEST_CELL = 1 << 26  # characters of a cell of a CSV file
 _EVERY_LINE = InputRule(text_split=EVERY_LINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -122,7 +121,10 @@ class FileRows:
         self._paths = paths
         self._columns = columns
         types = (*_FILE_TYPES, _LINES) if lines else _FILE_TYPES
-        counts = [_count(path, types) for path in paths]
+        try:
+            counts = [_count(path, types) for path in paths]
+        except HFError as error:
+            raise DataError(str(error)) from None
         self._starts = [0, *accumulate(counts)]
         self.total: int | None = sum(counts)
         self.sources = tuple(Source(name=p.name, sha256=file_sha256(p), rows=0) for p in paths)
@@ -141,8 +143,11 @@ class FileRows:
             def wanted(inner: int, start: int = start) -> bool:
                 return start + inner >= first and shard.holds(start + inner)
 
-            for inner, values in _READERS[path.suffix](path, self._columns, wanted):
-                yield Row(start + inner, source, f"{path}: row {inner}", values)
+            try:
+                for inner, values in _READERS[path.suffix](path, self._columns, wanted):
+                    yield Row(start + inner, source, f"{path}: row {inner}", values)
+            except HFError as error:
+                raise DataError(str(error)) from None
 
 
 _Numbered = Iterator[tuple[int, dict[str, Any]]]
@@ -155,13 +160,12 @@ def _count(path: Path, types: tuple[str, ...]) -> int:
     if path.suffix == ".parquet":
         return int(_parquet(path).metadata.num_rows)
     if path.suffix == ".jsonl":
-        with path.open("rb") as stream:
-            return sum(1 for line in stream if line.strip())
+        return sum(1 for _ in numbered_lines(path))
     if path.suffix == ".csv":
-        return sum(1 for _ in _read_csv(path, (), lambda _: True))
+        return sum(1 for _ in csv_rows(path))
     if path.suffix == _LINES:
         return sum(1 for _ in read_documents(path, _EVERY_LINE))
-    return len(_json_array(path))
+    return len(json_array(path))
 
 
 def _parquet(path: Path) -> Any:
@@ -204,58 +208,17 @@ def _read_parquet(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Num
 
 
 def _read_lines(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
-    with path.open("rb") as stream:
-        number = -1
-        for line_number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            number += 1
-            if wanted(number):
-                try:
-                    values = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{path}:{line_number}: not valid JSON ({error})") from None
-                yield number, _object(f"{path}:{line_number}", values)
-
-
-def _json_array(path: Path) -> list[Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON ({error}); name JSON lines .jsonl") from None
-    if not isinstance(values, list):
-        raise DataError(f"{path}: not a list of rows")
-    return values
+    for number, (line_number, line) in enumerate(numbered_lines(path)):
+        if wanted(number):
+            yield number, json_line(path, line_number, line)
 
 
 def _read_array(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
-    for number, values in enumerate(_json_array(path)):
-        if wanted(number):
-            yield number, _object(f"{path}: row {number}", values)
+    return ((n, values) for n, values in enumerate(json_array(path)) if wanted(n))
 
 
 def _read_csv(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:
-    number = 0
-    csv.field_size_limit(_LONGEST_CELL)
-    with path.open("rb") as stream:
-        # decoded line by line: a larger block would name a row in front of the damaged one
-        rows = csv.reader((line.decode("utf-8-sig") for line in stream), strict=True)
-        try:
-            names = next(rows, [])
-            for cells in filter(None, rows):  # without blank lines
-                if len(cells) != len(names):
-                    raise csv.Error(f"{len(cells)} cells for {len(names)} columns")
-                if wanted(number):
-                    yield number, dict(zip(names, cells, strict=True))
-                number += 1
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: row {number} cannot be read ({error})") from None
-
-
-def _object(where: str, values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise DataError(f"{where}: expected an object with columns, found {type(values).__name__}")
-    return values
+    return ((n, dict(values)) for n, values in enumerate(csv_rows(path)) if wanted(n))
 
 
 def _read_text(path: Path, columns: tuple[str, ...], wanted: _Wanted) -> _Numbered:

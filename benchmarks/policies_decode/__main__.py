@@ -16,6 +16,7 @@ import json
 import re
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from dms_train.cli.errors import run_main
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
-from dms_train.inference.cache_builder import build_cache
+from dms_train.inference.cache_builder import build_cache, kept_bytes
 from dms_train.inference.decode_inputs import PackedInputs
 from dms_train.inference.graphs import DecodeGraphs
 from dms_train.inference.models.loader import LoadedModel
@@ -138,9 +139,9 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
         kernels="triton",
         max_num_seqs=sizes.sequences,
         max_model_len=longest,
-        cache_bytes=_cache_bytes(model, sizes, held),
     )
-    cache = build_cache(model, policy, options)
+    memory = _cache_bytes(model, sizes, held) + kept_bytes(model, policy, options)
+    cache = build_cache(model, policy, replace(options, cache_bytes=memory))
     assert isinstance(cache, PagedKVCache)
     for row in range(sizes.sequences):
         cache.assign(row, RequestSizes(held, held + sizes.steps, 0))

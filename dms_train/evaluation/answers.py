@@ -17,15 +17,26 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from enum import StrEnum
 from functools import cache
 from typing import Any, NamedTuple
+
+from dms_train.evaluation.answer_text import (
+    TEXT,
+    Measured,
+    last_box,
+    plain_latex,
+    same_unit,
+    split_unit,
+)
 
 END_OF_REASONING = "</think>"
 _START_OF_REASONING = "<think>"
 CALL_SECONDS = 5.0  # of the processor, for each call of math-verify
 _CALL_CLOCK_SECONDS = 120  # math-verify's own limit
+_DIGITS = 50  # of irrational numbers; math-verify's 15 make numbers below 1e-15 equal
+_LEAST_ROUNDED = 0.1  # from here on, six places after the point are six significant digits
 
 
 class Verdict(StrEnum):
@@ -103,21 +114,30 @@ def final_text(text: str) -> str | None:
 
 def boxed_answer(text: str) -> str | None:
     """Content of the last box behind the reasoning; None without a complete one."""
-    return _last_box(text.rpartition(END_OF_REASONING)[2]) or None
+    return last_box(text.rpartition(END_OF_REASONING)[2]) or None
 
 
 def stated_answer(text: str) -> str | None:
-    """The number behind the last "The final answer is", without zeros that mean nothing."""
-    match = _stated(text.rpartition(END_OF_REASONING)[2])
-    number = _number(match[1]) if match is not None else None
+    """Return the number after the last "The final answer is", without zeros that mean nothing."""
+    number = _stated(text.rpartition(END_OF_REASONING)[2])
     return None if number is None else f"{number.normalize():f}"
 
 
+def same_number_or_text(one: str, other: str) -> bool:
+    """Whether two answers are the same text or the same number, such as 1,200 and 1200."""
+    first, second = (_number(plain_latex(answer)) for answer in (one, other))
+    if first is None or second is None:
+        return one.strip() == other.strip()
+    return first == second
+
+
+_PHRASE = "the final answer is"
+_NUMBER = r"[-+]? *(?:\\?[$€£])? *[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|[-+]?\.\d+"
 # A number that ends its line, words such as a unit aside.
 _STATED = re.compile(
-    r"The final answer is:? *\$?(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+)"
-    r"(?![\d.,]*\d)(?! *[-+*/^=\\])[^\d\n]*$",
-    re.MULTILINE,
+    rf"{_PHRASE}[:*]* *(?:[$*]|\\\(|\\boxed *\{{)*({_NUMBER})"
+    r"(?![\d.,]*\d)(?! *(?:[-+/^=]|\*(?!\*|$)|\\(?![)%, ]|text|mathrm)))[^\d\n]*$",
+    re.MULTILINE | re.IGNORECASE,
 )
 
 
@@ -125,27 +145,32 @@ def _verify_stated(gold: str, text: str) -> Verdict:
     expected = _number(gold)
     if expected is None:
         return Verdict.UNREADABLE_GOLD
-    match = _stated(text)
-    if match is None:
+    found = _stated(text)
+    if found is None:
         return Verdict.NO_ANSWER
-    return Verdict.CORRECT if _number(match[1]) == expected else Verdict.WRONG
+    return Verdict.CORRECT if found == expected else Verdict.WRONG
 
 
-def _stated(text: str) -> re.Match[str] | None:
-    last = text.rfind("The final answer is")
-    return _STATED.match(text, last) if last >= 0 else None
+def _stated(text: str) -> Decimal | None:
+    phrases = list(re.finditer(_PHRASE, text, re.IGNORECASE))
+    if not phrases:
+        return None
+    line = plain_latex(text[phrases[-1].start() :].partition("\n")[0])
+    match = _STATED.match(line)
+    return _number(match[1]) if match is not None else None
+
+
+_PLAIN_NUMBER = re.compile(r"([-+]?)(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|([-+]?)\.\d+")
 
 
 def _number(text: str) -> Decimal | None:
-    try:
-        number = Decimal(text.replace(",", "").strip())
-    except InvalidOperation:
-        return None
-    return number if number.is_finite() else None
+    """Return a number in plain LaTeX, a currency or percent sign aside; None for other text."""
+    bare = re.sub(r"\\?[$€£%]|\s", "", text)
+    return Decimal(bare.replace(",", "")) if _PLAIN_NUMBER.fullmatch(bare) else None
 
 
 def _verify_boxed(gold: str, text: str) -> Verdict:
-    box = _last_box(text)
+    box = last_box(text)
     if box is not None and not box:
         return Verdict.NO_ANSWER
     word = _word(gold)
@@ -153,56 +178,48 @@ def _verify_boxed(gold: str, text: str) -> Verdict:
         if box is None:
             return Verdict.NO_ANSWER
         return Verdict.CORRECT if _bare(box) == word else Verdict.WRONG
-    verdict = _compare(_braced(gold), _braced(text))
-    if verdict is Verdict.CORRECT and box is not None and not _same_kind(gold, box):
+    expression = _anchored(text) if box is None else box
+    if not expression:
+        return Verdict.NO_ANSWER
+    return _verify_expression(plain_latex(gold), plain_latex(expression))
+
+
+def _anchored(text: str) -> str:
+    """Return the expression after a phrase such as "the final answer is"; empty without one."""
+    found = _parsed(text, extraction_config=_extraction(gold=False))
+    return next((one for one in found if isinstance(one, str)), "")
+
+
+def _verify_expression(gold: str, answer: str) -> Verdict:
+    if gold and gold.split() == answer.split():
+        return Verdict.CORRECT
+    expected, found = split_unit(gold), split_unit(answer)
+    if expected.unit and not found.unit:
+        found = split_unit(answer, attached=True)
+    elif found.unit and not expected.unit:
+        expected = split_unit(gold, attached=True)
+    verdict = _compare(expected.value, rf"\boxed{{{found.value}}}")
+    if verdict is Verdict.WRONG and [expected.unit, found.unit].count("%") == 1:
+        parts = [rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, unit in (expected, found)]
+        verdict = _compare(parts[0], rf"\boxed{{{parts[1]}}}")
+    if verdict is Verdict.CORRECT and not _same_kind(expected, found):
         return Verdict.WRONG
     return verdict
 
 
-def _last_box(text: str) -> str | None:
-    """Content of the last box; None without a box, empty for one that is empty or malformed."""
-    start = text.rfind("\\boxed")
-    if start < 0:
-        return None
-    opening = re.compile(r"\\boxed\s*\{").match(text, start)
-    if opening is None:
-        return ""
-    depth = 1
-    for position in range(opening.end(), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            goes_on = re.compile(r"\s*\{|[\d^_!]").match(text, position + 1)
-            return "" if goes_on else text[opening.end() : position].strip()
-    return ""
-
-
-_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
+_TEXT = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")
 
 
 def _bare(answer: str) -> str:
-    r"""An answer without `\text`, dollars, spaces at its ends and capitals."""
+    r"""Return an answer without `\text`, dollars, spaces at its ends and capitals."""
     return _TEXT.sub(r"\1", answer).strip(" $.").casefold()
 
 
 def _word(gold: str) -> str | None:
-    """The gold answer where it is a word; as LaTeX it would be a product of its letters."""
+    """Return the gold answer where it is a word; as LaTeX it would be a product of its letters."""
     bare = _bare(gold)
     fewest = 2 if _TEXT.fullmatch(gold.strip(" $")) else 4
     return bare if re.fullmatch(rf"[a-z]{{{fewest},}}(?:[ -][a-z]+)*", bare) else None
-
-
-# Arguments that TeX takes without braces, such as \frac43; math-verify reads braced ones only.
-_UNBRACED = (
-    (re.compile(r"\\[dt]?frac\s*(\d)\s*(?=[\d{])"), r"\\frac{\1}"),
-    (re.compile(r"\\[dt]?frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
-    (re.compile(r"\\sqrt\s*(\d)"), r"\\sqrt{\1}"),
-)
-
-
-def _braced(text: str) -> str:
-    for pattern, replacement in _UNBRACED:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 @cache
@@ -214,15 +231,22 @@ def _math_verify() -> Any:
 
 
 @cache
-def _boxed_first() -> list[Any]:
-    """open-r1's extraction: boxes first, no expression without a box or an anchoring phrase."""
+def _extraction(*, gold: bool) -> list[Any]:
+    """Return math-verify's rules for reading; units are compared here and left alone there.
+
+    Texts follow open-r1: boxes first, no expression without a box or an anchoring phrase.
+    """
     from latex2sympy2_extended import NormalizationConfig
 
+    library = _math_verify()
     rule = NormalizationConfig(
-        basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all"
+        basic_latex=True, units=False, malformed_operators=gold, nits=gold, boxed="all"
     )
+    if gold:
+        latex = library.LatexExtractionConfig(normalization_config=rule)
+        return [latex, library.ExprExtractionConfig()]
     return [
-        _math_verify().LatexExtractionConfig(
+        library.LatexExtractionConfig(
             boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=rule
         )
     ]
@@ -261,23 +285,61 @@ def _compare(gold: str, text: str) -> Verdict:
 
 
 def _compare_in_time(gold: str, text: str) -> Verdict:
-    expected = _parsed(f"${gold}$")
+    expected = _parsed(f"${gold}$", extraction_config=_extraction(gold=True))
     if not expected:
         return Verdict.UNREADABLE_GOLD
-    found = _parsed(text, extraction_config=_boxed_first())
+    found = _parsed(text, extraction_config=_extraction(gold=False))
     if not found:
         return Verdict.NO_ANSWER
-    try:
-        equal = _verified(expected, found, raise_on_error=True)
-    except Exception:  # of one of the pairs; the others may still be equal
-        equal = _verified(expected, found)
+    with processor_limit(CALL_SECONDS):
+        exact = [_exact(one) for one in expected], [_exact(one) for one in found]
+    equal = _verified(*exact) or (_may_round(expected, found) and _verified(expected, found))
     return Verdict.CORRECT if equal else Verdict.WRONG
 
 
-def _verified(expected: list[Any], found: list[Any], **options: Any) -> bool:
+def _exact(expression: Any) -> Any:
+    """Replace decimals by fractions and compute rational parts, which are compared exactly."""
+    if isinstance(expression, str):
+        return expression
+    from sympy import Float, Rational
+
+    decimals = {one: Rational(str(one)) for one in expression.atoms(Float)}
+    exact = expression.xreplace(decimals)
+    try:
+        value = exact.doit() if exact.is_number else exact
+    except Exception:
+        return exact
+    return value if value.is_Rational else exact
+
+
+def _may_round(expected: list[Any], found: list[Any]) -> bool:
+    """Whether one side has decimals, none close to zero, so that it may be the other rounded.
+
+    math-verify rounds at six places after the point; close to zero that says nothing.
+    """
+    from sympy import Float
+
+    sides = [
+        set().union(*(one.atoms(Float) for one in side if not isinstance(one, str)))
+        for side in (expected, found)
+    ]
+    if bool(sides[0]) == bool(sides[1]):
+        return False
+    return all(abs(one) >= _LEAST_ROUNDED for side in sides for one in side)
+
+
+def _verified(expected: list[Any], found: list[Any]) -> bool:
+    """Compare with math-verify; an error in one pair leaves the others, which may be equal."""
+    try:
+        return _verify(expected, found, raise_on_error=True)
+    except Exception:
+        return _verify(expected, found)
+
+
+def _verify(expected: list[Any], found: list[Any], **options: Any) -> bool:
     with processor_limit(CALL_SECONDS):
-        limit = _CALL_CLOCK_SECONDS
-        return bool(_math_verify().verify(expected, found, timeout_seconds=limit, **options))
+        options |= {"timeout_seconds": _CALL_CLOCK_SECONDS, "numeric_precision": _DIGITS}
+        return bool(_math_verify().verify(expected, found, **options))
 
 
 def _parsed(text: str, **options: Any) -> list[Any]:
@@ -293,29 +355,18 @@ def _parsed(text: str, **options: Any) -> list[Any]:
         return []
 
 
-def _same_kind(gold: str, answer: str) -> bool:
+def _same_kind(gold: Measured, answer: Measured) -> bool:
     """Whether base, unit and brackets agree, which math-verify drops."""
-    gold, answer = gold.strip(" $."), answer.strip(" $.")
-    if _base(gold) != _base(answer):
+    if _base(gold.value) != _base(answer.value):
         return False
-    units = _unit(gold), _unit(answer)
-    # a unit may be left out, and may be written in full or not: cm, centimeters
-    if all(units) and units[0][:1] != units[1][:1]:
+    if not same_unit(gold.unit, answer.unit):
         return False
-    return {_bracket(gold), _bracket(answer)} != {"(", "{"}
+    return {_bracket(gold.value), _bracket(answer.value)} != {"(", "{"}
 
 
 def _base(answer: str) -> str | None:
     match = re.fullmatch(r"[0-9A-F.]+_\{?(\d+)\}?", answer.replace(" ", ""))
     return match[1] if match else None
-
-
-def _unit(answer: str) -> str:
-    """Text after a number, such as `cm`; empty when there is none."""
-    match = re.search(r"[\d}]\s*\\[ ,]?\s*(?:text|mathrm|mbox)\s*\{\s*([^{}]*)\}", answer)
-    if match is None or _TEXT.fullmatch(answer):
-        return ""
-    return re.sub(r"square|sq\b|cubic|\W", "", match[1].casefold())
 
 
 def _bracket(answer: str) -> str:

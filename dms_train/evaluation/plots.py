@@ -12,7 +12,7 @@ Curve = tuple[list[int], list[float]]
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`; a line that was cut off by a crash is left out."""
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").split("\n"):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:

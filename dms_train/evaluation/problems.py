@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dms_train.evaluation.answers import same_number_or_text
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.errors import HFError
+from dms_train.hf.row_files import json_lines
 from dms_train.inference.tokenizer import Tokenizer
 
 
@@ -41,10 +44,8 @@ def read_problems(path: Path, max_problems: int) -> list[Sheet]:
     """
     sheets: list[Sheet] = []
     taken = 0
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        sheet = _sheet(line, f"{path}:{number}")
+    for where, values in _rows(path):
+        sheet = _sheet(values, where)
         taken += len(sheet.answers)
         if taken > max_problems:
             break
@@ -54,19 +55,14 @@ def read_problems(path: Path, max_problems: int) -> list[Sheet]:
     return sheets
 
 
-def _lines(path: Path) -> list[str]:
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise EvaluationError(f"{path}: not UTF-8 ({error.reason})") from None
+        yield from json_lines(path)
+    except HFError as error:
+        raise EvaluationError(str(error)) from None
 
 
-def _sheet(line: str, where: str) -> Sheet:
-    try:
-        values: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise EvaluationError(f"{where}: not valid JSON ({error.msg})") from None
-    values = values if isinstance(values, dict) else {}
+def _sheet(values: dict[str, Any], where: str) -> Sheet:
     prompt, answers, stop = (values.get(name) for name in ("prompt", "answers", "stop"))
     if not isinstance(prompt, str) or not prompt:
         raise EvaluationError(f'{where}: needs "prompt", a text that is not empty')
@@ -104,4 +100,4 @@ def solved(text: str, answers: tuple[str, ...], pattern: re.Pattern[str]) -> int
     Matches beyond the last answer do not count, neither for nor against.
     """
     given = [match.group(1).strip() for match in pattern.finditer(text)]
-    return sum(g == a.strip() for g, a in zip(given, answers, strict=False))
+    return sum(same_number_or_text(g, a) for g, a in zip(given, answers, strict=False))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from dataclasses import replace
+
 import torch
 
 from dms_train.hf.architecture import Architecture
@@ -20,7 +23,7 @@ from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.blocks import rotary_frequencies
 from dms_train.inference.models.loader import LoadedModel
 from dms_train.inference.options import EngineOptions
-from dms_train.inference.policies.base import CachePolicy
+from dms_train.inference.policies.base import CachePolicy, RequestSizes
 from dms_train.inference.policies.dmc import DMCPolicy
 from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.kernels.decode import kernels as decode
@@ -38,13 +41,23 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
         InferenceError: The options do not fit together, or leave no memory for the cache.
     """
     a, device = model.architecture, torch.device(options.device)
-    sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
-    frequency = rotary_frequencies(a, device)
     if options.cache == "dense":
+        frequency = rotary_frequencies(a, device)
+        sizes = {"layers": a.num_layers, "rows": options.max_num_seqs, "heads": a.num_query_groups}
         like = torch.zeros(0, a.kv_channels, dtype=model.dtype, device=device)
         return DenseCache(policy, like=like, frequency=frequency, **sizes)
     if _uses_kernels(model, policy, options):
         return _paged(model, policy, options, _pages(model, policy, options))
+    cache = _compact(model, policy, options, options.max_num_seqs)
+    if options.cache_bytes is not None:
+        cache.pool.limit(_slabs(model, cache, options, options.cache_bytes))
+    return cache
+
+
+def _compact(
+    model: LoadedModel, policy: CachePolicy, options: EngineOptions, rows: int
+) -> CompactCache:
+    a, device = model.architecture, torch.device(options.device)
     pool = PagePool(
         head_size=a.kv_channels,
         state_width=policy.state_width,
@@ -53,14 +66,61 @@ def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions)
         page_slots=options.page_slots,
         slab_pages=options.slab_pages,
     )
-    if options.cache_bytes is not None:
-        if options.cache_bytes < pool.slab_bytes:
-            raise InferenceError(
-                f"cache_bytes={options.cache_bytes}: at least {pool.slab_bytes}, or choose a "
-                "smaller slab_pages or page_slots"
-            )
-        pool.limit(options.cache_bytes // pool.slab_bytes)
-    return CompactCache(pool, policy, frequency=frequency, **sizes)
+    sizes = {"layers": a.num_layers, "rows": rows, "heads": a.num_query_groups}
+    return CompactCache(pool, policy, frequency=rotary_frequencies(a, device), **sizes)
+
+
+def _slabs(
+    model: LoadedModel, cache: CompactCache, options: EngineOptions, cache_bytes: int
+) -> int:
+    """Most slabs that fit beside what the policy keeps for all sequences.
+
+    Raises:
+        InferenceError: Not one fits.
+    """
+    pool, tokens = cache.pool, cache.policy.state_tokens
+    row_bytes = _policy_bytes(model, cache.policy, options) * _copies(cache.policy, options)
+    kv_lists = model.architecture.num_layers * model.architecture.num_query_groups
+    longest = longest_sequence(model.architecture, options)
+
+    def total(slabs: int) -> int:
+        """Bytes if one sequence fills all slabs, because all rows have tensors as long as its."""
+        slots = slabs * pool.slab_bytes // pool.slot_bytes
+        entries = -(-min(longest, -(-slots // kv_lists)) // tokens) if tokens else 1
+        return slabs * pool.slab_bytes + options.max_num_seqs * row_bytes * entries
+
+    most = cache_bytes // pool.slab_bytes
+    slabs = bisect_right(range(1, most + 1), cache_bytes, key=total)
+    if not slabs:
+        raise InferenceError(
+            f"cache_bytes={cache_bytes}: at least {total(1)}, or choose a smaller max_num_seqs, "
+            "slab_pages or page_slots"
+        )
+    return slabs
+
+
+@torch.no_grad()
+def _policy_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
+    """Bytes that the policy keeps for a sequence, or for each entry of tensors that grow with it.
+
+    One token is computed to find out; these tensors take their shapes from it.
+    """
+    cache = _compact(model, policy, replace(options, slab_pages=1), 1)
+    cache.assign(0, RequestSizes(1, 2, 0))
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=options.device)
+    model.decoder(TokenBatch.rectangular(zero, zero, zero[0]), cache)
+    return cache.policy_bytes
+
+
+def kept_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
+    """Return the bytes beside pages that the kernels' cache sets aside for a policy."""
+    fewest = model.architecture.num_layers * model.architecture.num_query_groups
+    return _paged(model, policy, options, fewest).policy_bytes * _copies(policy, options)
+
+
+def _copies(policy: CachePolicy, options: EngineOptions) -> int:
+    """Copies of what a policy keeps: one for each sequence, and one for each snapshot."""
+    return 2 if options.enable_prefix_caching and policy.shareable else 1
 
 
 def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:
@@ -163,6 +223,7 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
         page_bytes += 2 * a.kv_channels * model.dtype.itemsize
     if options.cache_bytes is not None:
         setting, memory = f"cache_bytes={options.cache_bytes}", options.cache_bytes
+        memory -= kept_bytes(model, policy, options)
     elif options.device.startswith("cuda"):
         setting = f"gpu_memory_utilization={options.gpu_memory_utilization}"
         memory = _gpu_bytes(model, policy, options)

@@ -72,8 +72,9 @@ class EngineOptions:
             when they have finished, without `enable_prefix_caching`; what lies behind the end of a
             sequence is dropped.
         max_model_len: Most tokens of a sequence; None takes what the model was trained for.
-        cache_bytes: Most bytes of keys and values in a compact cache; sequences wait, or are
-            preempted and computed again, where they do not fit. None sets no limit on a CPU.
+        cache_bytes: Most bytes of keys, values and what the policy keeps beside them in a compact
+            cache, without page tables; sequences wait, or are preempted and computed again, where
+            they do not fit. None sets no limit on a CPU.
         gpu_memory_utilization: Share of a GPU's memory for the model, its computation and the
             cache, where `cache_bytes` is None.
         enable_prefix_caching: Keep snapshots of the cache of finished requests and of prompts that

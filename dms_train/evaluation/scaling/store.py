@@ -89,10 +89,10 @@ def read_header(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / RUN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvaluationError(f"{folder}: no {RUN}; give the folder of a dms-eval run") from None
-    except json.JSONDecodeError as error:
-        raise EvaluationError(f"{folder / RUN}: not valid JSON ({error.msg})") from None
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{folder / RUN}: not UTF-8 ({error.reason})") from None
+    except (ValueError, RecursionError) as error:
+        raise EvaluationError(f"{folder / RUN}: not valid JSON ({error})") from None
     header: dict[str, Any] = found if isinstance(found, dict) else {}
     if not isinstance(header.get("config"), dict) or not header.get("config_hash"):
         raise EvaluationError(f"{folder / RUN}: not of a dms-eval run; leave the folder out")
@@ -137,9 +137,10 @@ def _row(line: bytes) -> Row | None:
         return None
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and "chains" in value else None
+    needed = {"document", "chain", "chains"}
+    return value if isinstance(value, dict) and needed <= value.keys() else None
 
 
 class ChainWriter:

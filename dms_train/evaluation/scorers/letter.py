@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from dms_train.evaluation.answer_text import full_width_to_ascii
 from dms_train.evaluation.answers import Verdict, final_text
 from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 # A single letter that ends its line, in Markdown or TeX or not.
-_ANSWER = re.compile(r"Answer:[ \t]*[*$(]*([A-D])[)$*.]*[ \t]*$", re.MULTILINE)
+_ANSWER = re.compile(
+    r"Answer:(?:[ \t*$(]|\\\(|\\(?:boxed|text|textbf|mathrm)\{)*([A-D])(?:[)}$*.\s]|\\\))*$"
+)
 
 
 class LetterScorer(Scorer):
@@ -29,8 +32,9 @@ def _marks(gold: str, text: str) -> Marks:
     answer = final_text(text)
     if answer is None:
         return Marks(answers=(None,), correct=(False,), verdict=Verdict.UNFINISHED.value)
+    answer = full_width_to_ascii(answer)
     last = answer.rfind("Answer:")
-    match = _ANSWER.match(answer, last) if last >= 0 else None
+    match = _ANSWER.match(answer[last:].partition("\n")[0]) if last >= 0 else None
     if match is None:
         return Marks(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
     correct = match[1] == gold

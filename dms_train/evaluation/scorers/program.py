@@ -12,7 +12,8 @@ from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.tasks.livecodebench import program_tests
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```([\w+-]*)[ \t\r]*\n(.*?)```", re.DOTALL)
+_PYTHON = ("", "python", "python3", "py")
 
 
 class ProgramScorer(Scorer):
@@ -39,7 +40,7 @@ def _marks(text: str, tests: list[ProgramTest]) -> Marks:
     answer = final_text(text)
     if answer is None:
         return Marks(answers=(None,), correct=(False,), verdict=Verdict.UNFINISHED.value)
-    blocks = _BLOCK.findall(answer)
+    blocks = [code for name, code in _BLOCK.findall(answer) if name.casefold() in _PYTHON]
     if not blocks:
         return Marks(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
     correct = passes(blocks[-1], tests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dms_train.evaluation.answers import Verdict
+from dms_train.evaluation.answers import Verdict, same_number_or_text
 from dms_train.evaluation.options import ANSWER_PATTERN
 from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
 from dms_train.evaluation.tasks.base import Document
@@ -29,6 +29,8 @@ def _marks(gold: tuple[str, ...], text: str) -> Marks:
     given: list[str | None] = [match.group(1).strip() for match in _PATTERN.finditer(text)]
     given = given[: len(gold)]
     given += [None] * (len(gold) - len(given))
-    correct = tuple(g == a.strip() for g, a in zip(given, gold, strict=True))
+    correct = tuple(
+        g is not None and same_number_or_text(g, a) for g, a in zip(given, gold, strict=True)
+    )
     verdict = Verdict.CORRECT if all(correct) else Verdict.WRONG
     return Marks(answers=tuple(given), correct=correct, verdict=verdict.value)

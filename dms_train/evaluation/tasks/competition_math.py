@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from dms_train.evaluation.options import TaskOptions
@@ -29,12 +30,16 @@ class CompetitionMath(Task):
     def document(self, row: Row, options: TaskOptions) -> Document:
         """Columns `problem` (or `question`) and `answer`."""
         question = row["question"] if "question" in row else row["problem"]
-        answer = str(row["answer"]).strip()
-        if not isinstance(question, str) or not question.strip() or not answer:
+        answer = row["answer"]
+        if type(answer) is int or (type(answer) is float and math.isfinite(answer)):
+            answer = str(answer)
+        if not all(isinstance(text, str) and text.strip() for text in (question, answer)):
             raise ValueError("problem and answer must be texts that are not empty")
         name = next((row[key] for key in self.id_columns if row.get(key) is not None), None)
         return Document(
-            id=str(row["number"] - 1 if name is None else name), question=question, gold=(answer,)
+            id=str(row["number"] - 1 if name is None else name),
+            question=question,
+            gold=(answer.strip(),),
         )
 
     def messages(self, document: Document) -> Messages:

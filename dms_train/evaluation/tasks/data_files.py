@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.hf.errors import HFError
+from dms_train.hf.row_files import csv_rows, json_array, json_lines
 
 _BLOCK = 1 << 20
-_LONGEST_CELL = 1 << 26  # characters of a cell of a CSV file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +67,18 @@ def read_rows(path: Path, *, sha256: str | None = None) -> Iterator[dict[str, An
     """
     if sha256 is not None and file_sha256(path) != sha256.lower():
         raise EvaluationError(f"{path}: its SHA-256 is {file_sha256(path)}, not {sha256}")
-    readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    readers: dict[str, Callable[[Path], Iterable[dict[str, Any]]]] = {
+        ".jsonl": _json_lines,
+        ".json": json_array,
+        ".csv": csv_rows,
+        ".parquet": _parquet,
+    }
     if path.suffix not in readers:
         raise EvaluationError(f"{path}: give a file that ends in {', '.join(readers)}")
     try:
         yield from readers[path.suffix](path)
-    except UnicodeDecodeError as error:
-        raise EvaluationError(f"{path}: not UTF-8 ({error.reason})") from None
+    except HFError as error:
+        raise EvaluationError(str(error)) from None
 
 
 def file_sha256(path: Path) -> str:
@@ -87,42 +91,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield _mapping(line, f"{path}:{number}")
-
-
-def _mapping(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise EvaluationError(f"{where}: not valid JSON ({error.msg})") from None
-    if not isinstance(value, dict):
-        raise EvaluationError(f"{where}: give an object with named columns")
-    return value
-
-
-def _json(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise EvaluationError(f"{path}: not valid JSON ({error.msg})") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise EvaluationError(f"{path}: give a list of objects")
-    yield from rows
-
-
-def _csv(path: Path) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(_LONGEST_CELL)
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        rows = csv.DictReader(stream, strict=True)
-        try:
-            yield from rows
-        except csv.Error as error:
-            raise EvaluationError(
-                f"{path}:{rows.reader.line_num}: cannot be read ({error})"
-            ) from None
+    return (row for _, row in json_lines(path))
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.hf.errors import HFError
+from dms_train.hf.text_files import read_text
 
 _SENTENCE_END = re.compile(r"(?<=[.!?]) +(?=[A-Z0-9\"'(])")
 
@@ -21,9 +23,9 @@ def read_words(path: Path) -> list[str]:
         FileNotFoundError: There is no such file.
     """
     try:
-        words = path.read_text(encoding="utf-8").split()
-    except UnicodeDecodeError as error:
-        raise EvaluationError(f"{path}: not UTF-8 ({error.reason})") from None
+        words = read_text(path).split()
+    except HFError as error:
+        raise EvaluationError(str(error)) from None
     if not words:
         raise EvaluationError(f"{path}: no text")
     return words

@@ -96,6 +96,11 @@ class CompactCache:
         tables = sum(table.numel() for table in self._tables)
         return (tables + self._lengths.numel()) * 8 + self._state.nbytes
 
+    @property
+    def policy_bytes(self) -> int:
+        """Bytes of what the policy keeps besides its numbers in the slots, for all rows."""
+        return self._state.nbytes
+
     def live(self, rows: Tensor) -> Tensor:
         """Live tokens, int64 [layers, b, h]."""
         return self._lengths[:, rows]

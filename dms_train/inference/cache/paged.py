@@ -124,7 +124,15 @@ class PagedKVCache:
         """Bytes of what describes the rows, and of the pages in which prompts are computed."""
         tables = (self.lists.tables, self.lists.lengths, self._rings, self._exponents)
         wide = 0 if self._wide is None else self._wide.nbytes
-        return wide + sum(x.numel() * x.itemsize for x in tables if x is not None)
+        return wide + self.policy_bytes + sum(x.nbytes for x in tables if x is not None)
+
+    @property
+    def policy_bytes(self) -> int:
+        """Bytes of what the policy keeps besides pages, for all rows."""
+        return sum(x.nbytes for x in self._policy_tensors())
+
+    def _policy_tensors(self) -> list[Tensor]:
+        return []
 
     @property
     def snapshot_bytes(self) -> int:

@@ -128,11 +128,8 @@ class BudgetPagedCache(PagedKVCache):
         rule = super()._rule_of(spec, head_size)
         return rule if type(self.policy) is SnapKVPolicy else rule._replace(source=CHOSEN)
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of what describes the rows."""
-        own = [self._positions, self._scores, self._queries, *(self._logits or ())]
-        return int(super().table_bytes + sum(x.numel() * x.itemsize for x in own))
+    def _policy_tensors(self) -> list[Tensor]:
+        return [self._positions, self._scores, self._queries, *(self._logits or ())]
 
     def view(self, layer: int) -> PagedCache:
         """One layer as the kernels see it."""

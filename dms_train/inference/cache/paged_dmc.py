@@ -85,10 +85,8 @@ class DMCPagedCache(PagedKVCache):
         """Nothing is read from the query: the kernel that merges decides and clears."""
         return Decisions(NEVER)
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of what describes the rows, and of their newest tokens."""
-        return super().table_bytes + sum(x.nbytes for x in self._newest())
+    def _policy_tensors(self) -> list[Tensor]:
+        return self._newest()
 
     def _newest(self) -> list[Tensor]:
         return [self._newest_keys, self._newest_values, self._newest_weights]

@@ -198,6 +198,8 @@ class CachePolicy(Protocol):
         scored: Whether tokens are evicted after attention, by what they received or hold.
         needs_content: Whether the hooks read keys and values.
         recent_queries: How many of the newest queries the hooks read.
+        state_tokens: Tokens for each entry of `Sequences.lists` where these grow with the sequence;
+            0 where none of them does. `cache_bytes` counts them.
         window: Newest tokens that are never evicted.
         shareable: Whether the state after a token depends on the tokens up to it only, not on the
             request or on how a prompt is split into passes, so that other requests can start from
@@ -209,6 +211,7 @@ class CachePolicy(Protocol):
     scored: bool = False
     needs_content: bool = False
     recent_queries: int = 0
+    state_tokens: int = 0
     window: int = 0
     shareable: bool = True
     settles: bool = True

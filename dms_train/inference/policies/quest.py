@@ -64,6 +64,7 @@ class QuestPolicy(CachePolicy):
     def __init__(self, options: QuestOptions) -> None:
         self._options = options
         self.page = options.page or max(16, round(2 * (options.cr or 0)))
+        self.state_tokens = self.page
         self.dense_layers, self.include_last_page = options.dense_layers, options.include_last_page
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:

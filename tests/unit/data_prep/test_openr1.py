@@ -360,7 +360,7 @@ def test_two_processes_do_not_share_an_output(
         (row(1, generations="text"), ("row 1", "generations is not a list of str")),
         (row(1, generations=[1]), ("row 1", "generations is not a list of str")),
         (row(1, correctness_math_verify=["x"]), ("row 1", "correctness_math_verify", "bool")),
-        (["list"], ("rows.jsonl:2", "expected an object")),
+        (["list"], ("rows.jsonl:2", "give an object with named columns")),
     ],
 )
 def test_a_bad_row_is_named_and_nothing_is_left(
@@ -408,12 +408,14 @@ def test_unfit_input_is_refused(
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b'Question\na\n"b\nc\n', ("row 1", "unexpected end of data")),
-        (b'Question\n"a"b\n', ("row 0", "expected after")),
-        (b"id,Question\n1,a\n\n2\n", ("row 1", "1 cells for 2 columns")),
-        (b"Question\na\nb,c\n", ("row 1", "2 cells for 1 columns")),
-        (b"Question\n" + b"a\n" * 3 + b"\xff\n", ("row 3", "can't decode byte 0xff")),
-        ("Question\na\n".encode("utf-16"), ("row 0", "can't decode byte 0xff")),
+        (b'Question\na\n"b\nc\n', (":4: cannot be read", "unexpected end of data")),
+        (b'Question\n"a"b\n', (":2: cannot be read", "expected after")),
+        (b"id,Question\n1,a\n\n2\n", (":4: cannot be read", "1 cells for 2 columns")),
+        (b"Question\na\nb,c\n", (":3: cannot be read", "2 cells for 1 columns")),
+        (b"Question,Question\na,b\n", (":1: cannot be read", "two columns have the same name")),
+        (b"Question\n" + b"a\n" * 3 + b"\xff\n", (":5: not UTF-8", "invalid start byte")),
+        (b"Question\na\n\0\n", (":3: a NUL byte", "UTF-8")),
+        ("Question\na\n".encode("utf-16"), (": UTF-16 text", "save the file as UTF-8")),
     ],
 )
 def test_a_damaged_row_of_a_csv_file_is_named(
@@ -428,7 +430,7 @@ def test_a_damaged_row_of_a_csv_file_is_named(
     file.write_bytes(content)
     where, reason = parts
     status = prepare(write_rows([row(0)]), "--evaluation-set", str(file))
-    refused(capsys, status, f"{file}: {where} cannot be read", reason)
+    refused(capsys, status, f"{file}{where}", reason)
 
 
 def page_of(path: Path) -> int:

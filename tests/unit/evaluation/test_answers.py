@@ -72,7 +72,6 @@ REFUSED = [
     ("5", "\\boxed{-5}"),
     ("5", "\\boxed{5"),
     ("5", "\\boxed{}"),
-    ("5", "\\boxed 5"),
     ("5", "\\boxed{5}{6}"),
     ("5", "\\boxed{5}0"),
     ("5", "\\boxed{5)}"),
@@ -82,7 +81,6 @@ REFUSED = [
     ("5", "\\boxed{\\ne 5}"),
     ("5", "\\boxed{>5}"),
     ("5", "\\boxed{\\pm 5}"),
-    ("5", "\\boxed{5\\%}"),
     ("5", "\\boxed{5.00001}"),
     ("5", "\\boxed{5,6}"),
     ("5", "\\boxed{51} or \\boxed{5}"),
@@ -147,9 +145,33 @@ def test_a_stated_number_is_correct(gold: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("18", "The final answer is **18**."),
+        ("18", "**The final answer is:** 18"),
+        ("18", "The final answer is: $\\boxed{18}$."),
+        ("18", "The final answer is $18 \\text{ dollars}$"),
+        ("18", "The final answer is \\(18\\%\\)"),
+        ("18", "The final answer is \uff11\uff18\u3002"),
+        ("18", "the final answer is $18.00"),
+        ("-5", "The final answer is \u22125"),
+        ("-5", "The final answer is -$5"),
+        ("1234", "The final answer is 1{,}234"),
+        ("0.5", "The final answer is .5"),
+        ("$18", "The final answer is 18"),
+    ],
+)
+def test_a_stated_number_may_be_decorated(gold: str, text: str) -> None:
+    assert verify_answer(Attempt(gold, text, AnswerForm.STATED)) is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "The final answer is 19.",
+        "The final answer is 18 = x",
+        "The final answer is 18\\cdot 2",
+        "The final answer is 18½",
         "The final answer is 1",
         "The final answer is -18.",
         "The final answer is 18/5.",
@@ -201,7 +223,7 @@ def test_a_thread_cannot_judge() -> None:
 
     def run() -> None:
         try:
-            verify_answer(Attempt("5", "\\boxed{5}"))
+            verify_answer(Attempt("5", "\\boxed{5.0}"))
         except ValueError as error:
             caught.append(error)
 

@@ -68,7 +68,8 @@ def test_whole_sheets_up_to_the_limit(tmp_path):
     ("content", "named"),
     [
         ('{"prompt": "a", "answers": ["1"]}\n{"prompt"', ":2: not valid JSON"),
-        ("[1]", ':1: needs "prompt"'),
+        ("[1]", ":1: give an object with named columns, not a list"),
+        ("{}", ':1: needs "prompt"'),
         ('{"prompt": "", "answers": ["1"]}', 'needs "prompt"'),
         ('{"prompt": "a", "answers": []}', 'needs "answers"'),
         ('{"prompt": "a", "answers": [15]}', 'needs "answers"'),

@@ -34,6 +34,19 @@ def test_a_stuck_worker_is_killed_and_replaced() -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize(
+    "answer", ["10^{10^{10}}", "2004!!", "9^{9^{9^9}}", "99999999!", "\\frac{1}{10^{10^{10}}}"]
+)
+def test_a_number_of_any_size_ends_within_the_limits(answer: str) -> None:
+    attempts = [Attempt("5", f"\\boxed{{{answer}}}"), Attempt("5", "\\boxed{5.0}")]
+    with Verifier(1, Limits(processor=3.0)) as verifier:
+        huge, normal = verifier.verdicts(attempts)
+    assert huge in (Verdict.TIMEOUT, Verdict.WRONG, Verdict.NO_ANSWER)
+    assert normal is Verdict.CORRECT
+    text = f"\\boxed{{{answer}}}"
+    assert verify_answer(Attempt(answer, text)) is Verdict.CORRECT  # nothing is computed
+
+
 def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
     with Verifier(1) as verifier:
         stream = verifier.verdicts(Attempt("5", "\\boxed{5}") for _ in range(40))

@@ -62,6 +62,14 @@ def test_right_programs_pass_and_others_do_not(document):
     ) == ["correct", "wrong", "wrong", "unfinished", "no_answer", "wrong"]
 
 
+def test_the_last_block_of_python_counts_and_no_other_language():
+    right = SOLUTIONS["fix_a"]
+    (document,) = [d for d in DOCUMENTS if d.id == "fix_a"]
+    sample = written(right) + "\nIt prints:\n```text\n4\n```\nand\n```\n"
+    windows = f"```Python\n{right}\n```".replace("\n", "\r\n")
+    assert verdicts(document, sample, windows, f"```python3\n{right}\n```") == ["correct"] * 3
+
+
 def test_hidden_tests_count():
     (document,) = [d for d in DOCUMENTS if d.id == "fix_b"]
     assert len(program_tests(document)) == 3

@@ -179,7 +179,14 @@ def test_stated_numbers_are_one_answer_however_they_are_written(checker):
 
 
 def test_letters_are_found_in_markdown_and_tex(checker):
-    for text in ("Answer: B", "**Answer: B**", "Answer: (B).", "So.\nAnswer: $B$ \n"):
+    plain = ("Answer: B", "Answer: (B).", "So.\nAnswer: $B$ \n", "Answer: B)\n")
+    decorated = (
+        "**Answer: B**",
+        "**Answer:** B",
+        "Answer: \\(\\boxed{\\text{B}}\\)",
+        "Answer\uff1a\uff22",
+    )
+    for text in (*plain, *decorated):
         (marks,) = SCORERS["letter"].marks(document("B"), [text], checker)
         assert marks.correct == (True,), text
 
@@ -190,6 +197,14 @@ def test_a_sheet_counts_each_problem(checker):
     assert marks.correct == (True, False, False)
     assert marks.answers == ("1", "9", None)
     assert marks.score == pytest.approx(1 / 3)
+
+
+def test_numbers_of_a_sheet_are_compared_as_numbers(checker):
+    text = "The final answer is 1,200.\nThe final answer is \u22123.\nThe final answer is $5.\n"
+    (marks,) = SCORERS["sheet"].marks(document("1200", "-3", "5"), [text], checker)
+    assert marks.correct == (True, True, True)
+    (marks,) = SCORERS["sheet"].marks(document("1200", "3", "50"), [text], checker)
+    assert marks.correct == (True, False, False)
 
 
 def test_references_count_each(checker):

@@ -54,6 +54,13 @@ def test_a_task_has_five_documents_in_the_package(name):
     assert len(TASKS[name].documents(TaskOptions(fixture=True, limit=2), tokens)) == 2
 
 
+@pytest.mark.parametrize("answer", [None, True, float("nan"), [5], {"value": 5}, " "])
+def test_an_answer_of_another_type_is_refused(tmp_path, answer):
+    path = write(tmp_path / "math.jsonl", [{"problem": "1+1", "answer": answer}])
+    with pytest.raises(EvaluationError, match=r"math\.jsonl:1: .*not empty"):
+        TASKS["math500"].documents(TaskOptions(path=path, subset=True), tokens)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_a_prompt_contains_the_question_and_never_the_answer_alone(name):
     for document in TASKS[name].documents(FIXTURE, tokens):
