@@ -36,9 +36,11 @@ def describe_model(directory: Path) -> dict[str, Any]:
     reader = WeightReader(directory)
     names = reader.names()
     found = read_stated(directory)
+    architecture = read_architecture(directory)
+    reader.require(architecture)
     facts: dict[str, Any] = {
         "kind": f"Hugging Face {'dense model' if found is None else _export_of(found[1])}",
-        "family": read_architecture(directory).family,
+        "family": architecture.family,
         "parameters": sum(math.prod(reader.shape(name)) for name in names),
         "tensors": len(names),
         "dtype": dict(Counter(reader.dtype(name) for name in names)),

@@ -122,11 +122,5 @@ def pool_kv_heads(
 
 def _dtype(reader: WeightReader, architecture: Architecture) -> torch.dtype:
     """The narrowest dtype that holds every tensor as it is stored."""
-    stored = sorted({reader.dtype(name) for name in expected_shapes(architecture)})
-    unknown = [name for name in stored if name not in _STORED]
-    if unknown:
-        raise HFError(
-            f"{reader.directory}: weights are stored as {unknown[0]}; "
-            f"convert them to one of {', '.join(_STORED)}"
-        )
+    stored = {reader.dtype(name) for name in expected_shapes(architecture)}
     return reduce(torch.promote_types, (_STORED[name] for name in stored))

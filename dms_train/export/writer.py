@@ -17,7 +17,7 @@ from dms_train.export.card import CARD_FILE, POOLED_FROM, read_base, render
 from dms_train.export.manifest import shipped_code
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, to_hf_config
-from dms_train.hf.directory import WeightWriter, dtype_name
+from dms_train.hf.directory import WeightWriter, dtype_name, is_finite
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find_format
 from dms_train.hf.json_files import read_config, read_json, write_json
@@ -246,6 +246,11 @@ def _write_weights(
                 raise HFError(f"tensor {name}: repeated, or not part of the architecture")
             if tuple(tensor.shape) != shape:
                 raise HFError(f"tensor {name}: shape {tuple(tensor.shape)}, expected {shape}")
-            writer.add(name, tensor.to(dtype))
+            stored = tensor.to(dtype)
+            if not is_finite(stored):
+                raise HFError(
+                    f"tensor {name}: holds NaN or infinite numbers; export an earlier checkpoint"
+                )
+            writer.add(name, stored)
         if missing:
             raise HFError(f"{len(missing)} tensors are missing, first {next(iter(missing))}")

@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise HFError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise HFError(f"{path}: expected a JSON object, found {type(value).__name__}")
