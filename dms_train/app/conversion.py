@@ -21,6 +21,7 @@ from dms_train.mcore.model.weights import WeightSource
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import PRESETS
+from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
 
@@ -75,7 +76,9 @@ def import_model(
         eviction_enabled=spec is not None, target_cr=formats.read_target_cr(directory)
     )
     source = WeightReader(directory)
-    source.require(architecture)
+    leftovers = source.require(architecture)
+    if leftovers is not None:
+        logger().warning(leftovers)
     with open_engine(architecture, spec or PRESETS["dms"], dtype, source) as engine:
         engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
 

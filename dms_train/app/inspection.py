@@ -37,7 +37,7 @@ def describe_model(directory: Path) -> dict[str, Any]:
     names = reader.names()
     found = read_stated(directory)
     architecture = read_architecture(directory)
-    reader.require(architecture)
+    leftovers = reader.require(architecture)
     facts: dict[str, Any] = {
         "kind": f"Hugging Face {'dense model' if found is None else _export_of(found[1])}",
         "family": architecture.family,
@@ -46,6 +46,8 @@ def describe_model(directory: Path) -> dict[str, Any]:
         "dtype": dict(Counter(reader.dtype(name) for name in names)),
         "tokenizer_sha256": tokenizer_hash(directory),
     }
+    if leftovers is not None:
+        facts["warning"] = leftovers
     if found is not None:
         facts["format"], stated = found
         facts["cr_factor"], facts["target_cr"] = stated.cr_factor, stated.target_cr

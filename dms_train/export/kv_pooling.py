@@ -24,6 +24,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.hf.errors import HFError
 from dms_train.hf.tensors import expected_shapes
+from dms_train.observe.log import logger
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -104,7 +105,9 @@ def pool_kv_heads(
     architecture = read_architecture(directory)
     fewer = with_kv_heads(architecture, kv_heads)
     reader = WeightReader(directory)
-    reader.require(architecture)
+    leftovers = reader.require(architecture)
+    if leftovers is not None:
+        logger().warning(leftovers)
     write_export(
         out,
         architecture=fewer,

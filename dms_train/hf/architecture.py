@@ -153,17 +153,18 @@ def _rope_rule(config: Values) -> dict[str, Any]:
     """The scaling rule, `{}` for plain RoPE, from the keys of transformers 4, 5 or both."""
     rules = []
     for key in ("rope_parameters", "rope_scaling"):
-        rule = {k: v for k, v in config.block(key).values.items() if k != "rope_theta"}
+        stated = config.block(key).values
+        rule = {k: v for k, v in stated.items() if k != "rope_theta"}
         kind = rule.pop("type", "default")
         kind = rule.setdefault("rope_type", kind)
         share = rule.pop("partial_rotary_factor", 1.0)
         if share != 1.0:
             raise config.refusal("partial_rotary_factor", share, "use a model with full RoPE")
-        if kind != "default":
-            rules.append(rule)
+        if stated:
+            rules.append({} if kind == "default" else rule)
     if len(rules) > 1 and rules[0] != rules[1]:
-        fix = f"rope_parameters says {rules[0]}; make them agree"
-        raise config.refusal("rope_scaling", rules[1], fix)
+        fix = f"rope_parameters says {rules[0] or 'default'}; make them agree"
+        raise config.refusal("rope_scaling", rules[1] or "default", fix)
     return rules[0] if rules else {}
 
 

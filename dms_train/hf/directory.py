@@ -6,7 +6,6 @@ Weights are safetensors only; nothing here unpickles.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import struct
@@ -194,15 +193,17 @@ class WeightReader:
                 f"use the original model, or convert it to one of {', '.join(_DTYPES)}"
             )
 
-    def require(self, architecture: Architecture, extra: Collection[str] = ()) -> None:
+    def require(self, architecture: Architecture, extra: Collection[str] = ()) -> str | None:
         """Check that the files hold the tensors of the architecture and no others.
 
         Reads no tensor, except to compare the output layer of a tied model with its embedding.
-        Tensors that are known to change nothing are named in one warning.
 
         Args:
             architecture: From config.json.
             extra: Names of further tensors that the caller reads.
+
+        Returns:
+            A warning that names tensors which are ignored because they change nothing, or None.
 
         Raises:
             HFError: A tensor is missing, has another shape, or would be ignored.
@@ -223,7 +224,7 @@ class WeightReader:
         if architecture.tie_word_embeddings and _HEAD in unread:
             self._require_tied()
             unread.remove(_HEAD)
-        self._refuse_unread(unread)
+        return self._leftovers(unread)
 
     def _require_tied(self) -> None:
         """Refuse an output layer that differs from the embedding, in whose place it would go."""
@@ -239,7 +240,7 @@ class WeightReader:
                 f"delete {_HEAD}"
             )
 
-    def _refuse_unread(self, names: list[str]) -> None:
+    def _leftovers(self, names: list[str]) -> str | None:
         unknown = [name for name in names if not _LEFTOVER.search(name)]
         if unknown:
             raise HFError(
@@ -247,11 +248,12 @@ class WeightReader:
                 f"config.json states, first {unknown[0]}; correct config.json, or delete them if "
                 "the model does not need them"
             )
-        if names and os.environ.get("RANK", "0") == "0":
-            logging.getLogger("dms_train").warning(
-                "%s: %d tensors are not read, first %s; the model does not need them",
-                *(self.directory, len(names), names[0]),
-            )
+        if not names:
+            return None
+        return (
+            f"{self.directory}: {len(names)} tensors are ignored, first {names[0]}; they change "
+            "nothing, because such buffers are computed anew"
+        )
 
     @property
     def files(self) -> list[Path]:

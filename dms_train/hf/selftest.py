@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dms_train.hf.directory import save_tensors
 from dms_train.hf.errors import HFError
+from dms_train.hf.values import Values
 
 # A subfolder: some consumers load every *.safetensors file beside config.json.
 REFERENCE = Path("dms_selftest") / "reference.safetensors"
@@ -92,6 +93,14 @@ class SelfTest:
         return cls(
             **tensors,
             dtype=metadata.get("dtype", "bfloat16"),
-            decision_tolerance=float(metadata.get("decision_tolerance", DECISION_TOLERANCE)),
-            kl_tolerance=float(metadata.get("kl_tolerance", KL_TOLERANCE)),
+            decision_tolerance=_tolerance(path, metadata, "decision_tolerance", DECISION_TOLERANCE),
+            kl_tolerance=_tolerance(path, metadata, "kl_tolerance", KL_TOLERANCE),
         )
+
+
+def _tolerance(path: Path, metadata: dict[str, str], key: str, default: float) -> float:
+    """A limit that the metadata states as text."""
+    try:
+        return Values(str(path), {key: float(metadata.get(key, default))}).positive(key)
+    except ValueError:
+        raise HFError(f"{path}: {key}={metadata[key]!r} is no limit; export it again") from None

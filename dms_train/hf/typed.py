@@ -57,4 +57,4 @@ def _kinds(hint: Any) -> list[type]:
 def _fits(value: Any, kind: type) -> bool:
     if isinstance(value, bool) and kind in (int, float):
         return False
-    return isinstance(value, int if kind is float else kind) or isinstance(value, kind)
+    return isinstance(value, (int, float) if kind is float else kind)

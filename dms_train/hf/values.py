@@ -9,6 +9,8 @@ from typing import Any
 
 from dms_train.hf.errors import HFError
 
+_LARGEST = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Values:
@@ -44,11 +46,15 @@ class Values:
             raise self.refusal(key, self.values[key], "state a number above 0")
         return found
 
+    def positive_or_none(self, key: str) -> float | None:
+        """A finite number above 0, or None if it is absent or null; errors as `number`."""
+        return None if self.values.get(key) is None else self.positive(key)
+
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0; errors as `number`."""
+        """A whole number above 0 that fits 32 bits; errors as `number`."""
         value = self._get(key, default)
-        if type(value) is not int or value < 1:
-            raise self.refusal(key, value, "state a whole number above 0")
+        if type(value) is not int or not 0 < value <= _LARGEST:
+            raise self.refusal(key, value, f"state a whole number from 1 to {_LARGEST}")
         return value
 
     def flag(self, key: str, *, default: bool) -> bool:

@@ -16,6 +16,7 @@ from dms_train.hf.json_files import read_config
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
 from dms_train.method.base import MethodSpec
+from dms_train.observe.log import logger
 
 # Merged products, and the tensors of Hugging Face's files that they consist of.
 _MERGED = {
@@ -66,7 +67,10 @@ def load_model(directory: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     chosen = _dtype(config if dtype == "auto" else {"dtype": dtype})
     with torch.device("meta"):
         decoder = Decoder(architecture, spec, adapter=adapter)
-    reader.require(architecture, {f"model.{n}" for n in decoder.state_dict() if _ADAPTER in n})
+    adapters = {f"model.{name}" for name in decoder.state_dict() if _ADAPTER in name}
+    leftovers = reader.require(architecture, adapters)
+    if leftovers is not None:
+        logger().warning(leftovers)
     _assign(decoder, reader, architecture, chosen, device)
     return LoadedModel(
         decoder=decoder.eval(),
