@@ -14,6 +14,7 @@ from dms_train.export.writer import check_replaceable
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.typed import typed
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
@@ -51,6 +52,7 @@ def open_engine(
         groups.stop()
 
 
+@typed
 def import_model(
     model: str, out: Path, *, dtype: str, revision: str | None, download: bool
 ) -> None:
@@ -83,6 +85,7 @@ def import_model(
         engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
 
 
+@typed
 def export_checkpoint(
     path: Path,
     out: Path,

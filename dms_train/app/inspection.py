@@ -13,6 +13,7 @@ from dms_train.hf.directory import WeightReader, read_architecture
 from dms_train.hf.formats import Stated, read_stated
 from dms_train.hf.json_files import read_json
 from dms_train.hf.selftest import REFERENCE
+from dms_train.hf.typed import typed
 
 RUN_STATE = "run_state.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -90,6 +91,7 @@ def describe_pair(directory: Path) -> dict[str, Any]:
     return {"kind": "export folder"} | {part: describe(directory / part) for part in found}
 
 
+@typed
 def describe(path: Path) -> dict[str, Any]:
     """Describe a folder.
 

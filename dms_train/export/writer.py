@@ -23,6 +23,7 @@ from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 
 # Marks a directory as written here, and therefore safe to replace.
@@ -98,6 +99,7 @@ class _Described:
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 
+@typed
 def write_export(  # noqa: PLR0913 - all named
     out_dir: str | Path,
     *,
@@ -181,6 +183,7 @@ def _published(out_dir: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+@typed
 def check_replaceable(out_dir: Path) -> None:
     """Refuse a directory that was not written here; FileExistsError."""
     if not out_dir.exists() or (out_dir / MARKER_FILE).is_file():

@@ -107,6 +107,7 @@ def _config(config: Mapping[str, Any]) -> Values:
     return Values("config.json", config)
 
 
+@typed
 def family_of(config: Mapping[str, Any]) -> str:
     """The family of a config.json mapping, also of exports, whose model_type has a prefix.
 

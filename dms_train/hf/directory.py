@@ -37,6 +37,7 @@ _LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _ROWS = 8192  # of two matrices that are compared at once
 
 
+@typed
 def resolve(
     path_or_id: str | Path, *, revision: str | None = None, local_files_only: bool = True
 ) -> Path:
@@ -77,6 +78,7 @@ def resolve(
     return Path(found)
 
 
+@typed
 def read_architecture(directory: str | Path) -> Architecture:
     """The architecture in `config.json`; HFError naming the directory when it is not supported."""
     try:
@@ -86,6 +88,7 @@ def read_architecture(directory: str | Path) -> Architecture:
         raise HFError(f"{where}{error}") from None
 
 
+@typed
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Header of a safetensors file, after checking that the file is complete.
 
@@ -193,6 +196,7 @@ class WeightReader:
                 f"use the original model, or convert it to one of {', '.join(_DTYPES)}"
             )
 
+    @typed
     def require(self, architecture: Architecture, extra: Collection[str] = ()) -> str | None:
         """Check that the files hold the tensors of the architecture and no others.
 
@@ -269,14 +273,17 @@ class WeightReader:
             raise KeyError(f"{self.directory}: no tensor {name}")
         return self._entries[name]
 
+    @typed
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape from the header, without reading the tensor; KeyError if absent."""
         return tuple(self._entry(name)[1]["shape"])
 
+    @typed
     def dtype(self, name: str) -> str:
         """Dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
         return str(self._entry(name)[1]["dtype"])
 
+    @typed
     def get(self, name: str) -> Tensor:
         """The tensor on the CPU in its stored dtype.
 
@@ -286,6 +293,7 @@ class WeightReader:
         """
         return self._read(name, lambda file: file.get_tensor(name))
 
+    @typed
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Indices `start` to `stop` of dimension 0 or 1; reads only these, errors as `get`."""
         cut = (slice(None),) * dim + (slice(start, stop),)
@@ -311,6 +319,7 @@ class WeightReader:
         return tensor
 
 
+@typed
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinite numbers; without a temporary copy."""
     return not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor))
@@ -327,6 +336,7 @@ class WeightWriter:
         max_shard_bytes: A shard is written before it would exceed this size.
     """
 
+    @typed
     def __init__(self, directory: str | Path, max_shard_bytes: int = 5 * 1024**3) -> None:
         self.directory = Path(directory)
         self._max_bytes = max_shard_bytes
@@ -354,6 +364,7 @@ class WeightWriter:
     def _temporary(self, number: int) -> Path:
         return self.directory / f".shard-{number:05d}.partial"
 
+    @typed
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor (copied to the CPU); ValueError if the name was already added."""
         if name in self._names:
@@ -392,6 +403,7 @@ class WeightWriter:
         write_json(self.directory / INDEX_FILE, index)
 
 
+@typed
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write one safetensors file; HFError when that fails, for example on a full disk."""
     from safetensors import SafetensorError
@@ -406,6 +418,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         raise HFError(f"{path}: cannot be written ({error}); make room and try again") from None
 
 
+@typed
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16: the spelling of config.json."""
     return str(dtype).removeprefix("torch.")

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf.errors import HFError
+from dms_train.hf.typed import typed
 
 
+@typed
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object; one-line FileNotFoundError or ValueError naming the file."""
     try:
@@ -23,6 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@typed
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object atomically, with indentation."""
     temporary = path.with_name(f".{path.name}.partial")
@@ -30,6 +33,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+@typed
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Parse `config.json` of a model directory; clear errors when it is missing or broken."""
     return read_json(Path(directory) / "config.json")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dms_train.hf.directory import save_tensors
 from dms_train.hf.errors import HFError
+from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
 
 # A subfolder: some consumers load every *.safetensors file beside config.json.
@@ -53,6 +54,7 @@ class SelfTest:
         if self.logits.dim() != 2 or self.logits.shape[0] != length:
             raise HFError(f"self-test: logits {tuple(self.logits.shape)} are not [T, vocab]")
 
+    @typed
     def save(self, directory: str | Path) -> None:
         """Write `dms_selftest/reference.safetensors` below `directory`."""
         path = Path(directory) / REFERENCE
@@ -71,6 +73,7 @@ class SelfTest:
         save_tensors(path, contiguous, metadata)
 
     @classmethod
+    @typed
     def load(cls, directory: str | Path) -> SelfTest:
         """Read it back.
 
