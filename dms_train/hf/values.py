@@ -26,7 +26,8 @@ class Values:
 
     def refusal(self, key: str, value: Any, fix: str) -> HFError:
         """The error that names a key, its value and what to do."""
-        return HFError(f"{self.where}: {key}={value!r} is not supported; {fix}")
+        shown = "null" if value is None else repr(value)
+        return HFError(f"{self.where}: {key}={shown} is not supported; {fix}")
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number; HFError if it is null or of another type, or absent without default."""
