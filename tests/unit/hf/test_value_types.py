@@ -131,16 +131,20 @@ def test_config_json_is_read_or_refused_in_one_line_that_names_the_key(export, f
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_computes_the_same_of_a_config_that_is_accepted(export, ids, family):
     """Where transformers accepts it too; of each key that a model is computed from."""
+    import transformers
+
     directory = export(family, None)
     sound = read_config(directory)
     architecture, weights = read_architecture(directory), load_file(directory / SINGLE_FILE)
     usual = transformers_logits(directory, weights, ids)
     own = LLM(directory, dtype="float32").logits(ids.tolist())
     assert (own - usual).abs().max() < 1e-3
+    # transformers 4 reads one of the two spellings of RoPE
+    computes = COMPUTES if transformers.__version__ >= "5" else COMPUTES[1:]
     compared = 0
     for key, value in cases(sound):
         write(directory / "config.json", changed(sound, key, value))
-        if key.startswith(COMPUTES) and refused(read_all, directory) is None:
+        if key.startswith(computes) and refused(read_all, directory) is None:
             found = transformers_logits(directory, weights, ids)
             if found is not None:
                 compared += 1
