@@ -43,7 +43,16 @@ _COPIED = (
     _GENERATION,
 )
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
-_DROPPED_KEYS = ("_name_or_path", "auto_map", "dms", "transformers_version", "quantization_config")
+_DROPPED_KEYS = (
+    "_name_or_path",
+    "auto_map",
+    "dms",
+    "dmc",
+    "transformers_version",
+    "quantization_config",
+    "compression_config",
+    "quantization",
+)
 
 
 @dataclass(frozen=True, slots=True)

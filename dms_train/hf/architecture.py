@@ -139,7 +139,7 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
 
 
 def _rope_base(config: Values) -> float:
-    """The base, which transformers 4 and 5 state in different places; null counts as absent."""
+    """Read the base, which each transformers version states elsewhere; null counts as absent."""
     found: dict[float, str] = {}
     for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
         if block.values.get("rope_theta") is not None:
@@ -195,7 +195,7 @@ def _rope_scaling(config: Values, family: ModelFamily) -> RopeScaling | None:
 
 
 def _optional_whole(config: Values, key: str, default: int) -> int:
-    """A whole number that config.json may leave out or state as null."""
+    """Read a whole number that config.json may leave out or state as null."""
     return default if config.values.get(key) is None else config.whole(key)
 
 

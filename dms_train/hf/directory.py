@@ -122,7 +122,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _checked_entry(entry: dict[str, Any]) -> int:
-    """End of a tensor's bytes; ValueError, TypeError or KeyError if an entry is malformed."""
+    """Return the end of a tensor's bytes; ValueError, TypeError or KeyError if malformed."""
     begin, end = entry["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (begin, end, *entry["shape"])):
         raise ValueError("malformed entry")
@@ -224,14 +224,15 @@ class WeightReader:
                     f"{self.directory}: {name} has shape {self.shape(name)}, config.json states "
                     f"{shape}; the weights and config.json do not belong together"
                 )
-        unread = [name for name in self.names() if name not in {*expected, *extra}]
+        read = {*expected, *extra}
+        unread = [name for name in self.names() if name not in read]
         if architecture.tie_word_embeddings and _HEAD in unread:
             self._require_tied()
             unread.remove(_HEAD)
         return self._leftovers(unread)
 
     def _require_tied(self) -> None:
-        """Refuse an output layer that differs from the embedding, in whose place it would go."""
+        """Refuse an output layer that differs from the embedding, which would replace it."""
         rows = self.shape(_EMBEDDING)[0]
         same = self.shape(_HEAD) == self.shape(_EMBEDDING) and all(
             torch.equal(*(self.part(n, 0, i, min(i + _ROWS, rows)).double() for n in _TIED))
@@ -285,7 +286,7 @@ class WeightReader:
 
     @typed
     def get(self, name: str) -> Tensor:
-        """The tensor on the CPU in its stored dtype.
+        """Read the tensor to the CPU in its stored dtype.
 
         Raises:
             KeyError: It is absent.
@@ -295,7 +296,7 @@ class WeightReader:
 
     @typed
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Indices `start` to `stop` of dimension 0 or 1; reads only these, errors as `get`."""
+        """Read the indices from `start` to `stop` of dimension 0 or 1 only; errors as `get`."""
         cut = (slice(None),) * dim + (slice(start, stop),)
         return self._read(name, lambda file: file.get_slice(name)[cut])
 
@@ -321,7 +322,7 @@ class WeightReader:
 
 @typed
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinite numbers; without a temporary copy."""
+    """Return whether a tensor holds neither NaN nor infinite numbers; makes no copy of it."""
     return not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor))
 
 

@@ -102,7 +102,7 @@ class SelfTest:
 
 
 def _tolerance(path: Path, metadata: dict[str, str], key: str, default: float) -> float:
-    """A limit that the metadata states as text."""
+    """Read a limit that the metadata states as text."""
     try:
         return Values(str(path), {key: float(metadata.get(key, default))}).positive(key)
     except ValueError:

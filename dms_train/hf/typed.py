@@ -1,4 +1,4 @@
-"""Arguments of public functions, compared with their annotations."""
+"""Check of the arguments of public functions against their annotations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _kinds(hint: Any) -> list[type]:
-    """Classes that an annotation allows; `object` where it is no class."""
+    """List the classes that an annotation allows; `object` where it is no class."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         return [kind for part in typing.get_args(hint) for kind in _kinds(part)]

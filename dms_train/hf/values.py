@@ -25,12 +25,12 @@ class Values:
     values: Mapping[str, Any]
 
     def refusal(self, key: str, value: Any, fix: str) -> HFError:
-        """The error that names a key, its value and what to do."""
+        """Make the error that names a key, its value and what to do."""
         shown = "null" if value is None else repr(value)
         return HFError(f"{self.where}: {key}={shown} is not supported; {fix}")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; HFError if it is null or of another type, or absent without default."""
+        """Return a finite number; HFError if it is of another type, or absent without default."""
         value = self._get(key, default)
         try:
             found = float(value) if type(value) in (int, float) else math.nan
@@ -41,32 +41,32 @@ class Values:
         return found
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; errors as `number`."""
+        """Return a finite number above 0; errors as `number`."""
         found = self.number(key, default)
         if found <= 0:
             raise self.refusal(key, self.values[key], "state a number above 0")
         return found
 
     def positive_or_none(self, key: str) -> float | None:
-        """A finite number above 0, or None if it is absent or null; errors as `number`."""
+        """Return a finite number above 0, or None if absent or null; errors as `number`."""
         return None if self.values.get(key) is None else self.positive(key)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0 that fits 32 bits; errors as `number`."""
+        """Return a whole number above 0 that fits 32 bits; errors as `number`."""
         value = self._get(key, default)
         if type(value) is not int or not 0 < value <= _LARGEST:
             raise self.refusal(key, value, f"state a whole number from 1 to {_LARGEST}")
         return value
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false; HFError if it is null or of another type."""
+        """Return true or false; HFError if it is of another type."""
         value = self.values.get(key, default)
         if type(value) is not bool:
             raise self.refusal(key, value, "state true or false")
         return value
 
     def block(self, key: str) -> Values:
-        """A JSON object inside this one, empty if absent or null; HFError if it is none."""
+        """Return a JSON object inside this one, empty if absent or null; HFError if it is none."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.refusal(key, value, "state a JSON object or null")

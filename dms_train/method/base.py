@@ -116,7 +116,7 @@ _KINDS = {
 
 
 def _mistyped(options: MethodOptions) -> Iterator[str]:
-    """One line for every value of another type, as a file may state it."""
+    """Yield one line for every value of another type, as a file may state it."""
     hints = typing.get_type_hints(type(options))
     for item in fields(options):
         value, kind = getattr(options, item.name), hints[item.name]

@@ -95,7 +95,7 @@ def modeling_keys(family: str) -> dict[str, Any]:
 
 
 def read_block(directory: Path, config: dict[str, Any], key: str) -> Stated | None:
-    """What the block `key` of config.json states, None without it; HFError if it is damaged."""
+    """Read the block `key` of config.json, None without it; HFError if it is damaged."""
     if key not in config:
         return None
     block = Values(f"{directory}: config.json", config).block(key)

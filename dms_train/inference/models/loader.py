@@ -134,7 +134,7 @@ def _assign(
 
 
 def _converted(reader: WeightReader, name: str, dtype: torch.dtype, device: str) -> Tensor:
-    """A stored tensor on the device in the compute dtype; the reader refuses NaN."""
+    """Read a stored tensor to the device in the compute dtype; the reader refuses NaN."""
     tensor = reader.get(name).to(device=device, dtype=dtype)
     if not is_finite(tensor):
         raise InferenceError(

@@ -80,7 +80,7 @@ def global_names(chunk: Any) -> dict[str, Tensor]:
 
 
 def _is_vocabulary(name: str) -> bool:
-    """Whether a tensor of Hugging Face has a row for every token."""
+    """Return whether a Hugging Face tensor has a row for every token."""
     return name in ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -149,7 +149,7 @@ def _agreed() -> Iterator[None]:
 def _part(
     source: WeightSource, name: str, shape: tuple[int, ...], parameter: Any, view: ParallelView
 ) -> Tensor:
-    """This tensor-parallel rank's part of one tensor, without the rows that pad a vocabulary."""
+    """Read this rank's part of one tensor, without the rows that pad a vocabulary."""
     if not getattr(parameter, "tensor_model_parallel", False) or view.tp_size == 1:
         return _checked(name, source.get(name), shape)
     dim = parameter.partition_dim
