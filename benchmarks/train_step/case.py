@@ -31,6 +31,7 @@ from dms_train.hf.tensors import expected_shapes
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import WeightSource
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.method.spec import PRESETS
@@ -41,7 +42,7 @@ _OPTIM = OptimOptions(lr=1e-5)
 _PACKAGES = ("megatron-core", "transformer-engine", "apex")
 
 
-class DeviceWeights:
+class DeviceWeights(WeightSource):
     """Random weights made on the model's device, seconds faster per billion than on the CPU."""
 
     def __init__(self, architecture: Architecture, seed: int, device: torch.device) -> None:

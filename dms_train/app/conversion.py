@@ -14,6 +14,7 @@ from dms_train.export.writer import check_replaceable
 from dms_train.hf import formats
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
+from dms_train.hf.typed import typed
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints import reading as checkpoint
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
@@ -21,6 +22,7 @@ from dms_train.mcore.model.weights import WeightSource
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import PRESETS
+from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
 
@@ -50,6 +52,7 @@ def open_engine(
         groups.stop()
 
 
+@typed
 def import_model(
     model: str, out: Path, *, dtype: str, revision: str | None, download: bool
 ) -> None:
@@ -75,11 +78,14 @@ def import_model(
         eviction_enabled=spec is not None, target_cr=formats.read_target_cr(directory)
     )
     source = WeightReader(directory)
-    source.require(architecture)
+    leftovers = source.require(architecture)
+    if leftovers is not None:
+        logger().warning(leftovers)
     with open_engine(architecture, spec or PRESETS["dms"], dtype, source) as engine:
         engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
 
 
+@typed
 def export_checkpoint(
     path: Path,
     out: Path,

@@ -31,6 +31,7 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
     remaining = prepared.stages[start.state.stage :]
     losses = [token_loss(s.loss) for s in remaining if isinstance(s, Stage)]
     if original is not None and any(loss.needs_teacher for loss in losses):
-        engine.attach_teacher(original)
+        # read once: a student that starts as the original holds the teacher's weights
+        engine.attach_teacher(original if start.student is not None else None)
     load_start(engine, start)
     return engine

@@ -13,6 +13,7 @@ from dms_train.hf.directory import WeightReader, read_architecture
 from dms_train.hf.formats import Stated, read_stated
 from dms_train.hf.json_files import read_json
 from dms_train.hf.selftest import REFERENCE
+from dms_train.hf.typed import typed
 
 RUN_STATE = "run_state.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -36,14 +37,18 @@ def describe_model(directory: Path) -> dict[str, Any]:
     reader = WeightReader(directory)
     names = reader.names()
     found = read_stated(directory)
+    architecture = read_architecture(directory)
+    leftovers = reader.require(architecture)
     facts: dict[str, Any] = {
         "kind": f"Hugging Face {'dense model' if found is None else _export_of(found[1])}",
-        "family": read_architecture(directory).family,
+        "family": architecture.family,
         "parameters": sum(math.prod(reader.shape(name)) for name in names),
         "tensors": len(names),
         "dtype": dict(Counter(reader.dtype(name) for name in names)),
         "tokenizer_sha256": tokenizer_hash(directory),
     }
+    if leftovers is not None:
+        facts["warning"] = leftovers
     if found is not None:
         facts["format"], stated = found
         facts["cr_factor"], facts["target_cr"] = stated.cr_factor, stated.target_cr
@@ -86,6 +91,7 @@ def describe_pair(directory: Path) -> dict[str, Any]:
     return {"kind": "export folder"} | {part: describe(directory / part) for part in found}
 
 
+@typed
 def describe(path: Path) -> dict[str, Any]:
     """Describe a folder.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from dms_train.config.build import ConfigError
 from dms_train.hf.architecture import Architecture, from_hf_config
+from dms_train.hf.json_files import read_config
 from dms_train.hf.options import ModelOptions
+from dms_train.hf.side_files import refuse_side_files
 
 
 def read_architecture(model: ModelOptions) -> Architecture:
@@ -25,15 +26,14 @@ def _stated(model: ModelOptions) -> Architecture:
     if model.path is None:
         raise ConfigError("model.path, model.architecture: set exactly one")
     try:
-        file = Path(model.path).expanduser() / "config.json"
-        if file.is_file():  # readable without torch, as on a login node
-            return from_hf_config(json.loads(file.read_text(encoding="utf-8")))
-        from dms_train.hf.directory import resolve  # imports torch
-        from dms_train.hf.json_files import read_config
+        directory = Path(model.path).expanduser()
+        if not (directory / "config.json").is_file():
+            from dms_train.hf.directory import resolve  # imports torch, absent on a login node
 
-        directory = resolve(
-            model.path, revision=model.revision, local_files_only=model.local_files_only
-        )
+            directory = resolve(
+                model.path, revision=model.revision, local_files_only=model.local_files_only
+            )
+        refuse_side_files(directory)
         return from_hf_config(read_config(directory))
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"model.path={model.path}: {error}") from error

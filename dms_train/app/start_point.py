@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dms_train.app import launcher
 from dms_train.config.build import ConfigError, build_dataclass
 from dms_train.config.schema import RunConfig
 from dms_train.hf import formats
@@ -17,6 +18,7 @@ from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import CheckpointError
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import spec_from_dict
+from dms_train.observe import log
 from dms_train.training.state import TrainState
 
 
@@ -105,7 +107,9 @@ def _original(directory: Path) -> StartPoint:
 def _whole_model(directory: Path) -> Architecture:
     """Refuses missing, truncated and unfit weights before any process group exists."""
     architecture = read_architecture(directory)
-    WeightReader(directory).require(architecture)
+    leftovers = WeightReader(directory).require(architecture)
+    if leftovers is not None and launcher.rank() == 0:
+        log.logger().warning(leftovers)
     return architecture
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dms_train.hf.directory import WeightReader
 from dms_train.hf.formats import read_spec
 from dms_train.hf.selftest import SelfTest
+from dms_train.hf.typed import typed
 from dms_train.method.losses import kl_teacher_student
 
 
@@ -84,6 +85,7 @@ def compare(reference: SelfTest, decision_logits: Tensor, logits: Tensor) -> Rep
     )
 
 
+@typed
 def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cpu") -> Report:
     """Load an export with its own code and replay its self-test.
 

@@ -18,6 +18,7 @@ import yaml
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
+from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 
 CARD_FILE = "README.md"
@@ -64,6 +65,7 @@ class BaseModel:
         return str(self.front_matter.get("license", UNKNOWN))
 
 
+@typed
 def read_base(model: str | None) -> BaseModel:
     """Describe a base model from its directory, or from the local hub cache; no network.
 
@@ -102,6 +104,7 @@ def _is_stated(value: Any) -> bool:
     return bool(words) and all(isinstance(word, str) and word for word in words)
 
 
+@typed
 def render(
     architecture: Architecture,
     base: BaseModel,
@@ -219,6 +222,7 @@ def _table(rows: Iterable[tuple[str, Any]]) -> str:
     return "\n".join(["| | |", "|---|---|", *lines])
 
 
+@typed
 def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
     """Replace the evaluation section of an export's card; nothing if there is no such section.
 

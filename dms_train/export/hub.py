@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dms_train.hf.typed import typed
+
 
 class HubError(ValueError):
     """An upload that cannot be made."""
 
 
+@typed
 def check_upload(repo_id: str) -> None:
     """Refuse an upload before there is anything to upload; makes no network access.
 
@@ -34,6 +37,7 @@ def check_upload(repo_id: str) -> None:
         raise HubError(f"{where}: no token for the hub; run `hf auth login` or set HF_TOKEN")
 
 
+@typed
 def push(directory: Path, repo_id: str, *, private: bool) -> str:
     """Create a model repository if there is none and upload a folder to it.
 

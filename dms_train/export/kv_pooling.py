@@ -24,10 +24,13 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import WeightReader, read_architecture, resolve
 from dms_train.hf.errors import HFError
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.typed import typed
+from dms_train.observe.log import logger
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+@typed
 def with_kv_heads(architecture: Architecture, kv_heads: int) -> Architecture:
     """The architecture with fewer KV heads.
 
@@ -42,6 +45,7 @@ def with_kv_heads(architecture: Architecture, kv_heads: int) -> Architecture:
     return replace(architecture, num_query_groups=kv_heads)
 
 
+@typed
 def mean_of_groups(rows: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Means of the heads of each group, computed in float32 (float64 stays).
 
@@ -58,6 +62,7 @@ def mean_of_groups(rows: Tensor, heads: int, kv_heads: int) -> Tensor:
     return grouped.mean(1).flatten(0, 1).to(rows.dtype)
 
 
+@typed
 def pooled_weights(
     reader: WeightReader, architecture: Architecture, kv_heads: int
 ) -> Iterator[tuple[str, Tensor]]:
@@ -77,6 +82,7 @@ def pooled_weights(
         yield name, tensor
 
 
+@typed
 def pool_kv_heads(
     model: str, out: Path, kv_heads: int, *, revision: str | None = None, download: bool = False
 ) -> None:
@@ -104,7 +110,9 @@ def pool_kv_heads(
     architecture = read_architecture(directory)
     fewer = with_kv_heads(architecture, kv_heads)
     reader = WeightReader(directory)
-    reader.require(architecture)
+    leftovers = reader.require(architecture)
+    if leftovers is not None:
+        logger().warning(leftovers)
     write_export(
         out,
         architecture=fewer,
@@ -122,11 +130,5 @@ def pool_kv_heads(
 
 def _dtype(reader: WeightReader, architecture: Architecture) -> torch.dtype:
     """The narrowest dtype that holds every tensor as it is stored."""
-    stored = sorted({reader.dtype(name) for name in expected_shapes(architecture)})
-    unknown = [name for name in stored if name not in _STORED]
-    if unknown:
-        raise HFError(
-            f"{reader.directory}: weights are stored as {unknown[0]}; "
-            f"convert them to one of {', '.join(_STORED)}"
-        )
+    stored = {reader.dtype(name) for name in expected_shapes(architecture)}
     return reduce(torch.promote_types, (_STORED[name] for name in stored))

@@ -12,6 +12,7 @@ from types import ModuleType
 from dms_train.export.family_classes import class_lines
 from dms_train.families import FAMILIES
 from dms_train.hf.formats import ExportFormat
+from dms_train.hf.typed import typed
 from dms_train.inference.cache import (
     allocator,
     base,
@@ -42,6 +43,7 @@ CACHE_MODULES: dict[ModuleType, str] = {
 _MODELING = Path(__file__).parent / "code"
 
 
+@typed
 def shipped_code(family: str, layout: ExportFormat) -> dict[str, str]:
     """The files of a family's export, by name, with imports rewritten to siblings.
 

@@ -18,19 +18,29 @@ from dms_train.export.manifest import shipped_code
 from dms_train.export.tokenizer import NO_TOKENIZER, copy_tokenizer, has_tokenizer
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, to_hf_config
-from dms_train.hf.directory import WeightWriter, dtype_name
+from dms_train.hf.directory import WeightWriter, dtype_name, is_finite
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats import ExportedModel, ExportFormat, check_export, find_format
 from dms_train.hf.json_files import read_config, read_json, write_json
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 
 # Marks a directory as written here, and therefore safe to replace.
 MARKER_FILE = "export.json"
 _GENERATION = "generation_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
-_DROPPED_KEYS = ("_name_or_path", "auto_map", "dms", "transformers_version", "quantization_config")
+_DROPPED_KEYS = (
+    "_name_or_path",
+    "auto_map",
+    "dms",
+    "dmc",
+    "transformers_version",
+    "quantization_config",
+    "compression_config",
+    "quantization",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,7 @@ class _Described:
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 
+@typed
 def write_export(  # noqa: PLR0913 - all named
     out_dir: str | Path,
     *,
@@ -173,6 +184,7 @@ def _published(out_dir: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+@typed
 def check_replaceable(out_dir: Path) -> None:
     """Refuse a directory that was not written here; FileExistsError."""
     if not out_dir.exists() or (out_dir / MARKER_FILE).is_file():
@@ -232,6 +244,11 @@ def _write_weights(
                 raise HFError(f"tensor {name}: repeated, or not part of the architecture")
             if tuple(tensor.shape) != shape:
                 raise HFError(f"tensor {name}: shape {tuple(tensor.shape)}, expected {shape}")
-            writer.add(name, tensor.to(dtype))
+            stored = tensor.to(dtype)
+            if not is_finite(stored):
+                raise HFError(
+                    f"tensor {name}: holds NaN or infinite numbers; export an earlier checkpoint"
+                )
+            writer.add(name, stored)
         if missing:
             raise HFError(f"{len(missing)} tensors are missing, first {next(iter(missing))}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dms_train.families import FAMILIES, ModelFamily
 from dms_train.hf.errors import HFError
+from dms_train.hf.typed import typed
+from dms_train.hf.values import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,15 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# Options that change what the model computes, with the value that is implemented here.
-_FIXED_EVERYWHERE = {"hidden_act": "silu", "quantization_config": None}
+# Options that change what the model computes, with the value that is implemented here. Tools for
+# quantisation state it under one of three keys (`quantization`: MLX).
+_FIXED_EVERYWHERE = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "compression_config": None,
+    "quantization": None,
+}
 _LLAMA3_KEYS = (
     "factor",
     "low_freq_factor",
@@ -94,11 +103,12 @@ _LLAMA3_KEYS = (
 _OWN_PREFIX = re.compile("(dms|dmc)_")
 
 
-def _refuse(key: str, value: Any, fix: str) -> HFError:
-    return HFError(f"config.json: {key}={value!r} is not supported; {fix}")
+def _config(config: Mapping[str, Any]) -> Values:
+    return Values("config.json", config)
 
 
-def family_of(config: dict[str, Any]) -> str:
+@typed
+def family_of(config: Mapping[str, Any]) -> str:
     """The family of a config.json mapping, also of exports, whose model_type has a prefix.
 
     Raises:
@@ -107,90 +117,115 @@ def family_of(config: dict[str, Any]) -> str:
     model_type = str(config.get("model_type", ""))
     family = _OWN_PREFIX.sub("", model_type, count=1)
     if family not in FAMILIES:
-        raise _refuse("model_type", model_type, f"use one of {', '.join(FAMILIES)}")
+        fix = f"use one of {', '.join(FAMILIES)}"
+        raise _config(config).refusal("model_type", model_type, fix)
     return family
 
 
-def _check_sizes(config: dict[str, Any]) -> None:
-    missing = [key for key in _REQUIRED if config.get(key) is None]
-    if missing:
-        raise HFError(f"config.json: missing keys {', '.join(missing)}; state them")
-    for key in (*_REQUIRED, "num_key_value_heads", "head_dim"):
-        value = config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise _refuse(key, value, "state a whole number above 0")
-
-
-def _check_fixed(config: dict[str, Any], family: ModelFamily) -> None:
+def _check_fixed(config: Values, family: ModelFamily) -> None:
     for key, only in {**_FIXED_EVERYWHERE, **family.fixed}.items():
-        value = config.get(key, only)
+        value = config.values.get(key, only)
         if value != only and not (value is None and only is False):
-            raise _refuse(key, value, f"use a {family.name} model with {key}={only!r}")
-    refusal = family.refuse(config) if family.refuse else None
+            raise config.refusal(key, value, f"use a {family.name} model with {key}={only!r}")
+    refusal = family.refuse(config.values) if family.refuse else None
     if refusal is not None:
-        raise _refuse(*refusal)
-    for kind in config.get("layer_types") or ():
-        if kind != "full_attention":
-            raise _refuse("layer_types", kind, "use a model whose layers are all full_attention")
+        raise config.refusal(*refusal)
+    kinds = config.values.get("layer_types")
+    if kinds is not None and (
+        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    ):
+        fix = "use a model whose layers are all full_attention"
+        raise config.refusal("layer_types", kinds, fix)
 
 
-def _rope_base(config: dict[str, Any]) -> float:
-    older = config.get("rope_theta", 10000.0)
-    base = (config.get("rope_parameters") or {}).get("rope_theta", older)
-    if "rope_theta" in config and float(older) != float(base):
-        raise _refuse("rope_theta", older, f"rope_parameters says {base}; make them agree")
-    return float(base)
+def _rope_base(config: Values) -> float:
+    """Read the base, which each transformers version states elsewhere; null counts as absent."""
+    found: dict[float, str] = {}
+    for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
+        if block.values.get("rope_theta") is not None:
+            found.setdefault(block.positive("rope_theta"), block.where)
+    if len(found) > 1:
+        (base, _), (other, where) = list(found.items())[:2]
+        raise config.refusal("rope_theta", base, f"{where} says {other}; make them agree")
+    return next(iter(found), 10000.0)
 
 
-def _rope_rule(config: dict[str, Any]) -> dict[str, Any]:
+def _rope_rule(config: Values) -> dict[str, Any]:
     """The scaling rule, `{}` for plain RoPE, from the keys of transformers 4, 5 or both."""
     rules = []
     for key in ("rope_parameters", "rope_scaling"):
-        rule = {k: v for k, v in (config.get(key) or {}).items() if k != "rope_theta"}
+        stated = config.block(key).values
+        rule = {k: v for k, v in stated.items() if k != "rope_theta"}
         kind = rule.pop("type", "default")
         kind = rule.setdefault("rope_type", kind)
         share = rule.pop("partial_rotary_factor", 1.0)
         if share != 1.0:
-            raise _refuse("partial_rotary_factor", share, "use a model with full RoPE")
-        if kind != "default":
-            rules.append(rule)
+            raise config.refusal("partial_rotary_factor", share, "use a model with full RoPE")
+        if stated:
+            rules.append({} if kind == "default" else rule)
     if len(rules) > 1 and rules[0] != rules[1]:
-        raise _refuse("rope_scaling", rules[1], f"rope_parameters says {rules[0]}; make them agree")
+        fix = f"rope_parameters says {rules[0] or 'default'}; make them agree"
+        raise config.refusal("rope_scaling", rules[1] or "default", fix)
     return rules[0] if rules else {}
 
 
-def _rope_scaling(values: dict[str, Any], family: ModelFamily) -> RopeScaling | None:
-    if not values:
+def _rope_scaling(config: Values, family: ModelFamily) -> RopeScaling | None:
+    rule = _rope_rule(config)
+    if not rule:
         return None
-    kind = values["rope_type"]
+    kind = rule["rope_type"]
     if kind not in family.rope_types:
         known = " or ".join(("default", *family.rope_types))
-        raise _refuse("rope_type", kind, f"use a {family.name} model with {known} RoPE")
-    missing = [key for key in _LLAMA3_KEYS if key not in values]
+        raise config.refusal("rope_type", kind, f"use a {family.name} model with {known} RoPE")
+    missing = [key for key in _LLAMA3_KEYS if key not in rule]
     if missing:
-        raise _refuse("rope_scaling", values, f"llama3 scaling also needs {', '.join(missing)}")
-    return RopeScaling(
-        factor=float(values["factor"]),
-        low_freq_factor=float(values["low_freq_factor"]),
-        high_freq_factor=float(values["high_freq_factor"]),
-        original_max_position_embeddings=int(values["original_max_position_embeddings"]),
+        fix = f"llama3 scaling also needs {', '.join(missing)}"
+        raise config.refusal("rope_scaling", rule, fix)
+    values = Values("config.json: llama3 RoPE scaling", rule)
+    scaling = RopeScaling(
+        factor=values.positive("factor"),
+        low_freq_factor=values.positive("low_freq_factor"),
+        high_freq_factor=values.positive("high_freq_factor"),
+        original_max_position_embeddings=values.whole("original_max_position_embeddings"),
     )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        fix = f"state a number above low_freq_factor={scaling.low_freq_factor}"
+        raise values.refusal("high_freq_factor", scaling.high_freq_factor, fix)
+    return scaling
 
 
-def _kv_heads(config: dict[str, Any], family: ModelFamily) -> int:
-    if family.kv_heads_required and "num_key_value_heads" not in config:
+def _optional_whole(config: Values, key: str, default: int) -> int:
+    """Read a whole number that config.json may leave out or state as null."""
+    return default if config.values.get(key) is None else config.whole(key)
+
+
+def _kv_heads(config: Values, family: ModelFamily) -> int:
+    if family.kv_heads_required and "num_key_value_heads" not in config.values:
         raise HFError("config.json: num_key_value_heads is missing; state it")
-    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+    return _optional_whole(config, "num_key_value_heads", config.whole("num_attention_heads"))
 
 
-def _head_size(config: dict[str, Any], family: ModelFamily) -> int:
-    if family.head_size is not None and "head_dim" not in config:
+def _head_size(config: Values, family: ModelFamily) -> int:
+    if family.head_size is not None and "head_dim" not in config.values:
         return family.head_size
-    head_dim = config.get("head_dim")
-    return int(head_dim or config["hidden_size"] // config["num_attention_heads"])
+    share = config.whole("hidden_size") // config.whole("num_attention_heads")
+    return _optional_whole(config, "head_dim", share)
 
 
-def from_hf_config(config: dict[str, Any]) -> Architecture:
+def _check_heads(architecture: Architecture) -> None:
+    """Refuse head counts and sizes that no attention layer can have."""
+    a = architecture
+    if a.num_attention_heads % a.num_query_groups:
+        raise HFError(
+            f"config.json: num_key_value_heads={a.num_query_groups} does not divide "
+            f"num_attention_heads={a.num_attention_heads}; correct one of them"
+        )
+    if a.kv_channels < 2 or a.kv_channels % 2:
+        raise HFError(f"config.json: the head size is {a.kv_channels}; state an even head_dim")
+
+
+@typed
+def from_hf_config(config: Mapping[str, Any]) -> Architecture:
     """Read a config.json mapping, in the spelling of transformers 4 or 5.
 
     Args:
@@ -200,26 +235,32 @@ def from_hf_config(config: dict[str, Any]) -> Architecture:
         The architecture. Keys that are absent take transformers' defaults.
 
     Raises:
-        ValueError: One line naming the key that is missing or not supported.
+        ValueError: One line naming the key that is missing, mistyped or not supported.
     """
     family = FAMILIES[family_of(config)]
-    _check_sizes(config)
-    _check_fixed(config, family)
-    return Architecture(
+    missing = [key for key in _REQUIRED if config.get(key) is None]
+    if missing:
+        raise HFError(f"config.json: missing keys {', '.join(missing)}; state them")
+    values = _config(config)
+    sizes = {key: values.whole(key) for key in _REQUIRED}
+    _check_fixed(values, family)
+    architecture = Architecture(
         family=family.name,
-        num_layers=int(config["num_hidden_layers"]),
-        hidden_size=int(config["hidden_size"]),
-        ffn_hidden_size=int(config["intermediate_size"]),
-        num_attention_heads=int(config["num_attention_heads"]),
-        num_query_groups=_kv_heads(config, family),
-        kv_channels=_head_size(config, family),
-        vocab_size=int(config["vocab_size"]),
-        max_position_embeddings=int(config["max_position_embeddings"]),
-        rotary_base=_rope_base(config),
-        layernorm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
-        rope_scaling=_rope_scaling(_rope_rule(config), family),
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        ffn_hidden_size=sizes["intermediate_size"],
+        num_attention_heads=sizes["num_attention_heads"],
+        num_query_groups=_kv_heads(values, family),
+        kv_channels=_head_size(values, family),
+        vocab_size=sizes["vocab_size"],
+        max_position_embeddings=sizes["max_position_embeddings"],
+        rotary_base=_rope_base(values),
+        layernorm_epsilon=values.positive("rms_norm_eps", 1e-6),
+        tie_word_embeddings=values.flag("tie_word_embeddings", default=family.tied_by_default),
+        rope_scaling=_rope_scaling(values, family),
     )
+    _check_heads(architecture)
+    return architecture
 
 
 def _rope_keys(architecture: Architecture) -> dict[str, Any]:
@@ -233,6 +274,7 @@ def _rope_keys(architecture: Architecture) -> dict[str, Any]:
     return {"rope_theta": base, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
+@typed
 def to_hf_config(architecture: Architecture) -> dict[str, Any]:
     """The config.json mapping of a model, complete except dtype and special token ids.
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,15 +21,23 @@ from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, from_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.json_files import read_config, read_json, write_json
+from dms_train.hf.side_files import refuse_side_files
 from dms_train.hf.tensors import expected_shapes
+from dms_train.hf.typed import typed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # README.md is the model card: an export states the licence that it names.
 _FILES_OF_INTEREST = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_TIED = _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+# Buffers that older versions of transformers stored; every program computes them anew.
+_LEFTOVER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_ROWS = 8192  # of two matrices that are compared at once
 
 
+@typed
 def resolve(
     path_or_id: str | Path, *, revision: str | None = None, local_files_only: bool = True
 ) -> Path:
@@ -69,6 +78,7 @@ def resolve(
     return Path(found)
 
 
+@typed
 def read_architecture(directory: str | Path) -> Architecture:
     """The architecture in `config.json`; HFError naming the directory when it is not supported."""
     try:
@@ -78,6 +88,7 @@ def read_architecture(directory: str | Path) -> Architecture:
         raise HFError(f"{where}{error}") from None
 
 
+@typed
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Header of a safetensors file, after checking that the file is complete.
 
@@ -98,13 +109,26 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             raise HFError(f"{path}: truncated inside its header; copy the file again")
         try:
             header: dict[str, dict[str, Any]] = json.loads(file.read(length))
-        except ValueError:
-            raise HFError(f"{path}: not a safetensors file (unreadable header)") from None
-    header.pop("__metadata__", None)
-    expected = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
+            header.pop("__metadata__", None)
+            end = max((_checked_entry(entry) for entry in header.values()), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise HFError(
+                f"{path}: not a safetensors file (unreadable header); copy the file again"
+            ) from None
+    expected = 8 + length + end
     if size != expected:
         raise HFError(f"{path}: {size} bytes, its header states {expected}; copy the file again")
     return header
+
+
+def _checked_entry(entry: dict[str, Any]) -> int:
+    """Return the end of a tensor's bytes; ValueError, TypeError or KeyError if malformed."""
+    begin, end = entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (begin, end, *entry["shape"])):
+        raise ValueError("malformed entry")
+    if not isinstance(entry["dtype"], str):
+        raise TypeError("malformed dtype")
+    return int(end)
 
 
 def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -114,7 +138,13 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     if (directory / INDEX_FILE).is_file():
         mapping = read_json(directory / INDEX_FILE).get("weight_map")
         if not isinstance(mapping, dict) or not mapping:
-            raise HFError(f"{directory / INDEX_FILE}: no weight_map")
+            raise HFError(f"{directory / INDEX_FILE}: no weight_map; copy the file again")
+        for name, file in mapping.items():
+            if not isinstance(file, str):
+                raise HFError(
+                    f"{directory / INDEX_FILE}: weight_map gives {file!r} for {name}, not a file "
+                    "name; copy the file again"
+                )
         return sorted(set(mapping.values())), mapping
     if any((directory / name).is_file() for name in _PICKLES):
         raise HFError(
@@ -129,13 +159,16 @@ def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
 class WeightReader:
     """Tensors of a directory by name, read from safetensors on access.
 
-    Construction reads every header and checks that each file is complete.
+    Construction reads every header and checks that each file is complete and that the weights are
+    not quantised.
 
     Raises:
         FileNotFoundError: If weights or a shard are absent.
-        ValueError: If a file is truncated, or the index and the shards disagree.
+        ValueError: If a file is truncated, the index and the shards disagree, or the weights are
+            stored in another type than F64, F32, F16 and BF16.
     """
 
+    @typed
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         files, mapping = _weight_files(self.directory)
@@ -145,16 +178,42 @@ class WeightReader:
                 self._entries[name] = (file, entry)
         for name, file in (mapping or {}).items():
             if self._entries.get(name, ("",))[0] != file:
-                raise HFError(f"{self.directory / INDEX_FILE}: {name} is not in {file}")
+                raise HFError(
+                    f"{self.directory / INDEX_FILE}: {name} is not in {file}; copy the directory "
+                    "again"
+                )
         self._open: dict[str, Any] = {}
+        refuse_side_files(self.directory)
+        self._refuse_dtypes()
 
-    def require(self, architecture: Architecture) -> None:
-        """Check that every tensor of the architecture is there, without reading one.
+    def _refuse_dtypes(self) -> None:
+        """Refuse weights whose numbers mean something else together with scales or codebooks."""
+        found = [name for name in self.names() if self.dtype(name) not in _DTYPES]
+        if found:
+            raise HFError(
+                f"{self.directory}: {len(found)} of {len(self._entries)} tensors are stored as "
+                f"{self.dtype(found[0])}, first {found[0]}; quantised weights are not supported: "
+                f"use the original model, or convert it to one of {', '.join(_DTYPES)}"
+            )
+
+    @typed
+    def require(self, architecture: Architecture, extra: Collection[str] = ()) -> str | None:
+        """Check that the files hold the tensors of the architecture and no others.
+
+        Reads no tensor, except to compare the output layer of a tied model with its embedding.
+
+        Args:
+            architecture: From config.json.
+            extra: Names of further tensors that the caller reads.
+
+        Returns:
+            A warning that names tensors which are ignored because they change nothing, or None.
 
         Raises:
-            HFError: A tensor is missing or has another shape.
+            HFError: A tensor is missing, has another shape, or would be ignored.
         """
-        for name, shape in expected_shapes(architecture).items():
+        expected = expected_shapes(architecture)
+        for name, shape in expected.items():
             if name not in self._entries:
                 raise HFError(
                     f"{self.directory}: no tensor {name}, which config.json states; "
@@ -165,6 +224,41 @@ class WeightReader:
                     f"{self.directory}: {name} has shape {self.shape(name)}, config.json states "
                     f"{shape}; the weights and config.json do not belong together"
                 )
+        read = {*expected, *extra}
+        unread = [name for name in self.names() if name not in read]
+        if architecture.tie_word_embeddings and _HEAD in unread:
+            self._require_tied()
+            unread.remove(_HEAD)
+        return self._leftovers(unread)
+
+    def _require_tied(self) -> None:
+        """Refuse an output layer that differs from the embedding, which would replace it."""
+        rows = self.shape(_EMBEDDING)[0]
+        same = self.shape(_HEAD) == self.shape(_EMBEDDING) and all(
+            torch.equal(*(self.part(n, 0, i, min(i + _ROWS, rows)).double() for n in _TIED))
+            for i in range(0, rows, _ROWS)
+        )
+        if not same:
+            raise HFError(
+                f"{self.directory}: {_HEAD} differs from {_EMBEDDING}, config.json states "
+                "tie_word_embeddings=true; set it to false to use the stored output layer, or "
+                f"delete {_HEAD}"
+            )
+
+    def _leftovers(self, names: list[str]) -> str | None:
+        unknown = [name for name in names if not _LEFTOVER.search(name)]
+        if unknown:
+            raise HFError(
+                f"{self.directory}: {len(unknown)} tensors are not part of the model that "
+                f"config.json states, first {unknown[0]}; correct config.json, or delete them if "
+                "the model does not need them"
+            )
+        if not names:
+            return None
+        return (
+            f"{self.directory}: {len(names)} tensors are ignored, first {names[0]}; they change "
+            "nothing, because such buffers are computed anew"
+        )
 
     @property
     def files(self) -> list[Path]:
@@ -180,23 +274,56 @@ class WeightReader:
             raise KeyError(f"{self.directory}: no tensor {name}")
         return self._entries[name]
 
+    @typed
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape from the header, without reading the tensor; KeyError if absent."""
         return tuple(self._entry(name)[1]["shape"])
 
+    @typed
     def dtype(self, name: str) -> str:
         """Dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
         return str(self._entry(name)[1]["dtype"])
 
+    @typed
     def get(self, name: str) -> Tensor:
-        """The tensor on the CPU in its stored dtype; KeyError if absent."""
-        from safetensors import safe_open
+        """Read the tensor to the CPU in its stored dtype.
+
+        Raises:
+            KeyError: It is absent.
+            HFError: It holds NaN or infinite numbers, or cannot be read.
+        """
+        return self._read(name, lambda file: file.get_tensor(name))
+
+    @typed
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Read the indices from `start` to `stop` of dimension 0 or 1 only; errors as `get`."""
+        cut = (slice(None),) * dim + (slice(start, stop),)
+        return self._read(name, lambda file: file.get_slice(name)[cut])
+
+    def _read(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
+        from safetensors import SafetensorError, safe_open
 
         file = self._entry(name)[0]
-        if file not in self._open:
-            self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
-        tensor: Tensor = self._open[file].get_tensor(name)
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.directory / file, framework="pt", device="cpu")
+            tensor = read(self._open[file])
+        except SafetensorError as error:
+            raise HFError(
+                f"{self.directory / file}: cannot be read ({error}); copy the file again"
+            ) from None
+        if not is_finite(tensor):
+            raise HFError(
+                f"{self.directory / file}: {name} holds NaN or infinite numbers; use a sound copy "
+                "of the model"
+            )
         return tensor
+
+
+@typed
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor infinite numbers; makes no copy of it."""
+    return not tensor.numel() or all(bound.isfinite() for bound in torch.aminmax(tensor))
 
 
 class WeightWriter:
@@ -210,6 +337,7 @@ class WeightWriter:
         max_shard_bytes: A shard is written before it would exceed this size.
     """
 
+    @typed
     def __init__(self, directory: str | Path, max_shard_bytes: int = 5 * 1024**3) -> None:
         self.directory = Path(directory)
         self._max_bytes = max_shard_bytes
@@ -237,6 +365,7 @@ class WeightWriter:
     def _temporary(self, number: int) -> Path:
         return self.directory / f".shard-{number:05d}.partial"
 
+    @typed
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor (copied to the CPU); ValueError if the name was already added."""
         if name in self._names:
@@ -275,6 +404,7 @@ class WeightWriter:
         write_json(self.directory / INDEX_FILE, index)
 
 
+@typed
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write one safetensors file; HFError when that fails, for example on a full disk."""
     from safetensors import SafetensorError
@@ -289,6 +419,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         raise HFError(f"{path}: cannot be written ({error}); make room and try again") from None
 
 
+@typed
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16: the spelling of config.json."""
     return str(dtype).removeprefix("torch.")

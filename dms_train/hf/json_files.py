@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.hf.errors import HFError
+from dms_train.hf.typed import typed
 
 
+@typed
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object; one-line FileNotFoundError or ValueError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise HFError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise HFError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
+@typed
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object atomically, with indentation."""
     temporary = path.with_name(f".{path.name}.partial")
@@ -30,6 +33,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+@typed
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Parse `config.json` of a model directory; clear errors when it is missing or broken."""
     return read_json(Path(directory) / "config.json")

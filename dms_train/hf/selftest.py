@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dms_train.hf.directory import save_tensors
 from dms_train.hf.errors import HFError
+from dms_train.hf.typed import typed
+from dms_train.hf.values import Values
 
 # A subfolder: some consumers load every *.safetensors file beside config.json.
 REFERENCE = Path("dms_selftest") / "reference.safetensors"
@@ -52,6 +54,7 @@ class SelfTest:
         if self.logits.dim() != 2 or self.logits.shape[0] != length:
             raise HFError(f"self-test: logits {tuple(self.logits.shape)} are not [T, vocab]")
 
+    @typed
     def save(self, directory: str | Path) -> None:
         """Write `dms_selftest/reference.safetensors` below `directory`."""
         path = Path(directory) / REFERENCE
@@ -70,6 +73,7 @@ class SelfTest:
         save_tensors(path, contiguous, metadata)
 
     @classmethod
+    @typed
     def load(cls, directory: str | Path) -> SelfTest:
         """Read it back.
 
@@ -92,6 +96,14 @@ class SelfTest:
         return cls(
             **tensors,
             dtype=metadata.get("dtype", "bfloat16"),
-            decision_tolerance=float(metadata.get("decision_tolerance", DECISION_TOLERANCE)),
-            kl_tolerance=float(metadata.get("kl_tolerance", KL_TOLERANCE)),
+            decision_tolerance=_tolerance(path, metadata, "decision_tolerance", DECISION_TOLERANCE),
+            kl_tolerance=_tolerance(path, metadata, "kl_tolerance", KL_TOLERANCE),
         )
+
+
+def _tolerance(path: Path, metadata: dict[str, str], key: str, default: float) -> float:
+    """Read a limit that the metadata states as text."""
+    try:
+        return Values(str(path), {key: float(metadata.get(key, default))}).positive(key)
+    except ValueError:
+        raise HFError(f"{path}: {key}={metadata[key]!r} is no limit; export it again") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.typed import typed
 
 Shape = tuple[int, ...]
 
@@ -20,6 +21,7 @@ def _layer_shapes(a: Architecture) -> dict[str, Shape]:
     return {name: tuple(sizes[of] for of in dimensions) for name, dimensions in named.items()}
 
 
+@typed
 def expected_shapes(architecture: Architecture) -> dict[str, Shape]:
     """Every tensor such a model's directory holds, in file order.
 

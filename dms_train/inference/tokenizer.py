@@ -164,7 +164,14 @@ def read_stop_ids(directory: Path) -> frozenset[int]:
     path = directory / "generation_config.json"
     stated = read_json(path).get("eos_token_id") if path.is_file() else None
     if stated is None:
+        path = directory / "config.json"
         stated = read_config(directory).get("eos_token_id")
     if stated is None:
         return frozenset()
-    return frozenset(stated if isinstance(stated, list) else [stated])
+    ids = stated if isinstance(stated, list) else [stated]
+    if any(type(number) is not int or number < 0 for number in ids):
+        raise InferenceError(
+            f"{path}: eos_token_id={stated!r} is not supported; state a token id, a list of them "
+            "or null"
+        )
+    return frozenset(ids)

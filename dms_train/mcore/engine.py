@@ -108,11 +108,18 @@ class McoreEngine:
         """Which implementation of layers, norms and optimizer is used, and why: one line."""
         return self._kit.describe(self._optimizer)
 
-    def attach_teacher(self, source: weights.WeightSource) -> None:
-        """Build the frozen original in the same layout; it costs weights only."""
+    def attach_teacher(self, source: weights.WeightSource | None) -> None:
+        """Build the frozen original in the same layout; it costs weights only.
+
+        Args:
+            source: Weights of the original; None copies those that the student has now.
+        """
         fused_on = self.view.device if self._method.fused else None
         method = MethodState(self.spec, self._attend, fused_on=fused_on)
         teachers = self._build_chunks(method, source)
+        if source is None:
+            optim.settle(self._chunks)
+            weights.copy(self._models, teachers)
         for student, teacher in zip(self._models, teachers, strict=True):
             student.set_teacher(teacher.to(self._config.params_dtype))
 
@@ -317,11 +324,13 @@ class McoreEngine:
 
         Raises:
             CheckpointError: As `checkpoint.verify` and `checkpoint.load`.
+            ModelError: Its weights hold NaN or infinite numbers.
         """
         if not verified:
             checkpoint.verify(path, self.view)
         optim.settle(self._chunks)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
+        weights.require_finite(self._models, f"checkpoint {path}")
         if self._optimizer is not None and not with_optimizer:
             self._optimizer.reload_model_params()
         return checkpoint_state.read_state(path)

@@ -61,9 +61,9 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
 
 def _kind(values: Mapping[str, Any]) -> str:
     kind = values.get(KIND, _DEFAULT)
-    if kind not in OPTIONS:
+    if not isinstance(kind, str) or kind not in OPTIONS:
         raise ValueError(f"method.{KIND}={kind}: choose one of {', '.join(OPTIONS)}")
-    return str(kind)
+    return kind
 
 
 def _presets() -> dict[str, MethodSpec]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,11 +138,8 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     with parts.watch.phase("step"):
         result = parts.engine.train_step(plan, batches, read_ahead)
     state.advance(parts.global_batch_size)
-    try:
+    with _checkpoint_kept(state, parts):
         parts.skips.count(plan, result, state, samples)
-    except DivergenceError:
-        parts.saver.settle(state.step)  # a checkpoint that is being written is valid
-        raise
     state.neuron_scale = plan.neuron_scale
     if stage.requires_eviction:
         state.target_cr = plan.target_cr
@@ -148,7 +147,19 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     parts.watch.beat(state.step)
 
 
+@contextmanager
+def _checkpoint_kept(state: TrainState, parts: LoopParts) -> Iterator[None]:
+    """Complete a checkpoint that is being written when the block ends the run."""
+    try:
+        yield
+    except DivergenceError:
+        parts.saver.settle(state.step)
+        raise
+
+
 def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
+    with _checkpoint_kept(state, parts):
+        parts.skips.require_update(stage.name, stage.steps, state)
     if stage.enables_eviction and not state.eviction_enabled:
         _enable_eviction(stage, state, parts)
     state.next_stage()

@@ -61,6 +61,19 @@ class SkipRecord:
         if self.is_main_rank:
             logger().warning("step %d skipped: %s; its samples are in %s", state.step, reason, file)
 
+    def require_update(self, stage: str, steps: int, state: TrainState) -> None:
+        """Check at the end of a stage that one of its steps changed the weights.
+
+        Raises:
+            DivergenceError: All of them were skipped, although they are fewer than
+                `max_consecutive`.
+        """
+        if 0 < steps <= state.skipped_in_a_row:
+            raise DivergenceError(
+                f"{stage}: all {steps} steps were skipped, loss or gradient norm was not finite "
+                f"({self.folder} names the samples); nothing was trained. {_START_AGAIN}"
+            )
+
     def _write(
         self, file: Path, plan: StepPlan, result: StepResult, state: TrainState, samples: range
     ) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.model.weights import RandomWeights
+from dms_train.mcore.model.weights import RandomWeights, WeightSource
 from dms_train.method.documents import PackedDocuments
 
 VOCAB = 61
@@ -32,7 +32,7 @@ def architecture(family: str, **changes: object) -> Architecture:
     return Architecture(**{**values, **changes})
 
 
-class SmallEvictionChannels:
+class SmallEvictionChannels(WeightSource):
     """Random weights whose borrowed rows are small, as trained ones are.
 
     scale / tau = 1000 amplifies rounding in the eviction channel, so an eviction channel of the

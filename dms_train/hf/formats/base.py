@@ -10,6 +10,7 @@ from typing import Any
 from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.errors import HFError
+from dms_train.hf.values import Values
 from dms_train.method.base import MethodSpec
 from dms_train.method.spec import spec_from_dict
 
@@ -91,6 +92,21 @@ def modeling_keys(family: str) -> dict[str, Any]:
             "AutoModelForCausalLM": f"modeling_{family}_dms.{classes}ForCausalLMDMS",
         },
     }
+
+
+def read_block(directory: Path, config: dict[str, Any], key: str) -> Stated | None:
+    """Read the block `key` of config.json, None without it; HFError if it is damaged."""
+    if key not in config:
+        return None
+    block = Values(f"{directory}: config.json", config).block(key)
+    spec = block.block("spec").values
+    if not spec:
+        raise HFError(f"{directory}: config.json has a `{key}` key without a spec; export it again")
+    return Stated(
+        spec=read_spec_values(directory, dict(spec)),
+        target_cr=block.positive("target_cr", 1.0),
+        cr_factor=block.positive_or_none("cr_factor"),
+    )
 
 
 def read_spec_values(directory: Path, values: dict[str, Any]) -> MethodSpec:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dms_train.families import FAMILIES
-from dms_train.hf.errors import HFError
-from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated, read_spec_values
+from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated, read_block
 
 
 def _config_keys(model: ExportedModel) -> dict[str, Any]:
@@ -35,16 +34,7 @@ def _code(family: str) -> dict[str, str]:
 
 
 def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
-    if "dmc" not in config:
-        return None
-    dmc = config["dmc"]
-    if not isinstance(dmc, dict) or not isinstance(dmc.get("spec"), dict):
-        raise HFError(f"{directory}: config.json has a `dmc` key without a spec")
-    return Stated(
-        spec=read_spec_values(directory, dmc["spec"]),
-        target_cr=float(dmc.get("target_cr", 1.0)),
-        cr_factor=dmc.get("cr_factor"),
-    )
+    return read_block(directory, config, "dmc")
 
 
 FORMAT = ExportFormat(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dms_train.hf.errors import HFError
 from dms_train.hf.formats.base import (
     ExportedModel,
     ExportFormat,
     Stated,
     modeling_keys,
-    read_spec_values,
+    read_block,
 )
 
 
@@ -30,16 +29,7 @@ def _config_keys(model: ExportedModel) -> dict[str, Any]:
 
 
 def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
-    if "dms" not in config:
-        return None
-    dms = config["dms"]
-    if not isinstance(dms, dict) or not isinstance(dms.get("spec"), dict):
-        raise HFError(f"{directory}: config.json has a `dms` key without a spec")
-    return Stated(
-        spec=read_spec_values(directory, dms["spec"]),
-        target_cr=float(dms.get("target_cr", 1.0)),
-        cr_factor=dms.get("cr_factor"),
-    )
+    return read_block(directory, config, "dms")
 
 
 FORMAT = ExportFormat(

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dms_train.hf.errors import HFError
 from dms_train.hf.formats import flat
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, Stated
 from dms_train.hf.json_files import read_json
+from dms_train.hf.values import Values
 from dms_train.method.spec import PRESETS
 
 LOG_FILE = "training_log.json"
@@ -53,13 +53,14 @@ def _stated(directory: Path) -> Stated | None:
     path, values = _settings(directory)
     if not values:
         return None
-    window, scale, offset = (values[key] for key in _SETTINGS)
-    base = PRESETS[_PRESET]
-    try:
-        spec = base.override(window=window, alpha_scale=scale, alpha_offset=offset)
-    except (TypeError, ValueError) as error:
-        raise HFError(f"{path}: {error}; correct the file") from None
-    return Stated(spec=spec, target_cr=float(values.get("target_cr") or 1.0), cr_factor=None)
+    config = Values(f"{path}: config", values)
+    spec = PRESETS[_PRESET].override(
+        window=config.whole("window_size"),
+        alpha_scale=config.positive("alpha_scale"),
+        alpha_offset=config.number("alpha_offset"),
+    )
+    ratio = config.positive_or_none("target_cr")
+    return Stated(spec=spec, target_cr=1.0 if ratio is None else ratio, cr_factor=None)
 
 
 def _settings(directory: Path) -> tuple[Path, dict[str, Any]]:

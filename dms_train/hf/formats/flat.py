@@ -6,6 +6,7 @@ checkpoint was trained with, so everything else is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dms_train.hf.architecture import from_hf_config
 from dms_train.hf.errors import HFError
 from dms_train.hf.formats.base import ExportedModel, Stated, modeling_keys, read_spec_values
 from dms_train.hf.json_files import read_json
+from dms_train.hf.values import Values
 from dms_train.method.base import MethodSpec
 from dms_train.method.dms.spec import DMSSpec
 
@@ -161,35 +163,41 @@ def read_flat(
             raise HFError(f"{directory}: {key}={config[key]!r} is not supported, only {only!r}")
     if "dms_window_size" not in config:
         present = next(key for key in _KEYS if key in config)
-        raise HFError(f"{directory}: config.json has {present} but no dms_window_size")
+        raise HFError(f"{directory}: config.json has {present} but no dms_window_size; state it")
     path = directory / METADATA_FILE
-    stored = read_json(path) if path.is_file() else {}
-    trained, consumed = stored.get("provenance") or {}, stored.get("config") or {}
-    spec = _flat_spec(directory, config, trained.get("spec"), conventions)
-    _check_agreement(path, consumed, spec)
-    ratios = (trained.get("target_cr"), consumed.get("target_cr"), config.get("dms_cr"))
+    stored = Values(str(path), read_json(path) if path.is_file() else {})
+    trained, consumed = stored.block("provenance"), stored.block("config")
+    keys = Values(f"{directory}: config.json", config)
+    spec = _flat_spec(directory, keys, trained.block("spec").values, conventions)
+    _check_agreement(path, consumed.values, spec)
+    ratios = (
+        trained.positive_or_none("target_cr"),
+        consumed.positive_or_none("target_cr"),
+        keys.positive_or_none("dms_cr"),
+    )
     return Stated(
         spec=spec,
-        target_cr=float(next((ratio for ratio in ratios if ratio is not None), 1.0)),
-        cr_factor=trained.get("cr_factor"),
+        target_cr=next((ratio for ratio in ratios if ratio is not None), 1.0),
+        cr_factor=trained.positive_or_none("cr_factor"),
     )
 
 
 def _flat_spec(
-    directory: Path, config: dict[str, Any], trained: dict[str, Any] | None, base: MethodSpec
+    directory: Path, keys: Values, trained: Mapping[str, Any], base: MethodSpec
 ) -> DMSSpec:
     assert isinstance(base, DMSSpec)
     stated = {
         "channel": base.channel,
         "eviction": base.eviction,
         "clear_after_rope": base.clear_after_rope,
-        "decision_shift": config.get("dms_decision_shift", 1),
-        "window": config["dms_window_size"],
-        "alpha_scale": config.get("dms_alpha_scale", base.alpha_scale),
-        "alpha_offset": config.get("dms_initial_alpha_offset", base.alpha_offset),
-        "tau": config.get("dms_tau"),
+        "decision_shift": keys.values.get("dms_decision_shift"),
+        "window": keys.whole("dms_window_size"),
+        "alpha_scale": keys.number("dms_alpha_scale", base.alpha_scale),
+        "alpha_offset": keys.number("dms_initial_alpha_offset", base.alpha_offset),
+        "tau": keys.positive_or_none("dms_tau"),
     }
     known = {key: value for key, value in stated.items() if value is not None}
+    known.setdefault("decision_shift", 1)
     spec = read_spec_values(directory, {**(trained or base.to_dict()), **known})
     if not isinstance(spec, DMSSpec):
         raise HFError(
@@ -198,7 +206,7 @@ def _flat_spec(
     return spec
 
 
-def _check_agreement(path: Path, stored: dict[str, Any], spec: DMSSpec) -> None:
+def _check_agreement(path: Path, stored: Mapping[str, Any], spec: DMSSpec) -> None:
     ours = {
         "window_size": spec.window,
         "alpha_scale": spec.alpha_scale,

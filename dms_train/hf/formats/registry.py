@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
 from dms_train.hf.json_files import read_config
+from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
 
 _NOT_FORMATS = ("base", "flat", "registry")
@@ -27,6 +28,7 @@ FORMATS: dict[str, ExportFormat] = _found()
 """Formats by name, in alphabetical order."""
 
 
+@typed
 def format_of_preset(preset: str, method: str) -> str:
     """The export format that goes with a preset; the one named after its method if none claims it.
 
@@ -37,11 +39,13 @@ def format_of_preset(preset: str, method: str) -> str:
     return next((name for name, found in FORMATS.items() if found.preset == preset), method)
 
 
+@typed
 def default_format(spec: MethodSpec) -> str:
     """The format that goes with the spec's preset."""
     return format_of_preset(spec.preset, spec.kind)
 
 
+@typed
 def find_format(name: str) -> ExportFormat:
     """A format by name.
 
@@ -53,6 +57,7 @@ def find_format(name: str) -> ExportFormat:
     return FORMATS[name]
 
 
+@typed
 def check_export(name: str, model: ExportedModel) -> list[str]:
     """Check that the consumer of a format computes what was trained.
 
@@ -80,6 +85,7 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
     return found.advice(model)
 
 
+@typed
 def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, Stated] | None:
     """What a DMS model in any of the formats states, with the format; None for a dense model.
 
@@ -101,18 +107,21 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
     return None
 
 
+@typed
 def read_spec(directory: str | Path, *, adapter: bool = False) -> MethodSpec | None:
     """The specification of a DMS model, None for a dense one; arguments, errors: `read_stated`."""
     found = read_stated(directory, adapter=adapter)
     return None if found is None else found[1].spec
 
 
+@typed
 def read_format(directory: str | Path) -> str | None:
     """The format of a DMS model, or None for a dense model; errors as `read_stated`."""
     found = read_stated(directory)
     return None if found is None else found[0]
 
 
+@typed
 def read_target_cr(directory: str | Path) -> float:
     """The compression ratio an export was trained for; 1 for a dense model."""
     found = read_stated(directory)

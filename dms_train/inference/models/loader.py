@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.directory import WeightReader, read_architecture
+from dms_train.hf.directory import WeightReader, dtype_name, is_finite, read_architecture
 from dms_train.hf.formats import read_spec
 from dms_train.hf.json_files import read_config
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.models.decoder import Decoder
 from dms_train.method.base import MethodSpec
+from dms_train.observe.log import logger
 
 # Merged products, and the tensors of Hugging Face's files that they consist of.
 _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ADAPTER = "dms_proj_alpha"  # in the names of the weights of NVIDIA's adapter variant
 
 
@@ -58,13 +61,16 @@ def load_model(directory: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     config = read_config(directory)
     architecture = read_architecture(directory)
     reader = WeightReader(directory)
-    reader.require(architecture)
     adapter = config.get("dms_separate_alpha") is True
+    _check_adapter(directory, reader, adapter)
     spec = read_spec(directory, adapter=adapter)
     chosen = _dtype(config if dtype == "auto" else {"dtype": dtype})
     with torch.device("meta"):
         decoder = Decoder(architecture, spec, adapter=adapter)
-    _check_adapter(directory, reader, adapter)
+    adapters = {f"model.{name}" for name in decoder.state_dict() if _ADAPTER in name}
+    leftovers = reader.require(architecture, adapters)
+    if leftovers is not None:
+        logger().warning(leftovers)
     _assign(decoder, reader, architecture, chosen, device)
     return LoadedModel(
         decoder=decoder.eval(),
@@ -77,9 +83,9 @@ def load_model(directory: Path, *, dtype: str = "auto", device: str = "cpu") -> 
 
 def _dtype(config: dict[str, Any]) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InferenceError(f"dtype {name!r}: use float32, bfloat16 or float16")
+    if name not in _DTYPES:
+        raise InferenceError(f"dtype {name!r}: use one of {', '.join(_DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
@@ -119,9 +125,19 @@ def _assign(
         for stored in sources:
             if stored not in known:
                 raise InferenceError(f"{reader.directory}: no tensor {stored}; copy it again")
-        parts = [reader.get(stored).to(device=device, dtype=dtype) for stored in sources]
+        parts = [_converted(reader, stored, dtype, device) for stored in sources]
         weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     if architecture.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     decoder.load_state_dict(weights, assign=True)
     decoder.requires_grad_(False)
+
+
+def _converted(reader: WeightReader, name: str, dtype: torch.dtype, device: str) -> Tensor:
+    """Read a stored tensor to the device in the compute dtype; the reader refuses NaN."""
+    tensor = reader.get(name).to(device=device, dtype=dtype)
+    if not is_finite(tensor):
+        raise InferenceError(
+            f"{reader.directory}: {name} has numbers beyond {dtype_name(dtype)}; use dtype=bfloat16"
+        )
+    return tensor

@@ -34,12 +34,13 @@ def _group_rows(architecture: Architecture) -> tuple[int, int]:
 
 
 def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Architecture) -> Tensor:
-    """The full Megatron tensor from full Hugging Face tensors."""
+    """The Megatron tensor from Hugging Face tensors: both full, or both one rank's part."""
     if entry.layout == "plain":
         return tensors[0]
     if entry.layout == "gated":
         return torch.cat(tensors)
-    grouped = [t.unflatten(0, (architecture.num_query_groups, -1)) for t in tensors]
+    groups = tensors[1].shape[0] // architecture.kv_channels  # of keys
+    grouped = [t.unflatten(0, (groups, -1)) for t in tensors]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from dms_train.families import ParameterMap
 from dms_train.hf.architecture import Architecture
+from dms_train.hf.directory import is_finite
+from dms_train.hf.errors import HFError
 from dms_train.hf.tensors import expected_shapes
+from dms_train.mcore import groups
 from dms_train.mcore.errors import ModelError
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers.layer_spec import FUSED_NAMES
@@ -20,14 +24,21 @@ from dms_train.mcore.model import mapping
 
 
 class WeightSource(Protocol):
-    """Anything that gives a full Hugging Face tensor by name."""
+    """Anything that gives Hugging Face tensors by name.
+
+    Both functions raise HFError when a tensor cannot be used.
+    """
 
     def get(self, name: str) -> Tensor:
-        """The tensor; raises a ValueError that names it when absent."""
+        """Return the full tensor."""
         ...
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Return the indices from `start` to `stop` of one dimension."""
+        return self.get(name).narrow(dim, start, stop - start)
 
-class RandomWeights:
+
+class RandomWeights(WeightSource):
     """Initial weights of a model trained from scratch, the same in every parallel layout."""
 
     def __init__(self, architecture: Architecture, seed: int, std: float) -> None:
@@ -69,20 +80,8 @@ def global_names(chunk: Any) -> dict[str, Tensor]:
 
 
 def _is_vocabulary(name: str) -> bool:
-    return name in ("embedding.word_embeddings.weight", "output_layer.weight")
-
-
-def _shard(entry: ParameterMap, parameter: Any, full: Tensor, view: ParallelView) -> Tensor:
-    """This tensor-parallel rank's part of a full Megatron tensor."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return full
-    dim = parameter.partition_dim
-    if entry.layout == "gated":
-        return torch.cat([half.chunk(view.tp_size, dim)[view.tp_rank] for half in full.chunk(2)])
-    if _is_vocabulary(entry.megatron):
-        missing = parameter.shape[0] * view.tp_size - full.shape[0]
-        full = torch.nn.functional.pad(full, (0, 0, 0, missing))
-    return full.chunk(view.tp_size, dim)[view.tp_rank]
+    """Return whether a Hugging Face tensor has a row for every token."""
+    return name in ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def _unshard(
@@ -93,37 +92,91 @@ def _unshard(
     if entry.layout == "gated":
         return torch.cat([s.chunk(2)[half] for half in (0, 1) for s in shards])
     full = torch.cat(shards, parameter.partition_dim)
-    return full[: architecture.vocab_size] if _is_vocabulary(entry.megatron) else full
+    return full[: architecture.vocab_size] if _is_vocabulary(entry.hf[0]) else full
 
 
 def load(
     chunks: list[Any], source: WeightSource, architecture: Architecture, view: ParallelView
 ) -> None:
-    """Fill this rank's chunks; reads only the tensors the rank holds.
+    """Fill this rank's chunks; reads only the part of each tensor that the rank holds.
 
     Raises:
-        ModelError: A tensor is absent or has another shape than the configuration states.
+        ModelError: On every rank alike, when a tensor of one cannot be used: it has another shape
+            than the configuration states, or holds NaN or infinite numbers.
     """
-    table = {entry.megatron: entry for entry in mapping.entries(architecture)}
-    shapes = expected_shapes(architecture)
-    if architecture.tie_word_embeddings:
-        embedding = table["embedding.word_embeddings.weight"]
-        table["output_layer.weight"] = ParameterMap("output_layer.weight", embedding.hf)
-    for chunk in chunks:
-        for name, parameter in global_names(chunk).items():
-            tensors = [_checked(source, hf, shapes[hf]) for hf in table[name].hf]
-            full = mapping.to_megatron(table[name], tensors, architecture)
-            parameter.data.copy_(_shard(table[name], parameter, full, view))
+    with _agreed():
+        table = {entry.megatron: entry for entry in mapping.entries(architecture)}
+        if architecture.tie_word_embeddings:
+            embedding = table["embedding.word_embeddings.weight"]
+            table["output_layer.weight"] = ParameterMap("output_layer.weight", embedding.hf)
+        shapes = expected_shapes(architecture)
+        for chunk in chunks:
+            for name, parameter in global_names(chunk).items():
+                parts = [_part(source, hf, shapes[hf], parameter, view) for hf in table[name].hf]
+                local = mapping.to_megatron(table[name], parts, architecture)
+                parameter.data[: local.shape[0]].copy_(local)
+                parameter.data[local.shape[0] :].zero_()  # rows that pad the vocabulary
 
 
-def _checked(source: WeightSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = source.get(name)
+def require_finite(chunks: list[Any], where: str) -> None:
+    """Refuse loaded weights that no step can be computed with; `where` leads the message.
+
+    Raises:
+        ModelError: On every rank alike, with the first parameter that holds NaN or infinities.
+    """
+    with _agreed():
+        for chunk in chunks:
+            for name, parameter in global_names(chunk).items():
+                if not is_finite(parameter.data):
+                    raise ModelError(
+                        f"{where}: {name} holds NaN or infinite numbers; use another checkpoint"
+                    )
+
+
+@contextmanager
+def _agreed() -> Iterator[None]:
+    """Raise the first rank's refusal on every rank, because the others wait in a collective."""
+    problem = None
+    try:
+        yield
+    except (HFError, ModelError) as error:
+        problem = str(error)
+    for found in groups.values(problem):
+        if found is not None:
+            raise ModelError(found)
+
+
+def _part(
+    source: WeightSource, name: str, shape: tuple[int, ...], parameter: Any, view: ParallelView
+) -> Tensor:
+    """Read this rank's part of one tensor, without the rows that pad a vocabulary."""
+    if not getattr(parameter, "tensor_model_parallel", False) or view.tp_size == 1:
+        return _checked(name, source.get(name), shape)
+    dim = parameter.partition_dim
+    # a vocabulary is padded to a multiple of the ranks, everything else divides
+    size = parameter.shape[dim] if _is_vocabulary(name) else shape[dim] // view.tp_size
+    start, stop = (min((view.tp_rank + i) * size, shape[dim]) for i in (0, 1))
+    wanted = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    if start == stop:
+        return torch.empty(wanted)
+    return _checked(name, source.part(name, dim, start, stop), wanted)
+
+
+def _checked(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise ModelError(
             f"weights: {name} has shape {tuple(tensor.shape)}, config.json states {shape}; "
             "the checkpoint and its config.json do not belong together"
         )
     return tensor
+
+
+def copy(students: list[Any], teachers: list[Any]) -> None:
+    """Copy the weights of model chunks into chunks of the same layout."""
+    for student, teacher in zip(students, teachers, strict=True):
+        own = global_names(student)
+        for name, parameter in global_names(teacher).items():
+            parameter.data.copy_(own[name].data)
 
 
 def gather(
@@ -153,7 +206,7 @@ def gather(
             dist.send(full.contiguous(), 0)
         if view.rank == 0:
             if full is None:
-                if _is_vocabulary(entry.megatron):
+                if _is_vocabulary(entry.hf[0]):
                     shape = (architecture.vocab_size, *shape[1:])
                 full = torch.empty(shape, dtype=dtype, device=view.device)
                 dist.recv(full, owner[1])

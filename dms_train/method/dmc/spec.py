@@ -7,6 +7,7 @@ are merged before RoPE.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -86,6 +87,8 @@ class DMCOptions(MethodOptions):
     def check(self, path: str) -> Iterator[str]:
         """One line for every constant that no model can be trained with."""
         yield from super(DMCOptions, self).check(path)
+        if not math.isfinite(self.importance_offset):
+            yield f"{path}.importance_offset={self.importance_offset}: use a finite offset"
         if self.consistency and self.heads == "shared":
             yield f"{path}.consistency={self.consistency}: use 0 with {path}.heads=shared"
         if self.consistency and self.prior == "layer":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.e2e.bad_inputs.cases import Case, check, cut, damaged, edit_json, edit_weights, train
@@ -20,6 +21,23 @@ def _lose_a_shard(workspace: Workspace) -> None:
 
 def _only_pickle(workspace: Workspace) -> None:
     (workspace.model / "model.safetensors").rename(workspace.model / "pytorch_model.bin")
+
+
+def _to_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if "proj" in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def _add_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.self_attn.o_proj.bias"] = torch.ones(32)
+
+
+def _add_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
+
+
+def _add_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = torch.nan
 
 
 CASES = {
@@ -175,6 +193,40 @@ CASES = {
         ),
         kind="error",
         facts=("MODEL", "model.norm.weight", "config.json", "copy"),
+    ),
+    "weights-quantised": Case(
+        done="FP8 weights without `quantization_config`",
+        arrange=damaged(lambda workspace: edit_weights(workspace, _to_fp8)),
+        kind="error",
+        facts=("MODEL", "F8_E4M3", "down_proj.weight", "use the original model"),
+    ),
+    "quantisation-file": Case(
+        done="a file beside `config.json` that states a quantisation",
+        arrange=damaged(
+            lambda workspace: (workspace.model / "hf_quant_config.json").write_text("{}")
+        ),
+        kind="error",
+        facts=("MODEL/hf_quant_config.json", "use the original model"),
+    ),
+    "weights-unread": Case(
+        done="a bias that `config.json` does not state",
+        arrange=damaged(lambda workspace: edit_weights(workspace, _add_bias)),
+        kind="error",
+        facts=("MODEL", "1 tensors", "layers.1.self_attn.o_proj.bias", "correct config.json"),
+    ),
+    "head-of-its-own": Case(
+        done="`tie_word_embeddings` and an output layer that differs from the embedding",
+        arrange=damaged(lambda workspace: edit_weights(workspace, _add_head)),
+        kind="error",
+        facts=("MODEL", "lm_head.weight", "tie_word_embeddings=true", "set it to false"),
+    ),
+    "weights-nan": Case(
+        done="a weight that is NaN",
+        arrange=damaged(lambda workspace: edit_weights(workspace, _add_nan)),
+        kind="error",
+        facts=("MODEL/model.safetensors", "layers.1.mlp.up_proj.weight", "NaN", "use a sound copy"),
+        changes=("run", "run/config.yaml", "run/state*", "run/data_cache*", "run/.*"),
+        starts=True,
     ),
     "model-is-an-export": Case(
         done="`model.path` of a DMS export",

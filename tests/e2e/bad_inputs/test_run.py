@@ -122,9 +122,9 @@ def _part_of_the_run(workspace: Workspace) -> list[str]:
     return workspace.train(f"data.cache_dir={workspace.folder / 'cache'}")
 
 
-def _not_a_number(workspace: Workspace) -> list[str]:
-    """A model of which one weight is no number."""
-    edit_weights(workspace, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+def _overflowing(workspace: Workspace) -> list[str]:
+    """A model whose logits overflow."""
+    edit_weights(workspace, lambda tensors: tensors["model.norm.weight"].fill_(3e38))
     return workspace.train("run.max_skipped_steps=2")
 
 
@@ -373,7 +373,7 @@ CASES = {
     ),
     "weights-not-finite": Case(
         done="the loss is NaN because a weight of the teacher is",
-        arrange=_not_a_number,
+        arrange=_overflowing,
         kind="error",
         facts=("2", "run.load"),
         lines=2,

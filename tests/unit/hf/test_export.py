@@ -10,8 +10,8 @@ import torch
 from dms_train.export.writer import MARKER_FILE
 from dms_train.families import FAMILIES
 from dms_train.hf.architecture import from_hf_config
-from dms_train.hf.directory import WeightReader
-from dms_train.hf.formats import ExportRefused
+from dms_train.hf.directory import WeightReader, read_architecture
+from dms_train.hf.formats import ExportRefused, read_spec
 from dms_train.hf.formats.flat import METADATA_FILE
 from dms_train.hf.json_files import read_config, read_json
 from dms_train.hf.selftest import REFERENCE, SelfTest
@@ -281,3 +281,23 @@ def test_a_model_from_scratch_states_the_special_tokens_of_its_tokenizer(export,
     (source / "generation_config.json").write_text(json.dumps(sampling))
     directory = export("llama", None, source_dir=source)
     assert read_json(directory / "generation_config.json") == {**sampling, "bos_token_id": 4}
+
+
+def test_an_export_does_not_take_over_what_its_source_states_of_its_own_weights(export, tmp_path):
+    """As with the tokenizer of a quantised or a retrofitted model; the export would be misread."""
+    source = tmp_path / "source"
+    source.mkdir()
+    foreign = {
+        "quantization_config": {"bits": 4},
+        "compression_config": {"format": "float"},
+        "quantization": {"bits": 4},
+        "dmc": {"spec": {}},
+        "dms_window_size": 3,
+        "bos_token_id": 7,
+    }
+    (source / "config.json").write_text(json.dumps(foreign))
+    directory = export("llama", None, source_dir=source)
+    written = read_config(directory)
+    assert foreign.keys() & written.keys() == {"bos_token_id"}
+    assert read_spec(directory) is None
+    assert read_architecture(directory).family == "llama"

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dms_train.app.start_point import StartPoint, load_start
 from dms_train.hf.directory import WeightReader
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.errors import ModelError
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.training.state import TrainState
@@ -74,3 +76,15 @@ def test_a_step_at_a_tiny_learning_rate_moves_loaded_weights_by_no_more(
     # Adam's first update is the learning rate; the weights round as they are stored
     assert not {name: distance for name, distance in moved.items() if distance > 2 * LR}
     assert max(moved.values()) > 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_checkpoint_whose_weights_are_not_finite_is_refused_by_name(
+    build: Build, bad: float, tmp_path: Path
+) -> None:
+    engine = build("qwen2", "dms", trains=False)
+    engine._models[0].decoder.layers[1].self_attention.linear_qkv.bias.data[3] = bad
+    engine.save_weights(tmp_path / "saved", {})
+    named = r"saved: decoder\.layers\.1\.self_attention\.linear_qkv\.bias holds NaN or infinite"
+    with pytest.raises(ModelError, match=named):
+        build("qwen2", "dms", trains=False).load(tmp_path / "saved", with_optimizer=False)

@@ -69,7 +69,7 @@ def sources(a: Architecture, spec: DMSSpec) -> tuple[WeightSource, WeightSource]
     return Uneven(student, 3), Uneven(RandomWeights(a, 2, 0.2), 4)
 
 
-class Uneven:
+class Uneven(WeightSource):
     """A source whose vectors, norms and biases, are moved by a random amount."""
 
     def __init__(self, source: WeightSource, seed: int) -> None:

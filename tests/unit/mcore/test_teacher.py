@@ -71,3 +71,24 @@ def test_its_weights_have_no_gradient_and_no_optimizer_state(view: ParallelView)
         assert not parameter.requires_grad
         assert parameter.grad is None
         assert not hasattr(parameter, "main_grad")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_copied_teacher_has_the_weights_of_one_that_was_read(
+    view: ParallelView, dtype: str
+) -> None:
+    architecture = tiny.architecture("qwen2", num_layers=2)
+    source = RandomWeights(architecture, 2, 0.2)
+    options = TrainEngineOptions(
+        parallel=ParallelOptions(params_dtype=dtype), optim=OptimOptions(lr=1e-3), seed=7
+    )
+    teachers = []
+    for given in (None, source):
+        built = McoreEngine(architecture, PRESETS["dms"], view, options, source)
+        built.attach_teacher(given)
+        teachers.append(dict(built._models[0]._teacher[0].named_parameters()))
+        built.reset_eviction_channel()  # of the student alone
+    copied, read = teachers
+    assert copied.keys() == read.keys()
+    assert all(torch.equal(copied[name], read[name]) for name in read)
+    assert all(copied[name].dtype == read[name].dtype for name in read)

@@ -91,6 +91,20 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path, count: int
     assert len(list((tmp_path / "skipped").iterdir())) == count + (count > 1)
 
 
+@pytest.mark.parametrize("stage", ["zero_neuron", "retrofit"])
+def test_a_stage_whose_steps_were_all_skipped_ends_the_run_without_an_export(
+    tmp_path: Path, stage: str
+) -> None:
+    """Also when it is shorter than `max_skipped_steps`; the stages before it count for nothing."""
+    first, last = {"zero_neuron": (3, 5), "retrofit": (6, 11)}[stage]
+    skipped = set(range(first - 1, last))
+    with pytest.raises(DivergenceError, match=rf"{stage}: all {len(skipped)} steps were skipped"):
+        run(tmp_path, skips=skipped, max_skipped_steps=100)
+    names = [path.name for path in (tmp_path / "checkpoints").glob("*")]
+    assert f"step_{last:08d}" not in names
+    run(tmp_path / "other", skips=skipped - {last - 1}, max_skipped_steps=100)
+
+
 def test_validation_follows_the_export_and_is_reported(tmp_path: Path) -> None:
     fakes = run(tmp_path, VALIDATED)
     assert [e[0] for e in timeline(fakes)][-2:] == ["export", "validate"]
