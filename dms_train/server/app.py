@@ -179,8 +179,8 @@ class Api:
 
     async def _body(self, request: Request) -> bytes:
         """The body, up to the limit."""
-        coding = request.headers.get("content-encoding", "identity")
-        if coding.strip().lower() != "identity":
+        coding = request.headers.get("content-encoding", "")
+        if coding.strip().lower() not in ("", "identity"):
             raise ApiError(
                 415,
                 f"Content-Encoding {coding[:100]}: not supported; send the body as it is",
