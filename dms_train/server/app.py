@@ -416,6 +416,7 @@ def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
         middleware=[cors, access] if options.cors_origins else [access],
         exception_handlers={
             ApiError: _api_error,
+            InferenceError: _refused,
             HTTPException: _http_error,
             ClientDisconnect: _client_left,
         },
@@ -425,6 +426,10 @@ def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return await _api_error(request, ApiError(400, str(error)))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
