@@ -77,7 +77,7 @@ class _Update:
 class EngineThread:
     """Runs an engine until `stop`.
 
-    A step that fails ends its requests. After `MOST_FAILURES` failed steps without a finished request
+    A step that fails ends its requests. After `MOST_FAILURES` failed steps and no finished request
     between them, the engine counts as broken: all requests end, further ones are refused, and no
     step is computed any more. On a GPU a step may succeed that only starts what fails later.
 
