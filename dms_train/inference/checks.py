@@ -12,7 +12,7 @@ from dms_train.inference.errors import InferenceError
 
 
 class Range(NamedTuple):
-    """What a number may be.
+    """Range of a number.
 
     Attributes:
         least: Smallest value.
@@ -99,7 +99,7 @@ def texts(name: str, values: Any) -> tuple[str, ...]:
 
 
 def _integer(value: Any) -> int | None:
-    """The value as an integer; None for other types, truth values among them."""
+    """Return the value as an integer; None for other types, truth values among them."""
     if isinstance(value, bool):
         return None
     try:

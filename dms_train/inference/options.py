@@ -32,7 +32,7 @@ NOT_SUPPORTED = {
 }
 _OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
 _LARGEST = 1e6  # of a temperature or penalty; no sensible value is near it
-_GREEDY = 1e-5  # temperatures below it count as 0, as in vLLM
+_GREEDY = 1e-5  # temperatures below it count as 0
 _COUNT = Range(0, math.inf, "an integer of at least 0")
 _POSITIVE = Range(1, math.inf, "an integer of at least 1")
 _SHARE = Range(math.ulp(0.0), 1, "a number above 0 and up to 1")
@@ -242,7 +242,7 @@ class SamplingParams:
 
 
 def _biases(given: Any) -> dict[int, float]:
-    """Checked `logit_bias`."""
+    """Return a checked `logit_bias` with numbers of Python."""
     if not isinstance(given, Mapping):
         raise InferenceError(f"logit_bias={given!r}: must have numbers by token id")
     tokens = token_ids("logit_bias", given)

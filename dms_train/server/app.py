@@ -178,8 +178,8 @@ class Api:
 
     async def _body(self, request: Request) -> bytes:
         """The body, up to the limit."""
-        coding = request.headers.get("content-encoding", "identity")
-        if coding.strip().lower() != "identity":
+        coding = request.headers.get("content-encoding", "")
+        if coding.strip().lower() not in ("", "identity"):
             raise ApiError(
                 415,
                 f"Content-Encoding {coding[:100]}: not supported; send the body as it is",
@@ -429,6 +429,7 @@ def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
         middleware=[cors, access] if options.cors_origins else [access],
         exception_handlers={
             ApiError: _api_error,
+            InferenceError: _refused,
             HTTPException: _http_error,
             ClientDisconnect: _client_left,
         },
@@ -438,6 +439,10 @@ def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return await _api_error(request, ApiError(400, str(error)))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -159,14 +159,14 @@ class Server:
 
     @property
     def broken(self) -> bool:
-        """Whether the engine is broken."""
+        """True once the engine counts as broken."""
         return self._thread.broken is not None
 
     def _end_broken(self) -> None:
         """Refuse requests, and end after a moment in which those that have failed are answered."""
         self.admission.draining = True
         logger().error(
-            "%d steps of the engine in a row have failed, so the server ends - %s",
+            "%d steps of the engine have failed with no success between, so the server ends - %s",
             MOST_FAILURES,
             self._thread.broken,
         )

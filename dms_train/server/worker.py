@@ -23,7 +23,7 @@ from dms_train.observe.log import logger
 from dms_train.server.errors import ApiError
 
 Positions = list[list[list[int]]]  # [layers][KV heads][live tokens]
-MOST_FAILURES = 5  # failed steps in a row after which the engine counts as broken
+MOST_FAILURES = 5  # failed steps after which the engine counts as broken
 _BROKEN = "the engine is broken and the server stops; see its log"
 _PAUSE_SECONDS = 0.1  # after a failed step; twice as long after each further one in a row
 
@@ -77,8 +77,9 @@ class _Update:
 class EngineThread:
     """Runs an engine until `stop`.
 
-    A step that fails ends its requests. After `MOST_FAILURES` failed steps in a row the engine
-    counts as broken: all requests end, further ones are refused, and no step is computed any more.
+    A step that fails ends its requests. After `MOST_FAILURES` failed steps and no finished request
+    between them, the engine counts as broken: all requests end, further ones are refused, and no
+    step is computed any more. On a GPU a step may succeed that only starts what fails later.
 
     Args:
         engine: Used by the thread alone from `start` on.
@@ -96,7 +97,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_broken: Callable[[], None] | None = None
-        self._in_a_row = 0  # failed steps since the last one that succeeded
+        self._in_a_row = 0  # failed steps since a request has finished
         self.allocated_bytes = engine.allocated_bytes
         self.failures = 0
         self.broken: str | None = None
@@ -200,7 +201,8 @@ class EngineThread:
                 self._update(output) for output in outputs if output.request_id in self._tickets
             ]
             self.allocated_bytes = self._engine.allocated_bytes
-            self._in_a_row = 0
+            if any(output.finished for output in outputs):
+                self._in_a_row = 0
         except Exception as error:
             logger().exception("a step of the engine failed")
             updates = self._lost(error)

@@ -129,8 +129,9 @@ def test_late_requests_are_ended_and_the_key_of_the_environment_is_required(mode
 
 def test_a_broken_engine_ends_the_process(model):
     """Five requests fail one after the other; nothing is tried again meanwhile."""
-    with started(model, module="tests.support.broken_server") as server:
-        body = {"prompt": "the", "max_tokens": 2}
+    words = ("--prefill-chunk", "8")
+    with started(model, *words, module="tests.support.broken_server") as server:
+        body = {"prompt": [5] * 12, "max_tokens": 2}
         for _ in range(5):
             assert ask(f"{server.url}/health")[0] == 200
             assert ask(f"{server.url}/v1/completions", body)[0] == 500
@@ -139,7 +140,7 @@ def test_a_broken_engine_ends_the_process(model):
         assert server.end() == 1
     assert server.log.count("a step of the engine failed") == 5
     (line,) = (line for line in server.log.splitlines() if "so the server ends" in line)
-    assert "error: 5 steps of the engine in a row have failed" in line
+    assert "error: 5 steps of the engine have failed" in line
     assert line.endswith("RuntimeError: a broken kernel")
 
 

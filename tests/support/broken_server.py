@@ -1,4 +1,4 @@
-"""`dms-serve` with an engine that fails from the first request on.
+"""`dms-serve` with an engine that fails in the second step of every prompt.
 
 python -m tests.support.broken_server MODEL ...
 """
@@ -21,7 +21,12 @@ def fails(*_arguments: object, **_options: object) -> NoReturn:
 
 def break_engine(engine: InferenceEngine) -> None:
     warm_up(engine)
-    engine._runner.step = engine._runner.cache.free = fails  # type: ignore[method-assign]
+    runner, compute = engine._runner, engine._runner.step
+
+    def step(batch: list, **options: object) -> object:
+        return (fails if batch[0][0].computed else compute)(batch, **options)
+
+    runner.step, runner.cache.free = step, fails
 
 
 if __name__ == "__main__":

@@ -208,6 +208,7 @@ def test_a_bias_and_stop_tokens_reach_the_engine(client):
         ({"logit_bias": {str(VOCABULARY): 1}}, "logit_bias"),
         ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
         ({"stop": ""}, "stop"),
+        ({"repetition_penalty": 1e-9}, "repetition_penalty=1e-09: must be"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "1000"),
     ],

@@ -148,12 +148,15 @@ def test_an_answer_that_is_read_slowly_arrives_whole(model):
         )
         assert len(body) < length  # it takes longer than an answer that is not read may take
         while len(body) < length:
-            body += connection.recv(2**16)
+            part = connection.recv(2**16)
+            assert part, "the server has closed the connection"
+            body += part
         assert json.loads(body)["usage"]["completion_tokens"] == LARGE["max_tokens"]
 
 
 def test_the_oldest_idle_connection_makes_room_for_a_new_one(model, monkeypatch):
     monkeypatch.setattr(connections, "_SPARE", 4)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 3600.0)
     most = 2 + 4
     with (
         serving(model, engine={"max_num_seqs": 1}, max_queue=1) as server,
@@ -166,5 +169,8 @@ def test_the_oldest_idle_connection_makes_room_for_a_new_one(model, monkeypatch)
         assert server.ask("/health")[0] == 200
         assert open_connections(server) <= most
         data = b""
-        while b"[DONE]" not in data:
-            data += stream.recv(2**16)
+        while part := stream.recv(2**16):
+            data += part
+            if b"[DONE]" in data:
+                return
+        raise AssertionError("the server has closed a connection that is in use")
