@@ -113,17 +113,42 @@ def problems(options: Any, path: str = "") -> Iterator[str]:
         path: Key of the dataclass in the configuration; it leads every line.
     """
     hints = typing.get_type_hints(type(options), include_extras=True)
+    comparable = True
     for item in fields(options):
         value = getattr(options, item.name)
         here = f"{path}.{item.name}" if path else item.name
         if is_dataclass(value):
             yield from problems(value, here)
+        expected = _expected_kind(value, hints[item.name])
+        if expected is not None:
+            yield f"{here}={value!r}: use {expected}"
+            comparable = False
+            continue
         for limit in getattr(hints[item.name], "__metadata__", ()):
             refusal = None if _is_unset(value, limit) else limit.refusal(value)
             if refusal is not None:
                 yield f"{here}={value}: {refusal}"
-    if hasattr(options, "check"):
+    if comparable and hasattr(options, "check"):
         yield from options.check(path)
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _expected_kind(value: Any, hint: Any) -> str | None:
+    """Return what a value should be if its type is wrong; None if it is right or not checked."""
+    limited = typing.get_origin(hint) is typing.Annotated  # its limits refuse NaN
+    base = typing.get_args(hint)[0] if limited else hint
+    kinds = typing.get_args(base) or (base,)
+    known = [kind for kind in kinds if kind in _KINDS]
+    if len(known) + (type(None) in kinds) < len(kinds):
+        return None  # another dataclass or a container, which its own code checks
+    if value is None and type(None) in kinds:
+        return None
+    allowed = {*known, int} if float in known else set(known)
+    if type(value) in allowed and (limited or value == value):  # NaN differs from itself
+        return None
+    return " or ".join(_KINDS[kind] for kind in known)
 
 
 def _is_unset(value: Any, limit: Limit) -> bool:

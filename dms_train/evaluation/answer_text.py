@@ -44,12 +44,13 @@ def last_box(text: str) -> str | None:
     Boxes that only a comma, "and" or "or" separates from the last one belong to its content. The
     result is empty where one of them is empty, not closed, or continued as in `\boxed{5}0`.
     """
-    boxes = [_box(text, match) for match in _BOX.finditer(text)]
-    if not boxes:
+    commands = list(_BOX.finditer(text))
+    if not commands:
         return None
-    *earlier, last = boxes
+    last = _box(text, commands.pop())
     contents, start = [last.content], last.start
-    for box in reversed(earlier):
+    while commands:
+        box = _box(text, commands.pop())
         if box.end > start or not _BETWEEN_BOXES.fullmatch(text, box.end, start):
             break
         contents.insert(0, box.content)
@@ -89,8 +90,10 @@ _SPACE = r"(?:\\[ ,;:!]|\\q?quad(?![a-z])|[\s~])"
 _THOUSANDS = re.compile(
     rf"(?<![\d.,])(\d{{1,3}})((?:(?:{_SPACE}|\{{,\}}|,\\!)+\d{{3}})+)(?!{_SPACE}*[\d/])"
 )
-_REPEATING = re.compile(r"(?<![\d.])(\d+)\.(\d*)\\(?:overline|bar)\s*(?:\{(\d+)\}|(\d))(?!\d)")
-_MIXED = re.compile(rf"(?<![\d.^_])(\d+){_SPACE}+([1-9]\d*)\s*/\s*(\d+)(?![\d.])")
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d{1,99})\.(\d{0,99})\\(?:overline|bar)\s*(?:\{(\d{1,99})\}|(\d))(?!\d)"
+)
+_MIXED = re.compile(rf"(?<![\d.^_])(\d+){_SPACE}+([1-9]\d{{0,99}})\s*/\s*(\d{{1,99}})(?![\d.])")
 _STYLE = re.compile(r"\\displaystyle(?![a-z])\s*")
 _REWRITTEN = (
     # arguments that TeX takes without braces; math-verify reads braced ones only
@@ -212,7 +215,7 @@ class Measured(NamedTuple):
 
 _WORDS = r"[A-Za-z$€£¢%][A-Za-z.]*"
 _TEXT_UNIT = re.compile(
-    rf"(?P<value>.*?)(?P<unit>(?:{_SPACE}*\^?\{{?{TEXT}\{{[^{{}}]*\}}\}}?"
+    rf"(?P<value>.*?)(?P<unit>{_SPACE}*(?:\^?\{{?{TEXT}\{{[^{{}}]*\}}\}}?"
     rf"(?:\^\{{?-?\d\}}?)?(?:{_SPACE}|[/.])*)+)",
     re.DOTALL,
 )

@@ -103,7 +103,12 @@ def verify_answer(attempt: Attempt) -> Verdict:
         return Verdict.UNFINISHED
     if attempt.form is AnswerForm.STATED:
         return _verify_stated(attempt.gold, answer)
-    return _verify_boxed(attempt.gold.strip(), answer)
+    from math_verify.errors import TimeoutException
+
+    try:
+        return _verify_boxed(attempt.gold.strip(), answer)
+    except TimeoutException:  # a BaseException, of one call
+        return Verdict.TIMEOUT
 
 
 def final_text(text: str) -> str | None:
@@ -276,15 +281,6 @@ def processor_limit(seconds: float) -> Iterator[None]:
 
 
 def _compare(gold: str, text: str) -> Verdict:
-    from math_verify.errors import TimeoutException
-
-    try:
-        return _compare_in_time(gold, text)
-    except TimeoutException:  # a BaseException, of one call
-        return Verdict.TIMEOUT
-
-
-def _compare_in_time(gold: str, text: str) -> Verdict:
     expected = _parsed(f"${gold}$", extraction_config=_extraction(gold=True))
     if not expected:
         return Verdict.UNREADABLE_GOLD
@@ -303,12 +299,11 @@ def _exact(expression: Any) -> Any:
         return expression
     from sympy import Float, Rational
 
-    decimals = {one: Rational(str(one)) for one in expression.atoms(Float)}
-    exact = expression.xreplace(decimals)
     try:
+        exact = expression.xreplace({x: Rational(str(x)) for x in expression.atoms(Float)})
         value = exact.doit() if exact.is_number else exact
-    except Exception:
-        return exact
+    except Exception:  # as many kinds as there are functions
+        return expression
     return value if value.is_Rational else exact
 
 

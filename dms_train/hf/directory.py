@@ -53,7 +53,10 @@ def resolve(
 
     Raises:
         FileNotFoundError: One line that names what is absent and what to do.
+        HFError: It is no text or path.
     """
+    if not isinstance(path_or_id, str | Path) or not str(path_or_id):
+        raise HFError(f"{path_or_id!r}: no path; give a directory or a hub id as text")
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path

@@ -233,6 +233,17 @@ def test_a_thread_cannot_judge() -> None:
     assert "thread" in str(caught[0])
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["9" * 5000, f"3 {'9' * 5000}/2", f"0.\\overline{{{'3' * 5000}}}", "5\\text{a }  " * 40 + "x"],
+)
+def test_an_answer_of_any_length_has_a_verdict(answer: str) -> None:
+    assert verify_answer(Attempt("5", f"\\boxed{{{answer}}}")) in (Verdict.WRONG, Verdict.NO_ANSWER)
+    stated = Attempt("5", f"The final answer is {answer}", AnswerForm.STATED)
+    assert verify_answer(stated) in (Verdict.WRONG, Verdict.NO_ANSWER)
+    assert verify_answer(Attempt("5", "\\boxed{" * 5000)) is Verdict.NO_ANSWER
+
+
 def _busy(catches: int = 0) -> None:
     """Computes for ever; the first limits that strike are caught."""
     while True:

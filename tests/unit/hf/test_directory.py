@@ -167,3 +167,9 @@ def test_absent_hub_id(name):
     with pytest.raises(FileNotFoundError, match="local hub cache") as error:
         resolve(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"model", ["model"], ""])
+def test_what_is_no_path_is_refused_in_one_line(path):
+    with pytest.raises(ValueError, match="give a directory or a hub id as text"):
+        resolve(path)

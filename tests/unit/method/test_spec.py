@@ -182,3 +182,19 @@ def test_every_problem_of_a_method_is_named_at_once() -> None:
     with pytest.raises(ValueError, match="window") as caught:
         DMSSpec(**values)
     assert str(caught.value).splitlines() == lines
+
+
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(DMSSpec)])
+@pytest.mark.parametrize("value", [None, [1], {}, b"x", float("nan"), "x"])
+def test_a_value_of_another_type_is_refused_in_one_line(name, value):
+    if (name, value) == ("preset", "x"):
+        return  # any text
+    with pytest.raises(ValueError, match=f"^method.{name}=[^\n]*: (use|choose) [^\n]*$"):
+        dataclasses.replace(PRESETS["dms"], **{name: value})
+
+
+@pytest.mark.parametrize("name", ["channel", "window", "decision_shift"])
+@pytest.mark.parametrize("value", [True, 1.5])
+def test_whole_numbers_are_neither_truth_values_nor_fractions(name, value):
+    with pytest.raises(ValueError, match=f"method.{name}={value}: use a whole number"):
+        dataclasses.replace(PRESETS["dms"], **{name: value})
