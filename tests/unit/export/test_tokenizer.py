@@ -43,6 +43,7 @@ def test_auto_tokenizer_gives_the_ids_of_the_source_and_asks_nothing(
     assert loaded(TEXT)["input_ids"] == right
     assert loaded.eos_token == piece_tokenizer.END
     assert Tokenizer.load(directory).encode(TEXT) == right
+    assert "auto_map" not in (directory / "tokenizer_config.json").read_text("utf-8")
     printed = "".join(capfd.readouterr())
     assert "custom code" not in printed
     assert f"from_pretrained(path{', trust_remote_code=False' * (spec == 'dms')})" in (
