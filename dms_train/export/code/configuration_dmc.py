@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_Mixed: Any = object  # stands for the class of transformers that a mixin precedes
+
 
 @dataclass(frozen=True)
 class DMCNumbers:
@@ -50,6 +52,26 @@ def dmc_numbers(config: Any) -> DMCNumbers:
     )
 
 
+def _state_rope_scaling(values: dict[str, Any]) -> None:
+    """Add `rope_scaling` to a config.json, for transformers 4, which reads no `rope_parameters`.
+
+    Exports leave it out: with it AutoTokenizer of transformers 5 cannot read their config.json
+    without this code.
+    """
+    rule = {k: v for k, v in (values.get("rope_parameters") or {}).items() if k != "rope_theta"}
+    if values.get("rope_scaling") is None and rule.get("rope_type", "default") != "default":
+        values["rope_scaling"] = rule
+
+
+class _DMCConfigMixin(_Mixed):
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in transformers, with RoPE spelled for its version 4 too."""
+        values, rest = super().get_config_dict(*args, **kwargs)
+        _state_rope_scaling(values)
+        return values, rest
+
+
 def config_with_dmc(base: type[Any]) -> type:
     """A family's configuration class with DMC.
 
@@ -60,4 +82,4 @@ def config_with_dmc(base: type[Any]) -> type:
         `LlamaConfigDMC`, whose model_type is `dmc_llama`.
     """
     values = {"model_type": f"dmc_{base.model_type}", "__doc__": f"{base.__name__} with DMC."}
-    return type(f"{base.__name__}DMC", (base,), values)
+    return type(f"{base.__name__}DMC", (_DMCConfigMixin, base), values)

@@ -75,6 +75,17 @@ def dms_numbers(config: Any) -> DMSNumbers:
     raise ValueError("config.json has neither a `dms` key nor `dms_window_size`: not a DMS model")
 
 
+def _state_rope_scaling(values: dict[str, Any]) -> None:
+    """Add `rope_scaling` to a config.json, for transformers 4, which reads no `rope_parameters`.
+
+    Exports leave it out: with it AutoTokenizer of transformers 5 cannot read their config.json
+    without this code.
+    """
+    rule = {k: v for k, v in (values.get("rope_parameters") or {}).items() if k != "rope_theta"}
+    if values.get("rope_scaling") is None and rule.get("rope_type", "default") != "default":
+        values["rope_scaling"] = rule
+
+
 class _DMSConfigMixin(_Mixed):
     """Keeps the layout a config was read in, and answers to both model types."""
 
@@ -91,6 +102,7 @@ class _DMSConfigMixin(_Mixed):
         values, rest = super().get_config_dict(*args, **kwargs)
         if values.get("model_type") == cls.model_type.removeprefix("dms_"):
             values["model_type"] = cls.model_type
+        _state_rope_scaling(values)
         return values, rest
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ def _config_keys(model: ExportedModel) -> dict[str, Any]:
             "AutoModelForCausalLM": f"modeling_{family}_dmc.{classes}ForCausalLMDMC",
         },
         "model_type": f"dmc_{family}",
+        "rope_scaling": None,  # stated in rope_parameters alone, see the shipped configuration
         "dmc": {
             "spec": model.spec.to_dict(),
             "cr_factor": model.cr_factor,

@@ -20,6 +20,7 @@ def _config_keys(model: ExportedModel) -> dict[str, Any]:
     return {
         **modeling_keys(family),
         "model_type": f"dms_{family}",
+        "rope_scaling": None,  # stated in rope_parameters alone, see the shipped configuration
         "dms": {
             "spec": model.spec.to_dict(),
             "cr_factor": model.cr_factor,

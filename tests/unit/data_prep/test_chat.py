@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,42 @@ def test_a_mark_in_front_of_a_template_is_not_part_of_it(
     (document,) = ShardReader(tmp_path / "out")
     decoded = AutoTokenizer.from_pretrained(r1).decode(document.tokens)
     assert decoded == "".join(message["content"] for message in TALK)
+
+
+def test_an_answer_without_a_token_in_the_loss_is_left_out(
+    tmp_path: Path, r1: str, write_rows: WriteRows
+) -> None:
+    """The tokenizer of this test deletes a sign before it forms tokens."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    described = json.loads((Path(r1) / "tokenizer.json").read_text("utf-8"))
+    described["normalizer"] = {"type": "Replace", "pattern": {"String": "¤"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    template = tmp_path / "a.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rows = write_rows([{"prompt": "One?", "completion": text} for text in ("¤¤", "Two.")])
+    assert make(tmp_path, str(folder), rows, "--chat-template", str(template)) == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.preparation is not None
+    assert manifest.preparation["rows"] == {"read": 2, "missing_value": 1, "kept": 1}
+
+
+@pytest.mark.parametrize("command", ["chat", "tokenize"])
+def test_a_row_with_a_role_that_the_template_does_not_know_is_refused(
+    tmp_path: Path,
+    r1: str,
+    write_rows: WriteRows,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    template = tmp_path / "a.jinja"
+    template.write_text("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}")
+    rows = write_rows(
+        [{"messages": TALK}, {"messages": [{"role": "tool", "content": "72"}, *TALK]}]
+    )
+    words = [rows, "--chat-template", str(template), "--messages-key", "messages"]
+    words += ["--tokenizer", r1, "--output", str(tmp_path / "out")]
+    assert main([command, *words]) == 2
+    error = capsys.readouterr().err
+    assert "leaves out message 1 of role 'tool'" in error
+    assert error.count("\n") == 1

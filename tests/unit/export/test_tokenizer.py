@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer as Inner
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from dms_train.export.writer import write_export
+from dms_train.hf.architecture import RopeScaling
+from dms_train.hf.directory import read_architecture
 from dms_train.hf.tensors import expected_shapes
 from dms_train.inference.tokenizer import Tokenizer
+from dms_train.method.spec import PRESETS
 from tests.support import piece_tokenizer
 from tests.unit.export.conftest import ARCHITECTURE
 
@@ -43,11 +47,34 @@ def test_auto_tokenizer_gives_the_ids_of_the_source_and_asks_nothing(
     assert loaded(TEXT)["input_ids"] == right
     assert loaded.eos_token == piece_tokenizer.END
     assert Tokenizer.load(directory).encode(TEXT) == right
+    assert "auto_map" not in (directory / "tokenizer_config.json").read_text("utf-8")
     printed = "".join(capfd.readouterr())
     assert "custom code" not in printed
     assert f"from_pretrained(path{', trust_remote_code=False' * (spec == 'dms')})" in (
         directory / "README.md"
     ).read_text("utf-8")
+
+
+@pytest.mark.parametrize("preset", ["dms", "dmc"])
+def test_auto_tokenizer_needs_no_code_of_a_model_with_rope_scaling(export, tmp_path, preset):
+    """As of Llama 3: the rule is stated where only the export's own code reads it."""
+    source = piece_tokenizer.write_tokenizer(tmp_path / "source")
+    rule = RopeScaling(factor=8.0, original_max_position_embeddings=32)
+    directory = export(
+        source_dir=source,
+        architecture=dataclasses.replace(ARCHITECTURE, rope_scaling=rule),
+        spec=PRESETS[preset].override(**({"window": 5} if preset == "dms" else {})),
+        export_format=preset,
+    )
+    right = Inner.from_file(str(source / "tokenizer.json")).encode(TEXT).ids
+    loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    assert loaded(TEXT)["input_ids"] == right
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    stated = config.to_dict()
+    found = {**(stated.get("rope_scaling") or {}), **(stated.get("rope_parameters") or {})}
+    assert found["rope_type"] == "llama3"
+    assert {key: found[key] for key in dataclasses.asdict(rule)} == dataclasses.asdict(rule)
+    assert read_architecture(directory).rope_scaling == rule
 
 
 def test_a_source_with_tokenizer_json_alone_loads_too(export, tmp_path):

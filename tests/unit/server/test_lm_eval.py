@@ -78,7 +78,6 @@ def test_answers_over_http_are_those_in_one_process(sheets, served, evaluated, o
         base_url=f"{served.url}/v1/completions",
         tokenizer_backend="huggingface",
         tokenizer=str(sheets),
-        trust_remote_code=True,  # AutoTokenizer reads the config of the model as well
         max_length=served_model.LONGEST,
         max_retries=1,
         **how,
