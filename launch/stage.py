@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from dms_train.app import failures, launcher, run_folder
+from dms_train.app import failures, launcher
 from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.config.frozen import CONFIG_FILE, read_frozen
 from dms_train.config.schema import RunConfig
 from dms_train.launch.chain import EVALUATE, IMPORT, PREPARE, START_FOLDER, VALIDATE
-from dms_train.observe import log
+from dms_train.observe import locks, log
 from dms_train.observe.state_files import StateFiles
 
 PREPARE_FILE = Path("launch") / "prepare.json"  # words for dms-data, written when submitting
@@ -83,7 +83,7 @@ def run(folder: Path, stage: str) -> None:
     files = StateFiles(folder)
     try:
         config = read_frozen(folder / CONFIG_FILE)
-        with run_folder.held(folder):
+        with locks.held(files.lock, f"run.dir={folder}", launcher.job()):
             _STAGES[stage](config)
     except Exception as error:
         attempt = launcher.attempt() or "local"

@@ -34,13 +34,15 @@ from pathlib import Path
 from dms_train.app.model import read_architecture
 from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
+from dms_train.config import validation
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.cluster import ClusterOptions
 from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
+from dms_train.config.gpus import GPUS
 from dms_train.config.schema import RunConfig
 from dms_train.launch import scheduler
-from dms_train.launch.chain import Job, chain, frozen, needs, script
+from dms_train.launch.chain import VALIDATE, Job, chain, frozen, needs, script
 from dms_train.launch.freeze import freeze, workdir
 from dms_train.launch.stage import PREPARE_FILE
 from dms_train.observe.state_files import StateFiles
@@ -70,6 +72,7 @@ def _main(arguments: list[str]) -> int:
     config = frozen(config, skipped)
     jobs, run, recipe = chain(config, skipped), Path(config.run.dir), _recipe(options.prepare)
     _check_site(config.cluster)
+    _check_validation(jobs, config)
     if options.dry_run:
         require_same(config, run / CONFIG_FILE)
         _show(jobs, config)
@@ -97,6 +100,20 @@ def _check_site(cluster: ClusterOptions) -> None:
         raise ConfigError(
             f"cluster.save_seconds={cluster.save_seconds}: not below cluster.signal_seconds="
             f"{cluster.signal_seconds}; a run is signalled that long before it is killed"
+        )
+
+
+def _check_validation(jobs: list[Job], config: RunConfig) -> None:
+    """Refuse a validation that its one GPU cannot hold."""
+    name = config.cluster.gpu
+    if name is None or VALIDATE not in [job.stage for job in jobs]:
+        return
+    gpu = GPUS[name]
+    problem = validation.problem(config, read_architecture(config.model), gpu.label, gpu.memory)
+    if problem is not None:
+        raise ConfigError(
+            f"{problem}; leave it out with --skip {VALIDATE}, and run dms-validate on a larger "
+            "GPU or on a CPU"
         )
 
 

@@ -13,7 +13,7 @@ from dms_train.config.schema import RunConfig
 from dms_train.data.batches import Samples
 from dms_train.data.tokens import build_valid_samples
 from dms_train.evaluation import report
-from dms_train.evaluation.devices import resolve_device
+from dms_train.evaluation.devices import require_memory, resolve_device
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.findings import Findings, export_spec, require_replay, validate
 from dms_train.evaluation.measure import EvaluationTarget
@@ -64,7 +64,8 @@ def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> 
         options: What to measure, and on which device.
 
     Raises:
-        EvaluationError: Not an export, no such device, or problems that do not fit the models.
+        EvaluationError: Not an export, no such device, too little memory on it, or problems that do
+            not fit the models.
         FileNotFoundError: A model or the problems file is absent.
     """
     target = EvaluationTarget(
@@ -73,6 +74,8 @@ def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> 
         spec=export_spec(export),
         device=resolve_device(options.device),
     )
+    for model in (teacher, export):
+        require_memory(model, target.device)
     architecture = read_architecture(teacher)
     if options.problems is not None:
         sheets = read_problems(Path(options.problems), options.max_problems)

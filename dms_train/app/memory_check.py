@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dms_train.config import layouts, memory
+from dms_train.config import layouts, memory, validation
 from dms_train.config.build import ConfigError
 from dms_train.config.gpus import like
 from dms_train.config.schema import RunConfig
@@ -16,19 +16,36 @@ from dms_train.observe import log
 _GIB = 2**30
 
 
-def check_memory(config: RunConfig, architecture: Architecture, view: ParallelView) -> None:
+def check_memory(
+    config: RunConfig, architecture: Architecture, view: ParallelView, *, validates: bool
+) -> None:
     """Refuse what cannot fit a GPU whatever the batch, warn of what is not expected to.
 
     All ranks call it, and all use the GPU with the largest shortage, which may be another rank's.
+    Rank 0 validates, so its GPU must hold a model beside the state of the training.
+
+    Args:
+        config: The configuration.
+        architecture: Of the model.
+        view: This rank's place.
+        validates: Whether the process goes on to the stage `validate`.
 
     Raises:
-        ConfigError: Weights, gradients and optimizer state alone are too large; on every rank.
+        ConfigError: Weights, gradients and optimizer state alone are too large, or a validation
+            does not fit beside them; on every rank.
     """
     if view.device.type != "cuda":
         return
     own = torch.cuda.get_device_properties(view.device)
     gpus = groups.values((own.name, own.total_memory, view.pp_rank))
     stages = memory.estimate_stages(config, architecture, view.world_size)
+    if validates:
+        name, total, _ = gpus[0]
+        problem = validation.problem(config, architecture, name, total, stages[0].fixed)
+        if problem is not None:
+            raise ConfigError(
+                f"{problem}; leave it out of stage.run and run dms-validate afterwards"
+            )
     lacks = [stages[stage].fixed - total for _, total, stage in gpus]
     rank = lacks.index(max(lacks))
     name, total, _ = gpus[rank]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dms_train.app.plan_lines import layout_lines, layout_table
+from dms_train.app.plan_lines import layout_lines, layout_table, validation_lines
 from dms_train.config import divide, layouts
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
@@ -31,6 +31,7 @@ def describe(
     lines = [
         *_summary(config, architecture, world_size),
         *layout_lines(config, architecture, world_size),
+        *validation_lines(config, architecture, world_size),
         f"folder  {config.run.dir}",
         "",
         *_stages(config, loaded_cr),

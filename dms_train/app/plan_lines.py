@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dms_train.config import layouts
+from dms_train.config import layouts, validation
+from dms_train.config.build import ConfigError
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.gpus import GPUS, Gpu, calibration
 from dms_train.config.layouts import Layout
@@ -59,6 +60,24 @@ def _operations(
         f"{', 2N teacher' if passes > _STUDENT else ''}, attention); expected "
         f"{rate:.0f} TFLOP/s and {tokens / world_size / layout.time.total:,.0f} tokens/s a GPU"
     )
+
+
+def validation_lines(
+    config: RunConfig, architecture: Architecture, world_size: int
+) -> Iterator[str]:
+    """Memory of the stage `validate`; ConfigError if the chosen GPU cannot hold it."""
+    if "validate" not in config.stage.run:
+        return
+    gpu = _chosen(config)
+    alone = validation.needed_bytes(config, architecture)
+    trained = layouts.planned(config, architecture, world_size, gpu).stages[0].fixed
+    yield (
+        f"memory  of validate: {alone / _GIB:.2f} GiB of one GPU in a job of its own, "
+        f"{(alone + trained) / _GIB:.2f} GiB in the process that has trained"
+    )
+    problem = validation.problem(config, architecture, gpu.label, gpu.memory)
+    if config.cluster.gpu is not None and problem is not None:
+        raise ConfigError(f"{problem}; leave validate out of stage.run")
 
 
 def layout_table(

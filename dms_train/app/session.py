@@ -98,7 +98,9 @@ def _begin(prepared: Prepared, count: int, files: StateFiles) -> None:
     config = prepared.config
     run_folder.write(config, is_main_rank=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
-    check_memory(config, prepared.architecture, view)
+    check_memory(
+        config, prepared.architecture, view, validates="validate" in config.stage.run[:count]
+    )
     if view.rank == 0:
         files.begin()
     watch = RunWatch(files, view, _heartbeats(config, view, files))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.hf.directory import WeightReader
 from dms_train.inference.devices import require_device
 from dms_train.inference.errors import InferenceError
+
+_GIB = 2**30
 
 
 def resolve_device(device: str) -> str:
@@ -22,3 +27,20 @@ def resolve_device(device: str) -> str:
     except InferenceError as error:
         raise EvaluationError(str(error)) from None
     return device
+
+
+def require_memory(directory: Path, device: str) -> None:
+    """Refuse a model whose weights alone do not fit the free memory of a GPU.
+
+    Raises:
+        EvaluationError: They do not.
+    """
+    if not device.startswith("cuda"):
+        return
+    weights = sum(file.stat().st_size for file in WeightReader(directory).files)
+    free, _ = torch.cuda.mem_get_info(torch.device(device))
+    if weights > free:
+        raise EvaluationError(
+            f"{directory}: its weights take {weights / _GIB:.1f} GiB, {device} has "
+            f"{free / _GIB:.1f} GiB free; take a larger GPU or device=cpu, or export in bf16"
+        )

@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.data.batches import Samples
+from dms_train.data.batches import Sample, Samples
 from dms_train.evaluation.bootstrap import Estimate, ratio
+from dms_train.evaluation.options import COMPARED_POSITIONS
 from dms_train.evaluation.problems import Sheet, solved
 from dms_train.hf.selftest import SelfTest
 from dms_train.inference.accounting import TotalKV
@@ -27,7 +29,6 @@ from dms_train.method.base import MethodSpec
 from dms_train.method.losses import kl_teacher_student
 
 _CHUNK = 64  # tokens between which the compact cache really frees what is evicted
-_POSITIONS = 512  # compared at a time: two rows of the vocabulary in float64 each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +147,27 @@ class Replay:
         return self.kl <= self.limit
 
 
+class _Reading(NamedTuple):
+    """What a model computed of texts; its logits are products of both.
+
+    Attributes:
+        hidden: Last hidden states of each text, [tokens, hidden], on the host.
+        head: Weight of its output layer, [vocab, hidden].
+        cost: What its cache cost.
+    """
+
+    hidden: list[Tensor]
+    head: Tensor
+    cost: Cost
+
+
 def agreement(
     target: EvaluationTarget, samples: Samples, count: int, *, window_only: bool = False
 ) -> Agreement:
     """Score the first `count` samples with the models, token by token through their caches.
+
+    One model is loaded at a time. Hidden states of the texts are kept in its place: logits of all
+    of them would take more memory than the models.
 
     Args:
         target: Export and teacher.
@@ -157,58 +175,64 @@ def agreement(
         count: Samples to take.
         window_only: Whether the control is scored too.
     """
-    slab: dict[str, Any] = {"max_num_seqs": 1, "slab_pages": 8, "device": target.device}
-    student = LLM(target.export, prefill_chunk=_CHUNK, **slab)
-    teacher = LLM(target.teacher, cache="dense", prefill_chunk=_CHUNK, **slab)
-    models = [student]
-    if window_only:
-        how: dict[str, Any] = {"policy": "window", "prefill_chunk": _CHUNK}
-        how["policy_options"] = {"window": target.window}
-        models.append(LLM(target.teacher, **how, **slab))
-    rows: list[list[list[float]]] = [[] for _ in models]
     texts = [text for number in range(count) for text in samples[number].documents()]
-    for sample in texts:
-        ids, counts = sample.tokens.tolist(), sample.loss_mask.double()
-        original = teacher.logits(ids).cpu()
-        for model, scores in zip(models, rows, strict=True):
-            scores.append(_compared(model.logits(ids).cpu(), original, sample.labels, counts))
-    kl, top1, teacher_nll, student_nll, tokens = _columns(rows[0])
+    teacher = _read(target.teacher, texts, target.device, cache="dense")
+    student = _read(target.export, texts, target.device)
+    control = None
+    if window_only:
+        how: dict[str, Any] = {"policy": "window", "policy_options": {"window": target.window}}
+        control = _read(target.teacher, texts, target.device, **how)
+    kl, top1, teacher_nll, student_nll, tokens = _scores(student, teacher, texts, target.device)
     return Agreement(
         kl=ratio(kl, tokens),
         top1=ratio(top1, tokens),
         teacher_loss=ratio(teacher_nll, tokens),
         student_loss=ratio(student_nll, tokens),
         lengths=tuple(len(text.tokens) for text in texts),
-        dense=_text_cost(teacher),
-        student=_text_cost(student),
-        window_only=_control(rows[1], models[1]) if window_only else None,
+        dense=teacher.cost,
+        student=student.cost,
+        window_only=None if control is None else _control(control, teacher, texts, target.device),
     )
 
 
-def _control(rows: list[list[float]], llm: LLM) -> WindowOnly:
-    kl, _, _, loss, tokens = _columns(rows)
-    return WindowOnly(kl=ratio(kl, tokens), loss=ratio(loss, tokens), cost=_text_cost(llm))
+def _read(directory: Path, texts: list[Sample], device: str, **how: Any) -> _Reading:
+    """Load a model, read the texts one after the other, and free it; `how` are engine options."""
+    llm = LLM(directory, prefill_chunk=_CHUNK, max_num_seqs=1, slab_pages=8, device=device, **how)
+    hidden = [llm.engine.hidden_states(text.tokens.tolist()) for text in texts]
+    return _Reading(hidden, llm.engine.head.cpu(), _text_cost(llm))
 
 
-def _columns(rows: list[list[float]]) -> list[list[float]]:
-    columns: list[list[float]] = torch.tensor(rows, dtype=torch.float64).T.tolist()
-    return columns
+def _control(control: _Reading, teacher: _Reading, texts: list[Sample], device: str) -> WindowOnly:
+    kl, _, _, loss, tokens = _scores(control, teacher, texts, device)
+    return WindowOnly(kl=ratio(kl, tokens), loss=ratio(loss, tokens), cost=control.cost)
 
 
-def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) -> list[float]:
+def _scores(
+    student: _Reading, teacher: _Reading, texts: list[Sample], device: str
+) -> list[list[float]]:
+    """The columns of `_compared`, with a row for each text."""
+    heads = student.head.to(device), teacher.head.to(device)
+    rows = []
+    for text, *hidden in zip(texts, student.hidden, teacher.hidden, strict=True):
+        columns = (*hidden, text.labels, text.loss_mask.double())
+        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        for first in range(0, len(text.tokens), COMPARED_POSITIONS):
+            part = [column[first : first + COMPARED_POSITIONS].to(device) for column in columns]
+            ours, theirs = (F.linear(part[i], heads[i]).double() for i in range(2))
+            sums += _compared(ours, theirs, part[2], part[3])
+        rows.append(sums.tolist())
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     """KL, equal argmax, both next-token losses and tokens, summed where `counts` is 1."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    for s, t, label, count in zip(
-        *(torch.split(x, _POSITIONS) for x in (student, teacher, labels, counts)), strict=True
-    ):
-        wide, original = s.double(), t.double()
-        losses = [
-            kl_teacher_student(wide, original),
-            (wide.argmax(-1) == original.argmax(-1)).double(),
-            *(-x.log_softmax(-1).gather(1, label[:, None])[:, 0] for x in (original, wide)),
-        ]
-        sums += torch.stack([(loss * count).sum() for loss in losses])
-    return [*sums.tolist(), counts.sum().item()]
+    losses = [
+        kl_teacher_student(student, teacher),
+        (student.argmax(-1) == teacher.argmax(-1)).double(),
+        *(-x.log_softmax(-1).gather(1, labels[:, None])[:, 0] for x in (teacher, student)),
+        torch.ones_like(counts),
+    ]
+    return torch.stack([(loss * counts).sum() for loss in losses])
 
 
 def _text_cost(llm: LLM) -> Cost:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from dms_train.limits import AtLeast, Matches, Share
 
 Device = Annotated[str, Matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:1")]
+COMPARED_POSITIONS = 128  # whose logits a validation holds at a time, in float64
 TOKENS_PER_LENGTH = 1024  # of L in L-W-CR
 ANSWER_PATTERN = r"(?m)The final answer is (.*?)\.?\s*$"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -317,9 +317,36 @@ class InferenceEngine:
             float [len(token_ids), vocab].
 
         Raises:
+            InferenceError: As `hidden_states`.
+        """
+        to_logits = self._runner.model.decoder.logits
+        return torch.cat([to_logits(hidden) for hidden in self._read(token_ids)])
+
+    @_launches
+    def hidden_states(self, token_ids: list[int]) -> Tensor:
+        """Last hidden states at every token of a text, on the host.
+
+        Their product with `head` are the logits. They take little space beside these.
+
+        Args:
+            token_ids: The text.
+
+        Returns:
+            [len(token_ids), hidden] in the dtype of the model.
+
+        Raises:
             InferenceError: The text is empty, too long or not of this vocabulary, or the cache is
                 too small for it.
         """
+        return torch.cat([hidden.cpu() for hidden in self._read(token_ids)])
+
+    @property
+    def head(self) -> Tensor:
+        """Weight of the output layer, [vocab, hidden]."""
+        return self._runner.model.decoder.lm_head.weight
+
+    def _read(self, token_ids: list[int]) -> Iterator[Tensor]:
+        """Hidden states of the parts of a text; each is valid until the next one."""
         before, self._launched = self._launched, []
         self._receive(before)
         request = self._builder.request(SamplingParams())
@@ -327,18 +354,17 @@ class InferenceEngine:
         (sequence,) = request.sequences
         self._scheduler.add(sequence)
         try:
-            parts = []
             while sequence.remaining:
                 plan = self._scheduler.schedule(time.monotonic(), {sequence})
                 if not plan.batch:
                     raise InferenceError("the cache is too small for the text; raise cache_bytes")
-                done = self._runner.step(plan.batch, every=True)
+                done = self._runner.step(plan.batch, hidden_states=True)
+                assert done.hidden is not None
+                yield done.hidden
                 self._runner.count(done)
-                parts.append(done.logits)
             self._runner.total.finish(sequence.meter.report())
         finally:
             self._scheduler.remove(sequence)
-        return torch.cat(parts)
 
     def _sequences(self, request_ids: Collection[str] | None) -> set[Sequence] | None:
         """The sequences of these requests; None for all."""

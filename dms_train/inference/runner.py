@@ -66,7 +66,9 @@ class ForwardPass:
 
     Attributes:
         logits: float [b, vocab] behind the last token of each sequence that `is_sampled` now, in
-            the order of the batch; [n, vocab] if those of every token were asked for.
+            the order of the batch; [0, vocab] if hidden states were asked for.
+        hidden: Last hidden states of all tokens, [t, hidden], until the next pass; None unless
+            asked for.
         sequences: Those that take part, single tokens first.
         prefill: Whether the pass computes prompt tokens of each of them.
         generates: Whether a token is sampled behind each of them.
@@ -77,6 +79,7 @@ class ForwardPass:
     """
 
     logits: Tensor
+    hidden: Tensor | None
     sequences: list[Sequence]
     prefill: list[bool]
     generates: list[bool]
@@ -160,14 +163,16 @@ class ModelRunner:
         )
 
     @torch.no_grad()
-    def step(self, batch: list[tuple[Sequence, int]], *, every: bool = False) -> ForwardPass:
+    def step(
+        self, batch: list[tuple[Sequence, int]], *, hidden_states: bool = False
+    ) -> ForwardPass:
         """Start to compute the next tokens of sequences; advances `computed`.
 
         Log-probabilities of given tokens are noted in the sequences, for which the host waits.
 
         Args:
             batch: Sequences with rows and how many tokens each computes.
-            every: Compute the logits of every token, of a batch of one sequence.
+            hidden_states: Return those of every token instead of logits.
         """
         order = sorted(range(len(batch)), key=lambda i: (batch[i][1], batch[i][0].row))
         ordered = [batch[i] for i in order]
@@ -180,15 +185,17 @@ class ModelRunner:
         live = self.total.live()
         for sequence, count in ordered:
             sequence.computed += count
-        if not every:
+        sampled = hidden[:0]
+        if not hidden_states:
             ends = accumulate(batch[i][1] for i in order)
             places = sorted(zip(order, ends, strict=True))
             last = [end - 1 for i, end in places if batch[i][0].is_sampled]
-            sampled = hidden[sent(last, self._device)] if last else hidden[:0]
-        logits = self.model.decoder.logits(hidden if every else sampled)
+            sampled = hidden[sent(last, self._device)] if last else sampled
+        logits = self.model.decoder.logits(sampled)
         score(self.model.decoder, hidden, wanted)
         generates, computed = [s.is_sampled for s in sequences], [s.computed for s in sequences]
-        return ForwardPass(logits, sequences, prefill, generates, computed, lists, live)
+        kept = hidden if hidden_states else None
+        return ForwardPass(logits, kept, sequences, prefill, generates, computed, lists, live)
 
     def count(self, done: ForwardPass) -> None:
         """Wait for a pass, and note what it has cost in its sequences; updates their `pages`."""

@@ -25,14 +25,21 @@ def group() -> Iterator[ParallelView]:
     runtime.stop()
 
 
-def check(monkeypatch: pytest.MonkeyPatch, gib: float, **changes) -> None:
+def check(
+    monkeypatch: pytest.MonkeyPatch, gib: float, *, validates: bool = False, **changes
+) -> None:
     found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     view = SimpleNamespace(device=torch.device("cuda"), world_size=1, rank=0, pp_rank=0)
     config = configs.config(
-        parallel__params_dtype="bf16", data__seq_length=8192, data__micro_batch_size=2, **changes
+        **{
+            "parallel__params_dtype": "bf16",
+            "data__seq_length": 8192,
+            "data__micro_batch_size": 2,
+            **changes,
+        }
     )
-    check_memory(config, MODEL, view)
+    check_memory(config, MODEL, view, validates=validates)
 
 
 def test_what_fits_is_accepted_without_a_warning(monkeypatch, caplog):
@@ -52,6 +59,14 @@ def test_what_cannot_fit_is_refused(monkeypatch):
         check(monkeypatch, 20)
 
 
+def test_a_validation_that_does_not_fit_beside_the_training_is_refused(monkeypatch):
+    """20 bytes of training for each of 1.8 billion parameters, and a model of 3.3 GiB."""
+    check(monkeypatch, 139, validates=True)
+    message = r"stage\.validate: needs 3\d\.\d GiB of one GPU, 33\.1 GiB of the training included"
+    with pytest.raises(ConfigError, match=message):
+        check(monkeypatch, 35, validates=True, data__micro_batch_size=1)
+
+
 def test_memory_is_not_checked_on_a_cpu(monkeypatch):
     view = SimpleNamespace(device=torch.device("cpu"), world_size=1, rank=0)
-    check_memory(configs.config(), MODEL, view)
+    check_memory(configs.config(), MODEL, view, validates=True)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dms_train.config import divide, layouts
+from dms_train.config import divide, layouts, validation
 from dms_train.config.build import ConfigError
 from dms_train.config.check import check
 from dms_train.config.gpus import GPUS, calibration, gpu, like
-from dms_train.config.memory import estimate
+from dms_train.config.memory import estimate, parameter_count
 from dms_train.config.schema import RunConfig
 from tests.support import configs
 
@@ -118,3 +118,26 @@ def test_gpus_by_name():
     assert (found.tflops, found.memory_tbs) == (989, 4.8)
     assert found.memory == pytest.approx(150e9)
     assert like("NVIDIA Something", 10**9).tflops == GPUS["h100"].tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "gpu", "fits"),
+    [
+        ("qwen3_14b", "bf16", "h100", True),
+        ("qwen3_32b", "bf16", "h100", True),
+        ("qwen3_32b", "bf16", "a100_40gb", False),
+        ("qwen3_32b", "fp32", "h100", False),
+        ("llama31_8b", "fp32", "h100", True),
+    ],
+)
+def test_a_validation_takes_one_model_at_a_time(name, dtype, gpu, fits):
+    model, known = configs.KNOWN[name], GPUS[gpu]
+    given = config(stage__export={"dtype": dtype})
+    width = {"bf16": 2, "fp32": 4}[dtype]
+    weights = width * parameter_count(model)
+    needed = validation.needed_bytes(given, model)
+    assert weights < needed < 1.1 * weights + 3 * 2**30
+    line = validation.problem(given, model, known.label, known.memory)
+    assert (line is None) == fits
+    if not fits:
+        assert f"needs {needed / 2**30:.1f} GiB of one GPU, a {known.label} has" in line

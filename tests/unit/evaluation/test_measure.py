@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -11,12 +13,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from dms_train.data.batches import Sample
+from dms_train.evaluation.devices import require_memory
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.findings import require_replay, validate
 from dms_train.evaluation.measure import Exam, agreement, examine, replay
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.problems import Sheet
 from dms_train.hf.selftest import SelfTest
+from dms_train.inference import engine
 from dms_train.method import accounting
 from dms_train.method.visibility import visible
 from tests.unit.evaluation.conftest import COUNT, LENGTH, SPEC, write_model
@@ -196,3 +200,31 @@ def test_a_failed_replay_is_refused_after_measuring(target, samples, tokenizer, 
     found = validate(here, samples, ValidateOptions(samples=1), lambda line: None, 0.0)
     with pytest.raises(EvaluationError, match=r"self-test failed: KL .* at most 0\.02"):
         require_replay(found)
+
+
+def test_one_model_is_alive_at_a_time(target, samples, monkeypatch, tmp_path):
+    """Every decoder that is loaded finds all earlier ones collected."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(json.dumps({"prompt": PROMPTS[0], "answers": ["1"]}) + "\n")
+    loaded: list[weakref.ref] = []
+    alive: list[int] = []
+    load_model = engine.load_model
+
+    def counted(*arguments, **options):
+        alive.append(sum(reference() is not None for reference in loaded))
+        model = load_model(*arguments, **options)
+        loaded.append(weakref.ref(model.decoder))
+        return model
+
+    monkeypatch.setattr(engine, "load_model", counted)
+    options = ValidateOptions(samples=2, problems=str(problems), max_tokens=3, window_only=True)
+    validate(target, samples, options, lambda line: None, 0.0)
+    assert alive == [0] * 7  # original, export and control on texts and problems; the self-test
+    assert all(reference() is None for reference in loaded)
+
+
+def test_weights_that_do_not_fit_the_gpu_are_refused(target, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 2**30))
+    with pytest.raises(EvaluationError, match=r"its weights take .* GiB, cuda has 0\.0 GiB free"):
+        require_memory(target.export, "cuda")
+    require_memory(target.export, "cpu")

@@ -27,7 +27,7 @@ def problems(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def findings(target, samples, problems):
-    options = ValidateOptions(samples=2, problems=str(problems), max_tokens=20)
+    options = ValidateOptions(samples=2, problems=str(problems), max_tokens=20, window_only=True)
     return validate(target, samples, options, lambda line: None, 0.0)
 
 

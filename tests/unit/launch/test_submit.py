@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ import yaml
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError, to_mapping
 from dms_train.launch import scheduler, submit
+from dms_train.launch.chain import Job
 from dms_train.launch.stage import main as run_stage
+from tests.support import configs
 from tests.support.chains import WORDS, config, stages
 from tests.support.disks import CannotArrange, small_disk
 
@@ -46,6 +49,19 @@ def test_a_dry_run_needs_no_torch_writes_nothing_and_shows_every_job(tmp_path: P
     assert done.stdout.count("#SBATCH --job-name=run-") == 7
     assert "every node must have: 16.7 MiB free in the run folder\n" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_validation_that_no_gpu_holds_is_refused_before_anything_is_submitted(
+    tmp_path: Path,
+) -> None:
+    given = configs.config(
+        cluster={"gpu": "a100_40gb", "gpus_per_node": 8},
+        parallel__params_dtype="bf16",
+        model={"architecture": asdict(configs.KNOWN["qwen3_32b"])},
+    )
+    with pytest.raises(ConfigError, match=r"stage\.validate: needs 6\d\.\d GiB of one GPU.*--skip"):
+        submit._check_validation([Job("validate", "validate")], given)
+    submit._check_validation([Job("export", "train")], given)
 
 
 def test_no_subcommand_needs_torch(tmp_path: Path) -> None:

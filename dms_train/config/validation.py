@@ -1,0 +1,55 @@
+"""Memory that the stage `validate` takes of one GPU; it loads one model at a time."""
+
+from __future__ import annotations
+
+from dms_train.config.gpus import calibration
+from dms_train.config.memory import parameter_count
+from dms_train.config.schema import RunConfig
+from dms_train.evaluation.options import COMPARED_POSITIONS
+from dms_train.hf.architecture import Architecture
+from dms_train.hf.formats import FORMATS
+
+_GIB = 2**30
+_WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
+_LOGIT_BYTES = 8 * 8  # float64, and as many copies while they are compared
+
+
+def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
+    """Bytes for the larger of the two models with its dense cache, or for comparing logits.
+
+    The original is taken to be stored like the export.
+    """
+    a, options = architecture, config.stage.validate
+    export = config.stage.export
+    own = None if export.format is None else FORMATS[export.format].dtype
+    width = _WIDTHS[export.dtype or own or config.parallel.params_dtype]
+    token = 2 * a.num_layers * a.num_query_groups * a.kv_channels * width
+    tokens = config.data.seq_length
+    if options.problems is not None:
+        tokens = max(tokens, options.max_num_seqs * options.max_tokens)
+    model = parameter_count(a) * width + tokens * token
+    heads = 2 * a.vocab_size * a.hidden_size * width
+    compared = heads + COMPARED_POSITIONS * a.vocab_size * _LOGIT_BYTES
+    return max(model, compared) + calibration().outside_bytes
+
+
+def problem(
+    config: RunConfig, architecture: Architecture, label: str, memory: float, training: float = 0
+) -> str | None:
+    """One line if `validate` does not fit a GPU; None if it does.
+
+    Args:
+        config: The configuration.
+        architecture: Of both models.
+        label: Name of the GPU.
+        memory: Its bytes.
+        training: Bytes that stay allocated, where the process has trained before.
+    """
+    needed = needed_bytes(config, architecture) + training
+    if needed <= memory:
+        return None
+    besides = f", {training / _GIB:.1f} GiB of the training included" if training else ""
+    return (
+        f"stage.validate: needs {needed / _GIB:.1f} GiB of one GPU{besides}, a {label} has "
+        f"{memory / _GIB:.1f} GiB"
+    )
