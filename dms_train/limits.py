@@ -12,7 +12,10 @@ import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
 from typing import Any, Protocol
+
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 class Limit(Protocol):
@@ -106,24 +109,63 @@ class Share:
 
 
 def problems(options: Any, path: str = "") -> Iterator[str]:
-    """One line for every value of a dataclass, and of those inside it, that is beyond its limits.
+    """One line for every value of a dataclass, and of those inside it, that cannot be used.
+
+    Limits are only tried once every value has the type of its field.
 
     Args:
         options: The dataclass. A value of None is only compared with the choices of `OneOf`.
         path: Key of the dataclass in the configuration; it leads every line.
     """
+    found = list(wrong_types(options, path))
+    yield from found or _beyond_limits(options, path)
+
+
+def wrong_types(options: Any, path: str = "") -> Iterator[str]:
+    """The lines of `problems` about types alone."""
+    for here, value, hint in _values(options, path):
+        expected = _expected(value, hint)
+        if expected is not None:
+            yield f"{here}={value!r}: expected {expected}"
+        elif is_dataclass(value):
+            yield from wrong_types(value, here)
+
+
+def _values(options: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value and type of every field."""
     hints = typing.get_type_hints(type(options), include_extras=True)
     for item in fields(options):
-        value = getattr(options, item.name)
         here = f"{path}.{item.name}" if path else item.name
+        yield here, getattr(options, item.name), hints[item.name]
+
+
+def _beyond_limits(options: Any, path: str) -> Iterator[str]:
+    for here, value, hint in _values(options, path):
         if is_dataclass(value):
-            yield from problems(value, here)
-        for limit in getattr(hints[item.name], "__metadata__", ()):
+            yield from _beyond_limits(value, here)
+        for limit in getattr(hint, "__metadata__", ()):
             refusal = None if _is_unset(value, limit) else limit.refusal(value)
             if refusal is not None:
                 yield f"{here}={value}: {refusal}"
     if hasattr(options, "check"):
         yield from options.check(path)
+
+
+def _expected(value: Any, hint: Any) -> str | None:
+    """What a field with this type takes instead of `value`; None if it takes it."""
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if isinstance(hint, UnionType):
+        others = [each for each in typing.get_args(hint) if each is not NoneType]
+        return None if value is None else _expected(value, others[0])
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        sound = isinstance(value, tuple) and not any(_expected(each, item) for each in value)
+        return None if sound else f"a tuple, each item {NAMES[item]}"
+    if isinstance(hint, type) and is_dataclass(hint):
+        return None if isinstance(value, hint) else hint.__name__
+    accepted = (int, float) if hint is float else (hint,)
+    return None if type(value) in accepted else NAMES.get(hint, str(hint))
 
 
 def _is_unset(value: Any, limit: Limit) -> bool:

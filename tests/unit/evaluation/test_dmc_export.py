@@ -42,9 +42,7 @@ def sheets(tmp_path_factory) -> Path:
 def test_the_report_names_the_method_and_what_becomes_of_tokens(
     compared: EvaluationTarget, samples, sheets, load, tmp_path
 ) -> None:
-    options = ValidateOptions(
-        samples=2, problems=str(sheets), max_tokens=20, window_only=True
-    )
+    options = ValidateOptions(samples=2, problems=str(sheets), max_tokens=20, window_only=True)
     found = validate(compared, samples, options, lambda line: None, 0.0)
     assert found.replay.passed
     assert list(found.solved) == ["teacher", "student"]  # no window, so no control
