@@ -12,7 +12,10 @@ import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
 from typing import Any, Protocol
+
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 class Limit(Protocol):
@@ -106,49 +109,68 @@ class Share:
 
 
 def problems(options: Any, path: str = "") -> Iterator[str]:
-    """One line for every value of a dataclass, and of those inside it, that is beyond its limits.
+    """One line for every value of a dataclass, and of those inside it, that cannot be used.
+
+    Limits are only tried once every value has the type of its field.
 
     Args:
         options: The dataclass. A value of None is only compared with the choices of `OneOf`.
         path: Key of the dataclass in the configuration; it leads every line.
     """
-    hints = typing.get_type_hints(type(options), include_extras=True)
-    comparable = True
-    for item in fields(options):
-        value = getattr(options, item.name)
-        here = f"{path}.{item.name}" if path else item.name
-        if is_dataclass(value):
-            yield from problems(value, here)
-        expected = _expected_kind(value, hints[item.name])
+    found = list(wrong_types(options, path))
+    yield from found or _beyond_limits(options, path)
+
+
+def wrong_types(options: Any, path: str = "") -> Iterator[str]:
+    """The lines of `problems` about types alone."""
+    for here, value, hint in _values(options, path):
+        expected = _expected(value, hint)
         if expected is not None:
-            yield f"{here}={value!r}: use {expected}"
-            comparable = False
-            continue
-        for limit in getattr(hints[item.name], "__metadata__", ()):
+            yield f"{here}={value!r}: expected {expected}"
+        elif is_dataclass(value):
+            yield from wrong_types(value, here)
+
+
+def _values(options: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value and type of every field."""
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for item in fields(options):
+        here = f"{path}.{item.name}" if path else item.name
+        yield here, getattr(options, item.name), hints[item.name]
+
+
+def _beyond_limits(options: Any, path: str) -> Iterator[str]:
+    for here, value, hint in _values(options, path):
+        if is_dataclass(value):
+            yield from _beyond_limits(value, here)
+        for limit in getattr(hint, "__metadata__", ()):
             refusal = None if _is_unset(value, limit) else limit.refusal(value)
             if refusal is not None:
                 yield f"{here}={value}: {refusal}"
-    if comparable and hasattr(options, "check"):
+    if hasattr(options, "check"):
         yield from options.check(path)
 
 
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-
-
-def _expected_kind(value: Any, hint: Any) -> str | None:
-    """Return what a value should be if its type is wrong; None if it is right or not checked."""
+def _expected(value: Any, hint: Any) -> str | None:
+    """Return what a field with this type takes instead of `value`; None if it takes it."""
     limited = typing.get_origin(hint) is typing.Annotated  # its limits refuse NaN
-    base = typing.get_args(hint)[0] if limited else hint
-    kinds = typing.get_args(base) or (base,)
-    known = [kind for kind in kinds if kind in _KINDS]
-    if len(known) + (type(None) in kinds) < len(kinds):
-        return None  # another dataclass or a container, which its own code checks
-    if value is None and type(None) in kinds:
-        return None
-    allowed = {*known, int} if float in known else set(known)
-    if type(value) in allowed and (limited or value == value):  # NaN differs from itself
-        return None
-    return " or ".join(_KINDS[kind] for kind in known)
+    hint = typing.get_args(hint)[0] if limited else hint
+    if isinstance(hint, UnionType):
+        others = [each for each in typing.get_args(hint) if each is not NoneType]
+        expected = [_expected(value, each) for each in others]
+        sound = None in expected or (value is None and NoneType in typing.get_args(hint))
+        return None if sound else " or ".join(filter(None, expected))
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        sound = isinstance(value, tuple) and not any(_expected(each, item) for each in value)
+        return None if sound else f"a tuple, each item {NAMES[item]}"
+    if isinstance(hint, type) and is_dataclass(hint):
+        return None if isinstance(value, hint) else hint.__name__
+    if hint not in NAMES:
+        return None  # another container, which its own code checks
+    accepted = (int, float) if hint is float else (hint,)
+    sound = type(value) in accepted and (limited or value == value)  # NaN differs from itself
+    return None if sound else NAMES[hint]
 
 
 def _is_unset(value: Any, limit: Limit) -> bool:

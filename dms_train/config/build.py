@@ -14,12 +14,12 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from dms_train.config.schema import RunConfig
+from dms_train.limits import NAMES
 from dms_train.method.base import MethodOptions
 from dms_train.method.spec import OPTIONS, options_of
 
 T = TypeVar("T")
 _MISSING_MARK = "???"
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 class ConfigError(ValueError):
@@ -160,14 +160,14 @@ def _value(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        refused.lines.append(f"{path}={value!r}: expected {_NAMES[hint]}")
+        refused.lines.append(f"{path}={value!r}: expected {NAMES[hint]}")
     return value
 
 
 def _tuple(hint: Any, value: Any, path: str, refused: _Refused) -> Any:
     item = typing.get_args(hint)[0]
     if not isinstance(value, list | tuple):
-        refused.lines.append(f"{path}={value!r}: expected a list, each item {_NAMES[item]}")
+        refused.lines.append(f"{path}={value!r}: expected a list, each item {NAMES[item]}")
         return None
     return tuple(_value(item, v, f"{path}[{i}]", refused) for i, v in enumerate(value))
 

@@ -108,9 +108,18 @@ class BatchSource:
         """Fix the layout of a global batch.
 
         Raises:
-            ValueError: The global batch does not divide into equal microbatches over the ranks, or
-                the rank is not one of them.
+            ValueError: A size is no whole number, the global batch does not divide into equal
+                microbatches over the ranks, or the rank is not one of them.
         """
+        sizes = {
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": global_batch_size,
+            "data_parallel_rank": data_parallel_rank,
+            "data_parallel_size": data_parallel_size,
+        }
+        for name, value in sizes.items():
+            if type(value) is not int:
+                raise ValueError(f"{name}={value!r}: expected a whole number")
         if min(micro_batch_size, global_batch_size, data_parallel_size) < 1:
             raise ValueError("batch sizes and the data-parallel size must be at least 1")
         if global_batch_size % (micro_batch_size * data_parallel_size):

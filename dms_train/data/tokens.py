@@ -25,6 +25,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
+from dms_train import limits
 from dms_train.data.batches import Sample
 from dms_train.data.errors import DataError
 from dms_train.data.index_file import read_index
@@ -138,6 +139,7 @@ def check_files(
     Raises:
         DataError: As `build_datasets`, or a file was made with another tokenizer.
     """
+    _check_options(options)
     shards = [_open_shard(prefix, vocab_size, tokenizer_sha256) for prefix in options.paths]
     eod_id = shards[0].manifest.eod_id if shards else None
     _check_together(options, shards, -1 if eod_id is None else eod_id)
@@ -179,6 +181,7 @@ def build_datasets(  # noqa: PLR0913 - all named
         DataError: A file is missing or damaged, does not suit the model, or a split is too small
             for a single sample.
     """
+    _check_options(options)
     shards = [_open_shard(prefix, vocab_size) for prefix in options.paths]
     _check_together(options, shards, eod_id)
     config = GPTDatasetConfig(
@@ -206,6 +209,7 @@ def build_valid_samples(
     Raises:
         DataError: As `build_datasets`, or a token file is damaged.
     """
+    _check_options(options)
     for prefix in options.paths:
         check_bin_hash(prefix, read_manifest(prefix))
     eod = read_manifest(options.paths[0]).eod_id
@@ -220,6 +224,13 @@ def build_valid_samples(
     )
     assert valid is not None
     return valid
+
+
+def _check_options(options: DataOptions) -> None:
+    """Refuse values that Python code may pass and a configuration may not."""
+    found = list(limits.wrong_types(options, "data"))
+    if found:
+        raise DataError("\n".join(found))
 
 
 def _open_shard(prefix: str, vocab_size: int, tokenizer_sha256: str | None = None) -> _Shard:

@@ -134,8 +134,14 @@ class ShardWriter:
             mask: uint8 [tokens], 1 where the token counts in the loss; needs `loss_mask`.
 
         Raises:
-            DataError: A token id lies outside the vocabulary or the disk is full.
+            DataError: The arrays are no document, a token id lies outside the vocabulary, or the
+                disk is full.
         """
+        for array in (document, mask):
+            if not (array is None or (isinstance(array, np.ndarray) and array.dtype.kind in "iu")):
+                raise DataError(f"{self._prefix}: a document is an array of whole numbers")
+        if not len(document) or (mask is not None and len(mask) != len(document)):
+            raise DataError(f"{self._prefix}: a document has a token, and a mask as many values")
         largest = int(document.max())
         if document.min() < 0 or largest >= self._vocab_size:
             raise DataError(f"{self._prefix}: token id {largest} is outside the vocabulary")
@@ -143,7 +149,6 @@ class ShardWriter:
             self._token_file.add(document)
             if self._mask_file is not None:
                 assert mask is not None
-                assert len(mask) == len(document)
                 self._mask_file.add(mask)
                 self._loss_tokens += int(mask.sum(dtype=np.int64))
         except OSError as error:

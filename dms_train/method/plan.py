@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from dms_train.method.token_losses import TokenLoss, token_loss
 
@@ -35,6 +35,9 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         _ = self.token_loss  # an unknown name is refused
+        if self.eviction not in get_args(Eviction):
+            choices = ", ".join(get_args(Eviction))
+            raise ValueError(f"eviction={self.eviction}: choose one of {choices}")
 
     @property
     def token_loss(self) -> TokenLoss:

@@ -60,6 +60,8 @@ def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
 
 
 def _kind(values: Mapping[str, Any]) -> str:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"method={values!r}: expected a mapping of constants")
     kind = values.get(KIND, _DEFAULT)
     if not isinstance(kind, str) or kind not in OPTIONS:
         raise ValueError(f"method.{KIND}={kind}: choose one of {', '.join(OPTIONS)}")

@@ -66,6 +66,6 @@ def token_loss(name: str) -> TokenLoss:
     Raises:
         ValueError: There is none; the known ones are named.
     """
-    if name not in TOKEN_LOSSES:
+    if not isinstance(name, str) or name not in TOKEN_LOSSES:
         raise ValueError(f"loss={name}: choose one of {', '.join(TOKEN_LOSSES)}")
     return TOKEN_LOSSES[name]

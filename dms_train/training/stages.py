@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from dms_train import limits
 from dms_train.method import schedule
 from dms_train.method.plan import LearningRate, StepPlan
 from dms_train.training.options import (
@@ -126,7 +127,12 @@ def build_stages(
         warmup: Warm-up steps of every stage but `hold`.
         loaded_cr: Ratio of the student the run starts from: `retrofit` continues from it, and
             `hold` keeps it when no `retrofit` precedes.
+
+    Raises:
+        ValueError: A value has a wrong type; the first one, with its key.
     """
+    for problem in limits.wrong_types(options, "stage"):
+        raise ValueError(problem)
     stages: list[Stage | Action] = []
     ratio = loaded_cr
     for name in options.run:

@@ -8,8 +8,11 @@ import json
 import pytest
 
 from dms_train.config.build import ConfigError, build, build_dataclass, to_mapping, valid_paths
+from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.method.spec import PRESETS
 from tests.support import configs
+from tests.support.wiring import leaves
 
 ARCHITECTURE = dataclasses.asdict(configs.architecture())
 
@@ -95,6 +98,33 @@ def test_every_block_refuses_an_unknown_key(block):
 def test_wrong_types_are_refused(path, value, expected):
     (line,) = problems(configs.mapping(**{path: value}))
     assert line.startswith(expected)
+
+
+WRONG = ({"a": 1}, [[1]], object())
+DMC_KEYS = {f"method.{name}" for name in dataclasses.asdict(PRESETS["dmc"])} - {
+    f"method.{name}" for name in dataclasses.asdict(PRESETS["dms"])
+}
+
+
+@pytest.mark.parametrize("value", WRONG, ids=["mapping", "nested list", "object"])
+@pytest.mark.parametrize("key", leaves(RunConfig))
+def test_a_value_of_a_wrong_type_is_one_line_for_every_key(key: str, value: object) -> None:
+    architecture = dataclasses.asdict(configs.architecture())
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    architecture["rope_scaling"] = {**scaling, "original_max_position_embeddings": 8192}
+    given = configs.mapping(model__architecture=architecture)
+    if key in DMC_KEYS:
+        given["method"] = PRESETS["dmc"].to_dict()
+    target = given
+    *blocks, name = key.split(".")
+    for block in blocks:
+        target = target.setdefault(block, {})
+    target[name] = value
+    with pytest.raises(ConfigError) as refused:
+        build(given)
+    (line,) = refused.value.problems
+    assert line.startswith((f"{key}=", f"{key}["))
+    assert "\n" not in line
 
 
 def test_missing_values_are_named_together():
