@@ -168,9 +168,15 @@ def _expected(value: Any, hint: Any) -> str | None:
         return None if isinstance(value, hint) else hint.__name__
     if hint not in NAMES:
         return None  # another container, which its own code checks
-    accepted = (int, float) if hint is float else (hint,)
-    sound = type(value) in accepted and (limited or value == value)  # NaN differs from itself
-    return None if sound else NAMES[hint]
+    if type(value) not in ((int, float) if hint is float else (hint,)):
+        return NAMES[hint]
+    if value != value and not limited:
+        return "a number, not NaN"
+    return f"{NAMES[hint]} of up to 63 bits" if _overflows(value) else None
+
+
+def _overflows(value: Any) -> bool:
+    return type(value) is int and value.bit_length() > 63
 
 
 def _is_unset(value: Any, limit: Limit) -> bool:

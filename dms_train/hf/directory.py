@@ -53,10 +53,10 @@ def resolve(
 
     Raises:
         FileNotFoundError: One line that names what is absent and what to do.
-        HFError: It is no text or path.
+        HFError: An argument has another type, or the name is empty.
     """
-    if not isinstance(path_or_id, str | Path) or not str(path_or_id):
-        raise HFError(f"{path_or_id!r}: no path; give a directory or a hub id as text")
+    if not str(path_or_id):
+        raise HFError("path_or_id='': give a directory or a hub id")
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path

@@ -9,7 +9,6 @@ the packages.
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
@@ -107,25 +106,6 @@ class MethodOptions:
             yield f"{path}.alpha_offset={self.alpha_offset}: use a finite offset"
 
 
-_KINDS = {
-    bool: "true or false",
-    int: "a whole number of up to 63 bits",
-    float: "a number",
-    str: "text",
-}
-
-
-def _mistyped(options: MethodOptions) -> Iterator[str]:
-    """Yield one line for every value of another type, as a file may state it."""
-    hints = typing.get_type_hints(type(options))
-    for item in fields(options):
-        value, kind = getattr(options, item.name), hints[item.name]
-        allowed = (float, int) if kind is float else (kind,)
-        overflows = type(value) is int and value.bit_length() > 63
-        if type(value) not in allowed or overflows:
-            yield f"method.{item.name}={value!r}: use {_KINDS[kind]}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodSpec(MethodOptions):
     """Checked constants of a method.
@@ -145,7 +125,7 @@ class MethodSpec(MethodOptions):
     inference_fields: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
-        found = list(_mistyped(self)) or list(limits.problems(self, "method"))
+        found = list(limits.problems(self, "method"))
         if found:
             raise ValueError("\n".join(found))
 

@@ -41,9 +41,9 @@ WIRING = [
     Mutation(
         "a loaded student is its own teacher",
         APP_ENGINE,
-        "engine.attach_teacher(original)",
+        "engine.attach_teacher(original if start.student is not None else None)",
         "engine.attach_teacher(\n"
-        "            original if start.student is None else WeightReader(start.student)\n"
+        "            WeightReader(start.student) if start.student is not None else None\n"
         "        )",
         TRAINING + "test_the_teacher_is_the_original_and_the_student_is_what_run_load_names",
     ),

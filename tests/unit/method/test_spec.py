@@ -104,7 +104,7 @@ DMC_REFUSED = [
 
 @pytest.mark.parametrize(("changes", "line"), DMC_REFUSED)
 def test_impossible_values_of_dmc_are_refused_by_name(changes: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=f"{line}: (use|choose)"):
+    with pytest.raises(ValueError, match=f"{line}: (use|choose|expected)"):
         PRESETS["dmc"].override(**changes)
 
 
@@ -140,7 +140,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_impossible_values_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"method.{name}=.*(use|choose)"):
+    with pytest.raises(ValueError, match=f"method.{name}=.*(use|choose|expected)"):
         PRESETS["dms"].override(**{name: value})
 
 
@@ -189,12 +189,12 @@ def test_every_problem_of_a_method_is_named_at_once() -> None:
 def test_a_value_of_another_type_is_refused_in_one_line(name, value):
     if (name, value) == ("preset", "x"):
         return  # any text
-    with pytest.raises(ValueError, match=f"^method.{name}=[^\n]*: (use|choose) [^\n]*$"):
+    with pytest.raises(ValueError, match=f"^method.{name}=[^\n]*: (use|choose|expected) [^\n]*$"):
         dataclasses.replace(PRESETS["dms"], **{name: value})
 
 
 @pytest.mark.parametrize("name", ["channel", "window", "decision_shift"])
 @pytest.mark.parametrize("value", [True, 1.5])
 def test_whole_numbers_are_neither_truth_values_nor_fractions(name, value):
-    with pytest.raises(ValueError, match=f"method.{name}={value}: use a whole number"):
+    with pytest.raises(ValueError, match=f"method.{name}={value}: expected a whole number"):
         dataclasses.replace(PRESETS["dms"], **{name: value})
