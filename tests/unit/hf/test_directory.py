@@ -171,5 +171,5 @@ def test_absent_hub_id(name):
 
 @pytest.mark.parametrize("path", [None, 5, b"model", ["model"], ""])
 def test_what_is_no_path_is_refused_in_one_line(path):
-    with pytest.raises(ValueError, match=r"path_or_id.*; give (str or Path|a directory)"):
+    with pytest.raises(ValueError, match=r"path_or_id.*[;:] give (str or Path|a directory)"):
         resolve(path)
