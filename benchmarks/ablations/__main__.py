@@ -30,6 +30,7 @@ from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import ANSWER_PATTERN
 from dms_train.evaluation.problems import Sheet, read_problems, solved
+from dms_train.hf.tokenizer_files import read_chat_tokenizer
 from dms_train.inference.texts import until
 
 _EXPORT = Path("exports") / "final" / "hf"
@@ -59,10 +60,10 @@ def greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[i
 
 def solve_run(run: Path, sheets: list[Sheet], max_tokens: int, device: str) -> dict[str, Any]:
     """Answers of a run's final export, beside its settings and its last evaluation."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     export = run / _EXPORT
-    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=True)
+    tokenizer = read_chat_tokenizer(export)
     model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True).to(device).eval()
     prompts = [tokenizer.encode(sheet.prompt, add_special_tokens=False) for sheet in sheets]
     texts = [tokenizer.decode(ids) for ids in greedy(model, prompts, max_tokens)]

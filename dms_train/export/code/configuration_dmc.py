@@ -52,24 +52,21 @@ def dmc_numbers(config: Any) -> DMCNumbers:
     )
 
 
-def _state_rope_scaling(values: dict[str, Any]) -> None:
-    """Add `rope_scaling` to a config.json, for transformers 4, which reads no `rope_parameters`.
+def _with_rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a config.json with `rope_scaling` for transformers 4, which needs that key.
 
-    Exports leave it out: with it AutoTokenizer of transformers 5 cannot read their config.json
-    without this code.
+    Exports state the rule in `rope_parameters` alone. With both keys AutoTokenizer of transformers
+    5 cannot read their config.json without this code.
     """
     rule = {k: v for k, v in (values.get("rope_parameters") or {}).items() if k != "rope_theta"}
     if values.get("rope_scaling") is None and rule.get("rope_type", "default") != "default":
-        values["rope_scaling"] = rule
+        return {**values, "rope_scaling": rule}
+    return values
 
 
 class _DMCConfigMixin(_Mixed):
-    @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As in transformers, with RoPE spelled for its version 4 too."""
-        values, rest = super().get_config_dict(*args, **kwargs)
-        _state_rope_scaling(values)
-        return values, rest
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_rope_scaling(kwargs))
 
 
 def config_with_dmc(base: type[Any]) -> type:

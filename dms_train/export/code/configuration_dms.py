@@ -75,15 +75,16 @@ def dms_numbers(config: Any) -> DMSNumbers:
     raise ValueError("config.json has neither a `dms` key nor `dms_window_size`: not a DMS model")
 
 
-def _state_rope_scaling(values: dict[str, Any]) -> None:
-    """Add `rope_scaling` to a config.json, for transformers 4, which reads no `rope_parameters`.
+def _with_rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a config.json with `rope_scaling` for transformers 4, which needs that key.
 
-    Exports leave it out: with it AutoTokenizer of transformers 5 cannot read their config.json
-    without this code.
+    Exports state the rule in `rope_parameters` alone. With both keys AutoTokenizer of transformers
+    5 cannot read their config.json without this code.
     """
     rule = {k: v for k, v in (values.get("rope_parameters") or {}).items() if k != "rope_theta"}
     if values.get("rope_scaling") is None and rule.get("rope_type", "default") != "default":
-        values["rope_scaling"] = rule
+        return {**values, "rope_scaling": rule}
+    return values
 
 
 class _DMSConfigMixin(_Mixed):
@@ -96,13 +97,15 @@ class _DMSConfigMixin(_Mixed):
     dms_manual_inference_mode = False
     dms_preallocate_for_tokens = 4096
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_rope_scaling(kwargs))
+
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """As in transformers, with the native model type read as this class's own."""
         values, rest = super().get_config_dict(*args, **kwargs)
         if values.get("model_type") == cls.model_type.removeprefix("dms_"):
             values["model_type"] = cls.model_type
-        _state_rope_scaling(values)
         return values, rest
 
     def to_dict(self) -> dict[str, Any]:
