@@ -39,6 +39,8 @@ def require_memory(directory: Path, device: str) -> None:
         return
     weights = sum(file.stat().st_size for file in WeightReader(directory).files)
     free, _ = torch.cuda.mem_get_info(torch.device(device))
+    # what a training of this process has freed, torch keeps for later allocations
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if weights > free:
         raise EvaluationError(
             f"{directory}: its weights take {weights / _GIB:.1f} GiB, {device} has "

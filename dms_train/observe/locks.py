@@ -110,7 +110,7 @@ def held(path: Path, what: str, job: str = "") -> Iterator[None]:
         ends.set()
         thread.join(_EVERY_SECONDS)  # with a limit, as the file system may be what hangs
         with suppress(OSError):
-            if path.read_text() == text:
+            if path.read_text() in (text, ""):  # empty: the disk was full
                 path.unlink()
 
 

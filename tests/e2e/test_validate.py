@@ -53,6 +53,7 @@ def overrides(root: Path, name: str, *more: str) -> list[str]:
         "stage.retrofit.steps_per_cr=4",
         "stage.validate.samples=6",
         "stage.validate.max_tokens=60",
+        "stage.validate.window_only=true",
         f"stage.validate.problems={root}/problems.jsonl",
         "optim.lr=1e-2",
         "optim.lr_warmup_steps=0",
@@ -123,6 +124,7 @@ def test_the_command_measures_what_the_stage_measured(root: Path) -> None:
             "--samples=6",
             f"--problems={root}/problems.jsonl",
             "--max-tokens=60",
+            "--window-only",
             f"--output={root}/again",
         )
     )
