@@ -21,7 +21,7 @@ from dms_train.cli.errors import run_main
 
 PAGE = ROOT / "README.md"
 _MODEL = "Llama 3.1 8B"
-_SERVING, _RATE = "docs/performance/serving.md", 32.0
+_SERVING = "docs/performance/serving.md"
 _CONTEXT, _LONG, _SEQUENCES = 8192, 32768, (1, 8, 32)
 _ENGINE_GIVES, _DMS_GIVES = ("dense", "vLLM, bf16"), ("DMS", "dense")
 Record = dict[str, Any]
@@ -46,7 +46,6 @@ def lines(results: Path) -> Iterator[str]:
     served = records(results, "serve.json")
     for shape in sorted({row["shape"] for record in served for row in record["cases"]}):
         yield from _served(shape, _newest_of(served, shape))
-    yield from _streamed(records(results, "online.json"))
     yield ""
     yield "| training and attention | peer | ours, dense | ours with DMS | measured on |"
     yield "|---|---|---|---|---|"
@@ -55,12 +54,12 @@ def lines(results: Path) -> Iterator[str]:
 
 
 def _newest_of(served: list[Record], shape: str) -> Record:
-    """The newest record of a shape, with the rows of that shape only."""
-    mine = [
+    """Return the first record that has rows of a shape, with these rows only."""
+    mine = (
         {**record, "cases": [row for row in record["cases"] if row["shape"] == shape]}
         for record in served
-    ]
-    return max((record for record in mine if record["cases"]), key=newest)
+    )
+    return next(record for record in mine if record["cases"])
 
 
 def _served(shape: str, record: Record) -> Iterator[str]:
@@ -84,25 +83,6 @@ def _cells(cases: list[list[Record]], value: str) -> Iterator[str]:
     for over, under in (_ENGINE_GIVES, _DMS_GIVES):
         yield ", ".join(ratio(rows, over, under, value) or "-" for rows in cases)
     yield ", ".join(ratio(rows, "dense", "DMS", "live") or "-" for rows in cases)
-
-
-def _streamed(found: list[Record]) -> Iterator[str]:
-    """The newest requests over time, at one rate."""
-    for record in found[:1]:
-        rows = {row["engine"].split()[0]: row for row in record["cases"] if row["rate"] == _RATE}
-        shape = next(iter(rows.values()))["shape"]
-        shown = {name: _latency(row) for name, row in rows.items()}
-        cells = [shown.get("vLLM", "not measured"), shown["dense"], shown["DMS"]]
-        name = f"{shape}, {_RATE:g} requests/s, ms to the first token and between tokens"
-        page = f"[requests over time]({_SERVING}#requests-over-time)"
-        yield (
-            f"| {name} (medians) | not measured | {' | '.join(cells)} | not measured | | | "
-            f"| {record['device']}, {newest(record)}: {page} |"
-        )
-
-
-def _latency(row: Record) -> str:
-    return f"{row['ttft_ms']['p50']:.1f}, {row['itl_ms']['p50']:.1f}"
 
 
 def _attention(found: list[Record]) -> Iterator[str]:

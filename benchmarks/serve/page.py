@@ -50,10 +50,17 @@ def parts(results: Path) -> dict[str, str]:
 
 
 def records(results: Path, name: str) -> list[dict[str, Any]]:
-    """Records of this name of all GPUs, the newest first."""
+    """Records of this name of all GPUs: those that name their commits first, then the newest."""
     found = [json.loads(file.read_text()) for file in results.glob(f"*/{name}")]
     on_gpus = [record for record in found if not record["device"].startswith("CPU")]
-    return sorted(on_gpus, key=newest, reverse=True)
+    return sorted(
+        on_gpus, key=lambda record: (_names_commits(record), newest(record)), reverse=True
+    )
+
+
+def _names_commits(record: dict[str, Any]) -> bool:
+    entries = (record, *(record.get("cases") or record.get("rows") or []))
+    return any("commit" in each and "commit_from" not in each for each in entries)
 
 
 def newest(record: dict[str, Any]) -> str:
