@@ -157,6 +157,7 @@ CASES = {
         arrange=damaged(_smaller_vocabulary),
         kind="error",
         facts=("49", "40"),
+        lines=2,  # a warning that the data's tokenizer is not checked
     ),
     "data-too-small": Case(
         done="less data than one sample",
@@ -325,6 +326,7 @@ CASES = {
         ),
         kind="error",
         facts=("MODEL", "tokenizer.json"),
+        lines=2,  # a warning that exports take token ids only
     ),
 }
 

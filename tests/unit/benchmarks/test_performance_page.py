@@ -109,10 +109,12 @@ def test_points_lie_at_their_arithmetic_intensity() -> None:
     assert [p.flops_per_s for p in found[6:]] == [12e12, 24e12]
 
 
-@pytest.mark.parametrize("folder", sorted(RESULTS.glob("nvidia_*")), ids=lambda f: f.name)
-def test_the_committed_page_quotes_the_committed_json(folder: Path) -> None:
-    run = json.loads((folder / "attention.json").read_text())
-    accuracy = folder / "accuracy.json"
+@pytest.mark.parametrize(
+    "file", sorted(RESULTS.glob("*/attention.json")), ids=lambda f: f.parent.name
+)
+def test_the_committed_page_quotes_the_committed_json(file: Path) -> None:
+    run = json.loads(file.read_text())
+    accuracy = file.with_name("accuracy.json")
     errors = json.loads(accuracy.read_text()) if accuracy.is_file() else None
     assert run["valid"] is not False
     results = "\n".join(performance_page.page_lines(run, errors))

@@ -205,7 +205,7 @@ def test_budgets_fall_with_depth_and_their_mean_is_the_budget(tokens, budget, la
         ("h2o", {}, "needs a budget"),
         ("h2o", {"budget": 3, "cr": 2.0}, "one of them"),
         ("h2o", {"budget": 0}, "budget=0: use at least 1"),
-        ("h2o", {"budget": 2**63}, "use a number below"),
+        ("h2o", {"budget": 2**63}, "expected a whole number of up to 63 bits"),
         ("h2o", {"budget": "many"}, "budget='many': expected a whole number"),
         ("h2o", {"budget": True}, "budget=True: expected a whole number"),
         ("h2o", {"budget": 4, "group_reduce": "median"}, "choose one of mean, max, sum"),
