@@ -85,6 +85,8 @@ def run(folder: Path, stage: str) -> None:
         config = read_frozen(folder / CONFIG_FILE)
         with locks.held(files.lock, f"run.dir={folder}", launcher.job()):
             _STAGES[stage](config)
+    except locks.LockedError:
+        raise  # the folder belongs to another process, and its lock may become stale
     except Exception as error:
         attempt = launcher.attempt() or "local"
         files.failed(launcher.rank(), attempt, error, failures.describe(error))

@@ -100,7 +100,7 @@ def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
     All ranks call it and share the files; each file is read once.
 
     Args:
-        prefixes: Of the data.
+        prefixes: Prefixes of the token files.
         view: This rank's place.
 
     Raises:
@@ -121,7 +121,7 @@ def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
 
 
 def _damage(file: Path, sha256: str) -> str | None:
-    """What is wrong with a file; ranks report it, because the others wait for them."""
+    """Return the problem of a file, or None; raising would leave other ranks waiting."""
     try:
         check_hash(file, sha256)
     except DataError as error:

@@ -26,7 +26,7 @@ def check_memory(
 
     Args:
         config: The configuration.
-        architecture: Of the model.
+        architecture: Architecture of the model.
         view: This rank's place.
         validates: Whether the process goes on to the stage `validate`.
 

@@ -209,6 +209,19 @@ def write(config: RunConfig, *, is_main_rank: bool) -> None:
         raise _unwritable(folder, error) from error
 
 
+def require_unchanged(config: RunConfig, start: StartPoint) -> None:
+    """Refuse a folder whose newest checkpoint is not the one that was prepared.
+
+    Raises:
+        ConfigError: Another run wrote to the folder before this one locked it.
+    """
+    newest, _ = checkpoint.newest(Path(config.run.dir) / "checkpoints")
+    if newest != (start.student if start.resumes else None):
+        raise ConfigError(
+            f"run.dir={config.run.dir}: another run wrote to it in the meantime; start again"
+        )
+
+
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Lock a run folder inside the block, so that no other run or job writes it.

@@ -25,6 +25,7 @@ from dms_train.mcore.layers import backend as layers
 from dms_train.mcore.schedule import graph
 from dms_train.observe import log
 from dms_train.observe.heartbeats import Heartbeats
+from dms_train.observe.locks import LockedError
 from dms_train.observe.state_files import StateFiles
 from dms_train.training import loop
 from dms_train.training.state import TrainState
@@ -58,6 +59,8 @@ def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
     attempt, lines = launcher.attempt(), failures.describe(error)
     if attempt is None:
         return
+    if isinstance(error, LockedError):
+        return  # the folder belongs to another process
     with contextlib.suppress(OSError):  # such as the full disk that is reported
         files.failed(launcher.rank(), attempt, error, lines)
         if not begun and launcher.rank() == 0 and failures.is_refusal(error):
@@ -90,6 +93,8 @@ def _start(prepared: Prepared, count: int, files: StateFiles) -> None:
     # one rank holds the lock; the others start with it, or end with it
     main = launcher.rank() == 0
     with run_folder.held(Path(config.run.dir)) if main else contextlib.nullcontext():
+        if main:
+            run_folder.require_unchanged(config, prepared.start)
         _begin(prepared, count, files)
 
 

@@ -16,8 +16,6 @@ _FREE = (
     "observe",
     "cluster",
     "kernels",
-    "parallel.cuda_graph",
-    "parallel.layers",
     "stage.validate",
     "stage.evaluate",
     "data.micro_batch_size",

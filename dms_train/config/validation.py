@@ -40,11 +40,13 @@ def problem(
 
     Args:
         config: The configuration.
-        architecture: Of both models.
+        architecture: Architecture of both models.
         label: Name of the GPU.
         memory: Its bytes.
         training: Bytes that stay allocated, where the process has trained before.
     """
+    if config.stage.validate.device == "cpu":
+        return None
     needed = needed_bytes(config, architecture) + training
     if needed <= memory:
         return None

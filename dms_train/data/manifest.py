@@ -218,7 +218,7 @@ def check_bin_hash(prefix: str | Path, manifest: Manifest) -> None:
 
 
 def bin_hashes(prefix: str | Path, manifest: Manifest) -> dict[Path, str]:
-    """The files of tokens and mask, and what they must hash to."""
+    """Map the token file and the mask file to their expected SHA-256."""
     hashes = {bin_path(prefix): manifest.bin_sha256}
     if manifest.loss_mask is not None:
         hashes[bin_path(mask_prefix(prefix))] = manifest.loss_mask.bin_sha256

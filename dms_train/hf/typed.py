@@ -26,18 +26,22 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
         HFError: At the call, before the function runs.
     """
     signature = inspect.signature(function)
+    label = function.__qualname__.removesuffix(".__init__")
     hints = functools.cache(lambda: typing.get_type_hints(function))
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own message names the function
+        for name, value in given.items():
             hint = hints().get(name, object)
             if not any(_fits(value, kind) for kind in _kinds(hint)):
                 shown = f"={value!r}" if isinstance(value, _SHOWN) else ""
                 wanted = " or ".join(kind.__name__ for kind in _kinds(hint))
                 raise HFError(
-                    f"{function.__name__}: {name}{shown} is of type {type(value).__name__}; "
-                    f"give {wanted}"
+                    f"{label}: {name}{shown} is of type {type(value).__name__}; give {wanted}"
                 )
         return function(*args, **kwargs)
 

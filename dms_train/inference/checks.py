@@ -73,6 +73,9 @@ def token_ids(name: str, values: Any, vocabulary: float = math.inf) -> list[int]
     """
     if hasattr(values, "tolist"):  # an array or a tensor
         values = values.tolist()
+    plain = type(values) is list and set(map(type, values)) == {int}  # quick for long prompts
+    if plain and min(values) >= 0 and max(values) < vocabulary:
+        return list(values)
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise _refusal(name, values, "a list of token ids")
     found = []

@@ -70,13 +70,13 @@ class McoreEngine:
         self.spec = spec
         self.view = view
         self._options = options
-        self._graph = choose_graph(options.parallel, view) if options.trains else None
         backend = kernels.choose(options.kernels, view.device)
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = kernels.backend(backend)
         self._kit = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
         fused = kernels.fuses(backend)
+        self._graph = choose_graph(options.parallel, view, fused=fused) if options.trains else None
         fusions.apply(self._config, view.device, fused=fused)
         fused_on = view.device if fused else None
         self._method = MethodState(spec, self._attend, fused_on=fused_on)
@@ -130,6 +130,11 @@ class McoreEngine:
         self._scheduler = optim.build_scheduler(
             self._optimizer, rate, self._options.optim.weight_decay
         )
+
+    def end_training(self) -> None:
+        """Free the memory that only training steps use; further steps may follow."""
+        if self._graph is not None:
+            self._graph.release()
 
     def _stream(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._graph is None else self._graph.stream()

@@ -119,12 +119,12 @@ def any_rank(flag: bool, view: ParallelView) -> bool:
 
 
 def of_rank_0(action: Callable[[], T]) -> T:
-    """What rank 0 returns from `action`, on every rank; the others wait however long it takes."""
+    """Run `action` on rank 0 and return its result on every rank, however long it takes."""
     return cast(T, of_ranks(lambda: action() if dist.get_rank() == 0 else None)[0])
 
 
 def of_ranks(action: Callable[[], T]) -> list[T]:
-    """What each rank returns from `action`, in their order, however long it takes.
+    """Run `action` on every rank and return all results in rank order, however long it takes.
 
     Ranks wait in a group of their own: in the training's group they would run into its timeout,
     and NCCL would keep their GPUs busy meanwhile. The end of a rank ends the wait with an error.

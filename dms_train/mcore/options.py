@@ -53,7 +53,7 @@ class ParallelOptions:
     distributed_timeout_minutes: Annotated[float, Positive()] = 10.0
 
     def graph_obstacles(self, world_size: int) -> Iterator[str]:
-        """Why passes cannot be replayed as a CUDA graph, with what to change."""
+        """Yield each reason why passes cannot be captured as a CUDA graph, with a remedy."""
         if world_size > 1:
             yield f"one process can be captured and there are {world_size}; use auto"
         if self.recompute_granularity is not None:

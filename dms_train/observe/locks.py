@@ -70,14 +70,14 @@ class Holder:
 
     @classmethod
     def read(cls, text: str) -> Holder:
-        """The holder that a lock file describes; unknown while the file is being written."""
+        """Parse the holder that a lock file describes; unknown while the file is being written."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
             return cls()
 
     def was_restarted_as(self, other: Holder) -> bool:
-        """Whether `other` is a later start of the same SLURM job."""
+        """Return whether `other` is a later start of the same SLURM job."""
         ours, _, before = self.job.partition(".")
         theirs, _, now = other.job.partition(".")
         return bool(ours) and ours == theirs and int(before) < int(now)
@@ -102,13 +102,13 @@ def held(path: Path, what: str, job: str = "") -> Iterator[None]:
     while not _create(path, text):
         _remove_stale(path, holder, what)
     ends = threading.Event()
-    thread = threading.Thread(target=_touch, args=(path, ends), name="lock", daemon=True)
+    thread = threading.Thread(target=_touch, args=(path, text, ends), name="lock", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ends.set()
-        thread.join(_EVERY_SECONDS)  # with a limit, as the file system may be what hangs
+        thread.join(_EVERY_SECONDS)  # with a limit, because the file system may hang
         with suppress(OSError):
             if path.read_text() in (text, ""):  # empty: the disk was full
                 path.unlink()
@@ -138,10 +138,22 @@ def _remove_stale(path: Path, own: Holder, what: str) -> None:
     with suppress(FileNotFoundError):  # another process was faster
         path.rename(aside)
         if aside.read_text() != text:  # it was, and has a lock of its own by now
-            aside.rename(path)
+            _put_back(aside, path)
             return
         aside.unlink()
         logger().warning("%s: %s did not release its lock; taken over", what, holder)
+
+
+def _put_back(aside: Path, path: Path) -> None:
+    """Move a lock back, unless a third process has made one; a rename would replace that."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        pass  # the owner of `aside` notices when it touches the lock
+    except OSError:  # no hard links here
+        aside.rename(path)
+        return
+    aside.unlink()
 
 
 def _is_stale(holder: Holder, age: float, own: Holder) -> bool:
@@ -168,7 +180,11 @@ def _age(path: Path) -> float:
         now.unlink(missing_ok=True)
 
 
-def _touch(path: Path, ends: threading.Event) -> None:
+def _touch(path: Path, text: str, ends: threading.Event) -> None:
+    """Touch the lock every 20 seconds; end this process if another one has taken the lock."""
     while not ends.wait(_EVERY_SECONDS):
         with suppress(OSError):  # a file system may fail for a moment
+            if path.read_text() not in (text, ""):
+                logger().error("%s: another process has taken this lock; this one ends", path)
+                os._exit(1)  # at once: whatever it wrote now would damage the other run
             os.utime(path)

@@ -42,7 +42,7 @@ def has_ended(marked: str) -> bool:
 
 
 def is_here(marked: str) -> bool:
-    """Whether a process is of this machine and container, so that `has_ended` can tell."""
+    """Return whether a process is of this machine and container, so that `has_ended` can tell."""
     try:
         return marked.startswith(f"{_machine()} ")
     except OSError:

@@ -166,7 +166,7 @@ class Server:
         """Refuse requests, and end after a moment in which those that have failed are answered."""
         self.admission.draining = True
         logger().error(
-            "%d steps of the engine have failed with no success between, so the server ends - %s",
+            "%d steps failed and the engine did no work between them; the server shuts down - %s",
             MOST_FAILURES,
             self._thread.broken,
         )

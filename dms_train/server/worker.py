@@ -24,7 +24,8 @@ from dms_train.server.errors import ApiError
 
 Positions = list[list[list[int]]]  # [layers][KV heads][live tokens]
 MOST_FAILURES = 5  # failed steps after which the engine counts as broken
-_BROKEN = "the engine is broken and the server stops; see its log"
+_BROKEN = "the engine is broken; the server is shutting down, see its log"
+_PROOF_STEPS = 3  # that return tokens, in a row, after which the engine counts as working
 _PAUSE_SECONDS = 0.1  # after a failed step; twice as long after each further one in a row
 
 
@@ -77,9 +78,10 @@ class _Update:
 class EngineThread:
     """Runs an engine until `stop`.
 
-    A step that fails ends its requests. After `MOST_FAILURES` failed steps and no finished request
-    between them, the engine counts as broken: all requests end, further ones are refused, and no
-    step is computed any more. On a GPU a step may succeed that only starts what fails later.
+    A step that fails ends its requests. After `MOST_FAILURES` failed steps without a proof between
+    them that the engine works, it counts as broken: all requests end, further ones are refused, and
+    no step is computed any more. A finished request is a proof, and so are `_PROOF_STEPS` steps in
+    a row that return tokens. On a GPU a single step may succeed that only starts what fails later.
 
     Args:
         engine: Used by the thread alone from `start` on.
@@ -97,7 +99,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_broken: Callable[[], None] | None = None
-        self._in_a_row = 0  # failed steps since a request has finished
+        self._in_a_row = 0  # failed steps since the engine was seen to work
+        self._returned = 0  # steps in a row that returned tokens
         self.allocated_bytes = engine.allocated_bytes
         self.failures = 0
         self.broken: str | None = None
@@ -195,23 +198,24 @@ class EngineThread:
         return False
 
     def _step(self) -> None:
+        updates: list[_Update] = []
+        failures = self.failures
         try:
-            outputs = self._engine.step()
-            updates = [
-                self._update(output) for output in outputs if output.request_id in self._tickets
-            ]
+            for output in self._engine.step():
+                if output.request_id in self._tickets:
+                    # one by one, so that these are kept if a later one fails
+                    updates.append(self._update(output))  # noqa: PERF401
             self.allocated_bytes = self._engine.allocated_bytes
-            if any(output.finished for output in outputs):
-                self._in_a_row = 0
+            self._note_success(updates)
         except Exception as error:
             logger().exception("a step of the engine failed")
-            updates = self._lost(error)
+            updates += self._lost(error)
         if updates:
             self._call_on_loop(_deliver, updates)
         if self.broken is not None:
             assert self._on_broken is not None
             self._call_on_loop(self._on_broken)
-        elif self._in_a_row:
+        elif self.failures > failures:
             time.sleep(_PAUSE_SECONDS * 2 ** (self._in_a_row - 1))
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -230,10 +234,17 @@ class EngineThread:
             self._free(output.request_id)
         return _Update(ticket=ticket, output=output, positions=positions)
 
+    def _note_success(self, updates: list[_Update]) -> None:
+        self._returned += bool(updates)
+        ended = any(item.output is not None and item.output.finished for item in updates)
+        if ended or self._returned >= _PROOF_STEPS:
+            self._in_a_row = 0
+
     def _lost(self, error: Exception) -> list[_Update]:
         """Failures for the requests that a failed step has aborted, or for all of them."""
         self.failures += 1
         self._in_a_row += 1
+        self._returned = 0
         if self._in_a_row == MOST_FAILURES:
             self.broken = f"{type(error).__name__}: {error}"
         lost = [known for known in self._tickets if not self._engine.has_request(known)]

@@ -13,6 +13,10 @@ from dms_train.method.plan import LearningRate, StepPlan, StepResult
 class TrainEngine(Protocol):
     """Computes steps, whatever their stage."""
 
+    def end_training(self) -> None:
+        """Free the memory that only training steps use; further steps may follow."""
+        ...
+
     def begin_stage(self, rate: LearningRate) -> None:
         """Set the learning-rate schedule of the coming steps."""
         ...

@@ -79,6 +79,7 @@ def _name(stage: Stage | Action) -> str:
 
 
 def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
+    parts.engine.end_training()
     if action == "export":
         _export_final(state, parts)
     elif action == "validate":

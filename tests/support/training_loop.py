@@ -69,6 +69,9 @@ class FakeParts:
         self.stops_at = stops_at  # the step after which a stop is requested
         self.fails_at = fails_at  # a step, the name of an export or "validate"
 
+    def end_training(self) -> None:
+        self.events.append(("end_training",))
+
     def begin_stage(self, rate: LearningRate) -> None:
         self.events.append(("begin", rate))
 

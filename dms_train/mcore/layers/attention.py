@@ -86,7 +86,9 @@ class MethodState:
                 setattr(self, name, value)
 
     def computation(self, plan: StepPlan) -> StepPlan:
-        """Return the plan without the numbers that the fused kernels and the loss read."""
+        """Return the plan without the numbers that passes read from tensors."""
+        if not self.fused:
+            return plan
         scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.neuron_scale
         return replace(plan, step=0, stage_step=0, target_cr=1.0, neuron_scale=scale)
 

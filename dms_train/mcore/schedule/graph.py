@@ -99,7 +99,10 @@ class PassGraph:
 
     def release(self) -> None:
         """Free the memory of the graph; the next steps run eagerly and capture another."""
-        self._captured, self._key = None, None
+        if self._captured is not None:
+            self._captured = None
+            torch.cuda.empty_cache()  # a pool that was private to the graph
+        self._key = None
 
     def begin_step(self, computation: Hashable, microbatches: int) -> None:
         """Begin a step; the graph of another computation is released."""
@@ -149,8 +152,14 @@ class PassGraph:
         log.logger().warning("%s=auto: %s; passes run eagerly", OPTION, self._obstacle)
 
 
-def choose_graph(options: ParallelOptions, view: ParallelView) -> PassGraph | None:
+def choose_graph(options: ParallelOptions, view: ParallelView, *, fused: bool) -> PassGraph | None:
     """Return what replays the passes of this layout, or None where they run eagerly.
+
+    Args:
+        options: Layout and `cuda_graph`.
+        view: Groups of this rank.
+        fused: Whether the fused kernels run. Other kernels read the numbers of a step on the host,
+            so that a replay would repeat those of the captured step.
 
     Raises:
         ModelError: `parallel.cuda_graph=always` in a layout that cannot be captured.
@@ -159,6 +168,8 @@ def choose_graph(options: ParallelOptions, view: ParallelView) -> PassGraph | No
     if required:
         require_gpu(view.device)
     obstacles = list(options.graph_obstacles(view.world_size))
+    if not fused:
+        obstacles.append("only the triton kernels can be captured; set kernels=triton")
     if required and obstacles:
         raise ModelError(f"{OPTION}=always: {obstacles[0]}")
     if options.cuda_graph == "never" or obstacles or view.device.type != "cuda":

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dms_train.app import session
-from dms_train.config.build import build
+from dms_train.app import run_folder, session
+from dms_train.app.start_point import StartPoint
+from dms_train.config.build import ConfigError, build
 from dms_train.config.resolve import resolved
 from dms_train.launch import stage
 from dms_train.observe.locks import LockedError, held
 from dms_train.observe.state_files import StateFiles
+from dms_train.training.state import TrainState
 from tests.support import configs, refusals, wiring
 
 FORK = multiprocessing.get_context("fork")
@@ -69,3 +72,31 @@ def test_a_job_that_trains_nothing_is_refused_too(
     monkeypatch.setitem(stage._STAGES, "validate", lambda config: pytest.fail("it ran"))
     with pytest.raises(LockedError, match=rf"process {pid} "):
         stage.run(folder, "validate")
+
+
+def test_a_stage_of_a_locked_folder_may_be_tried_again(used: Any) -> None:
+    """The mark of a refusal would end the chain of jobs, although the lock may become stale."""
+    folder, _ = used
+    config = configs.mapping(run__dir=str(folder))
+    (folder / "config.yaml").write_text(json.dumps(config))
+    with pytest.raises(LockedError):
+        stage.run(folder, stage.VALIDATE)
+    assert not list(folder.rglob("REFUSED"))
+    assert not list(folder.rglob("*rank0.json"))
+
+
+def test_a_checkpoint_that_appears_before_the_lock_is_noticed(tmp_path: Path) -> None:
+    config = resolved(build(configs.mapping(run__dir=str(tmp_path))))
+    start = StartPoint(
+        architecture=configs.architecture(),
+        model_dir=None,
+        tokenizer_dir=None,
+        state=TrainState(),
+    )
+    run_folder.require_unchanged(config, start)
+    found = tmp_path / "checkpoints" / "step_00000004"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder.checkpoint, "newest", lambda _: (found, []))
+        with pytest.raises(ConfigError, match="another run wrote to it"):
+            run_folder.require_unchanged(config, start)
+        run_folder.require_unchanged(config, replace(start, student=found, resumes=True))

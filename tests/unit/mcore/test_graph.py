@@ -15,7 +15,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
-from dms_train.mcore.schedule.graph import GraphInputs
+from dms_train.mcore.schedule.graph import GraphInputs, choose_graph
 from dms_train.method.noise import sample_keys
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
@@ -85,6 +85,29 @@ def test_the_factor_of_merges_is_part_of_their_computation() -> None:
     method = state("dmc", CPU)
     zeroing, after = StepPlan(neuron_scale=0.5), StepPlan(neuron_scale=0.0)
     assert method.computation(zeroing) != method.computation(after)
+
+
+def test_without_fused_kernels_every_step_is_a_computation_of_its_own() -> None:
+    """Other kernels read numbers on the host, where a replay would repeat old ones."""
+    method = state("dms", None)
+    first, second = (StepPlan(step=n, eviction="soft", target_cr=n) for n in (2, 3))
+    assert method.computation(first) != method.computation(second)
+
+
+@pytest.mark.parametrize(
+    ("options", "fused", "reason"),
+    [
+        ({}, False, "set kernels=triton"),
+        ({"recompute_granularity": "full"}, True, "random states"),
+    ],
+)
+def test_layouts_that_cannot_be_captured_run_eagerly_or_are_refused(
+    view: ParallelView, options: dict, fused: bool, reason: str
+) -> None:
+    gpu = replace(view, device=torch.device("cuda"))  # no GPU is used before the refusal
+    assert choose_graph(ParallelOptions(**options), gpu, fused=fused) is None
+    with pytest.raises(ModelError, match=reason):
+        choose_graph(ParallelOptions(cuda_graph="always", **options), gpu, fused=fused)
 
 
 def test_fused_layers_read_the_numbers_of_a_step_at_addresses_that_stay() -> None:

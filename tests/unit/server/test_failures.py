@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+
+import pytest
 
 from dms_train.observe import log
+from dms_train.server import worker
 from tests.support import served_model
 from tests.support.served_model import wait_for
 from tests.unit.server.test_streams import open_stream
@@ -50,3 +54,80 @@ def test_a_step_and_the_free_after_it_fail_once_for_each_request(model, monkeypa
             assert server.gauge("dms_failed_steps") == count
             assert server.ask("/health")[0] == 200
             assert server.ask("/v1/completions", SHORT)[0] == 200
+
+
+class Scripted:
+    """An engine whose steps return outputs or raise, in order."""
+
+    allocated_bytes = 0
+
+    def __init__(self, *steps):
+        self._steps = iter(steps)
+
+    def step(self):
+        found = next(self._steps)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def has_request(self, request_id):
+        return True
+
+    def abort(self, request_id):
+        pass
+
+    def live_positions(self, request_id):
+        raise RuntimeError("positions cannot be read")
+
+
+def thread_with(engine, monkeypatch, **tickets):
+    """A thread that is not started, its deliveries and its pauses."""
+    delivered, pauses = [], []
+    thread = worker.EngineThread(engine)
+    thread._tickets.update(tickets)
+    thread._on_broken = lambda: None
+    monkeypatch.setattr(thread, "_call_on_loop", lambda _, updates=(): delivered.extend(updates))
+    monkeypatch.setattr(worker.time, "sleep", pauses.append)
+    return thread, delivered, pauses
+
+
+def output(request_id, *, finished):
+    return SimpleNamespace(request_id=request_id, finished=finished)
+
+
+def ticket(*, wants_positions=False):
+    return SimpleNamespace(wants_positions=wants_positions, request_id=None)
+
+
+def test_what_a_step_finished_before_its_failure_is_delivered(monkeypatch):
+    ended, bad = ticket(), ticket(wants_positions=True)
+    step = [output("a", finished=True), output("b", finished=False)]
+    thread, delivered, _ = thread_with(Scripted(step), monkeypatch, a=ended, b=bad)
+    thread._step()
+    assert [(item.ticket, item.failure is None) for item in delivered] == [
+        (ended, True),
+        (bad, False),
+    ]
+
+
+def test_only_a_failed_step_is_followed_by_a_pause(monkeypatch):
+    good = [output("a", finished=False)]
+    engine = Scripted(RuntimeError("once"), good, good)
+    thread, _, pauses = thread_with(engine, monkeypatch, a=ticket(), b=ticket())
+    thread._step()
+    assert len(pauses) == 1
+    thread._tickets["a"] = ticket()
+    thread._step()
+    thread._step()
+    assert len(pauses) == 1
+
+
+@pytest.mark.parametrize(("returned", "broken"), [(2, True), (3, False)])
+def test_steps_that_return_tokens_prove_that_the_engine_works(returned, broken, monkeypatch):
+    good, bad = [output("a", finished=False)], [RuntimeError("no")]
+    engine = Scripted(*bad * 4, *[good] * returned, *bad)
+    thread, _, _ = thread_with(engine, monkeypatch)
+    for _ in range(5 + returned):
+        thread._tickets["a"] = ticket()
+        thread._step()
+    assert (thread.broken is not None) == broken
