@@ -17,10 +17,13 @@ TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*"
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _UNBRACED_BOX = re.compile(r"(?!\{)\S.*?(?=\$|\\\)|\\\]|[.,;]?\s|[.,;]?$)", re.MULTILINE)
-_CONTINUATION = re.compile(r"\s*\{|[\d^_!]")
+# An exclamation mark at the end of a sentence is no factorial; degrees are a unit.
+_DEGREE = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)"
+_CONTINUATION = re.compile(rf"\{{|[\d_]|(?!{_DEGREE})\^|!(?!\s|\*|$)")
 # Two boxes with nothing else between them give one answer, such as two solutions.
 _BETWEEN_BOXES = re.compile(
-    r"[\s$.]*(?:[,;]|(?:,\s*)?(?:and|or))[\s$]*(?:[A-Za-z]\s*=\s*)?", re.IGNORECASE
+    rf"(?:{_DEGREE})?[\s$.]*(?:[,;]|(?:,\s*)?(?:and|or))[\s$]*(?:[A-Za-z]\s*=\s*)?",
+    re.IGNORECASE,
 )
 
 
@@ -98,10 +101,11 @@ _STYLE = re.compile(r"\\displaystyle(?![a-z])\s*")
 _REWRITTEN = (
     # arguments that TeX takes without braces; math-verify reads braced ones only
     (re.compile(r"\\[dtc]?frac\s*(\d)\s*(?=[\d{])"), r"\\frac{\1}"),
-    (re.compile(r"\\[dtc]?frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
+    (re.compile(r"\\[dtc]?frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*(\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt\s*(\d)"), r"\\sqrt{\1}"),
     (re.compile(r"√\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\\varnothing(?![a-z])"), r"\\emptyset"),
+    (re.compile(rf"{TEXT}\{{\s*infinity\s*\}}|(?<!\\)\binfinity\b", re.IGNORECASE), r"\\infty"),
     (re.compile(rf"{TEXT}\{{\s*(-?\d[\d.,]*|e)\s*\}}"), r"\1"),
     (re.compile(r"(?<![\d}.])\.(?=\d)"), "0."),
 )
@@ -197,7 +201,7 @@ _UNITS = {
 _NAMES = {name: unit for unit, names in _UNITS.items() for name in (unit, *names.split())}
 _PREFIXED = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # words that are part of an expression
-_MATHEMATICS = frozenset(("infinity", "infty", "sqrt", "arcsin", "arccos", "arctan"))
+_MATHEMATICS = frozenset(("infty", "sqrt", "arcsin", "arccos", "arctan"))
 
 
 class Measured(NamedTuple):
@@ -228,7 +232,10 @@ _CURRENCY = re.compile(
     rf"(?P<sign>-?){_SPACE}*(?P<unit>\\?\$|€|£){_SPACE}*(?P<value>.+)", re.DOTALL
 )
 _PERCENT = re.compile(rf"(?P<value>.*?){_SPACE}*\\?%", re.DOTALL)
-_DEGREES = re.compile(rf"(?P<value>.*?){_SPACE}*\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)", re.DOTALL)
+_DEGREES = re.compile(rf"(?P<value>.*?){_SPACE}*{_DEGREE}", re.DOTALL)
+_SUM_OR_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])|\+|[\dA-Za-z)}]\s*-")
+# units of single letters; a product of letters, or another quotient, is one of variables
+_LETTERS = re.compile(r"[a-z$€£%](?:\^\{?\d\}?)?|[mgl](?:/| per )[shl](?:\^\{?\d\}?)?")
 
 
 def split_unit(answer: str, *, attached: bool = False) -> Measured:
@@ -266,13 +273,16 @@ def _without_degree(value: str) -> str:
 
 
 def _is_bare_unit(match: re.Match[str], *, attached: bool) -> bool:
-    unit = match["unit"]
-    if _unit_name(unit):
-        return len(unit) > 1 or attached or (bool(match["space"]) and unit in "mgshlL")
-    words = unit.casefold().split()
-    return bool(match["space"]) and all(
-        len(word) >= 4 and word not in _MATHEMATICS for word in words
-    )
+    unit, space = match["unit"], bool(match["space"])
+    words = re.sub(r"/| per ", " ", unit.casefold()).split()
+    words = [word.partition("^")[0].rstrip(".") for word in words]
+    if not all(word in _NAMES or word in _PREFIXED for word in words):
+        return space and all(len(word) >= 4 and word not in _MATHEMATICS for word in words)
+    if any(len(word) > 1 for word in words):
+        return True
+    if not _LETTERS.fullmatch(unit.casefold()) or _SUM_OR_VARIABLE.search(match["value"]):
+        return False
+    return attached or (space and unit[0] in "mgshlL$€£%")
 
 
 def _unit_name(text: str) -> str:
@@ -297,5 +307,5 @@ def _unit_name(text: str) -> str:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Whether two units agree; a unit, a percent sign included, may be left out."""
+    """Return whether two units agree; a unit, a percent sign included, may be left out."""
     return not (one and other) or one == other

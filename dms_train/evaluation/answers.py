@@ -1,4 +1,4 @@
-r"""Whether a text ends in the right answer to a problem.
+r"""Judge whether a text ends in the right answer to a problem.
 
 An answer in a box is extracted as open-r1 does it (the last `\boxed{}` first, then an anchored
 phrase such as "the final answer is $5$"; never the last number of the text) and compared by
@@ -40,7 +40,7 @@ _LEAST_ROUNDED = 0.1  # from here on, six places after the point are six signifi
 
 
 class Verdict(StrEnum):
-    """What `verify_answer` finds.
+    """Result of `verify_answer`.
 
     Attributes:
         CORRECT: The answer equals the gold answer.
@@ -112,13 +112,13 @@ def verify_answer(attempt: Attempt) -> Verdict:
 
 
 def final_text(text: str) -> str | None:
-    """What follows the last `</think>`; None in a text that ends within its reasoning."""
+    """Return the text after the last `</think>`; None where the reasoning is not closed."""
     answer = text.rpartition(END_OF_REASONING)[2]
     return None if _START_OF_REASONING in answer else answer
 
 
 def boxed_answer(text: str) -> str | None:
-    """Content of the last box behind the reasoning; None without a complete one."""
+    """Return the content of the last box after the reasoning; None without a complete one."""
     return last_box(text.rpartition(END_OF_REASONING)[2]) or None
 
 
@@ -129,9 +129,13 @@ def stated_answer(text: str) -> str | None:
 
 
 def same_number_or_text(one: str, other: str) -> bool:
-    """Whether two answers are the same text or the same number, such as 1,200 and 1200."""
+    """Return whether two answers are the same text or the same number, such as 1,200 and 1200.
+
+    A currency or percent sign may be left out. Codes such as 007 are compared as text.
+    """
     first, second = (_number(plain_latex(answer)) for answer in (one, other))
-    if first is None or second is None:
+    is_code = any(re.match(r"\s*[-+]?0\d", answer) for answer in (one, other))
+    if is_code or first is None or second is None:
         return one.strip() == other.strip()
     return first == second
 
@@ -170,7 +174,8 @@ _PLAIN_NUMBER = re.compile(r"([-+]?)(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|([-+]?)
 
 def _number(text: str) -> Decimal | None:
     """Return a number in plain LaTeX, a currency or percent sign aside; None for other text."""
-    bare = re.sub(r"\\?[$€£%]|\s", "", text)
+    bare = re.sub(r"\\?[$€£%]", "", text).strip()
+    bare = re.sub(r"^([-+])\s+", r"\1", bare)
     return Decimal(bare.replace(",", "")) if _PLAIN_NUMBER.fullmatch(bare) else None
 
 
@@ -224,7 +229,8 @@ def _word(gold: str) -> str | None:
     """Return the gold answer where it is a word; as LaTeX it would be a product of its letters."""
     bare = _bare(gold)
     fewest = 2 if _TEXT.fullmatch(gold.strip(" $")) else 4
-    return bare if re.fullmatch(rf"[a-z]{{{fewest},}}(?:[ -][a-z]+)*", bare) else None
+    is_word = re.fullmatch(rf"[a-z]{{{fewest},}}(?:[ -][a-z]+)*", bare)
+    return bare if is_word and bare != "infinity" else None
 
 
 @cache
@@ -308,7 +314,7 @@ def _exact(expression: Any) -> Any:
 
 
 def _may_round(expected: list[Any], found: list[Any]) -> bool:
-    """Whether one side has decimals, none close to zero, so that it may be the other rounded.
+    """Return whether one side has decimals, none near zero, and may be the other one rounded.
 
     math-verify rounds at six places after the point; close to zero that says nothing.
     """
@@ -351,7 +357,7 @@ def _parsed(text: str, **options: Any) -> list[Any]:
 
 
 def _same_kind(gold: Measured, answer: Measured) -> bool:
-    """Whether base, unit and brackets agree, which math-verify drops."""
+    """Return whether base, unit and brackets agree, which math-verify drops."""
     if _base(gold.value) != _base(answer.value):
         return False
     if not same_unit(gold.unit, answer.unit):

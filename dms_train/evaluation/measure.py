@@ -148,7 +148,7 @@ class Replay:
 
 
 class _Reading(NamedTuple):
-    """What a model computed of texts; its logits are products of both.
+    """Hidden states of texts; the logits are products of both.
 
     Attributes:
         hidden: Last hidden states of each text, [tokens, hidden], on the host.

@@ -17,6 +17,7 @@ from dms_train.evaluation.answers import (
     Attempt,
     Verdict,
     processor_limit,
+    same_number_or_text,
     verify_answer,
 )
 
@@ -60,10 +61,56 @@ def test_a_gold_answer_in_its_box_is_correct(answer: str) -> None:
         ("18\\text{ cm}", "18\\text{ centimeters}"),
         ("Evelyn", "\\text{ evelyn}"),
         ("1000", "1{,}000"),
+        ("2 m n", "2mn"),
+        ("4 g h", "4gh"),
+        ("\\frac{1}{2} m v^2", "\\frac{1}{2}mv^2"),
+        ("\\frac{1}{2} b h", "\\frac12 bh"),
+        ("3 + 2 m", "2m+3"),
+        ("k+3 s", "3s+k"),
+        ("3 m/s", "3"),
+        ("9.8 m/s^2", "9.8\\text{ m/s}^2"),
+        ("5", "5 €"),
+        ("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt{3}}2"),
+        ("infinity", "\\infty"),
+        ("\\infty", "\\text{infinity}"),
+        ("-\\infty", "-infinity"),
     ],
 )
 def test_another_way_to_write_it_is_correct(gold: str, answer: str) -> None:
     assert verify_answer(Attempt(gold, BOXED % answer)) is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("5", "So the answer is \\boxed{5}!"),
+        ("5", "So the answer is **\\boxed{5}!**"),
+        ("5", "\\boxed{5}\n{done}"),
+        ("80", "$\\boxed{80}^\\circ$"),
+        ("80^\\circ", "$\\boxed{80}^{\\circ}$"),
+        ("80,90", "$\\boxed{80}^\\circ$ and $\\boxed{90}^\\circ$"),
+    ],
+)
+def test_punctuation_and_degrees_may_follow_a_box(gold: str, text: str) -> None:
+    assert verify_answer(Attempt(gold, text)) is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1,200", "1200", True),
+        ("- 5", "-5", True),
+        ("$ 5", "5.0", True),
+        ("10%", "10", True),
+        ("007", " 007", True),
+        ("0.5", ".5", True),
+        ("1 2", "12", False),
+        ("007", "7", False),
+        ("7", "007", False),
+    ],
+)
+def test_numbers_are_the_same_by_value_and_codes_by_text(one: str, other: str, same: bool) -> None:
+    assert same_number_or_text(one, other) is same
 
 
 # Gold answer and a text that must not pass: wrong, malformed, cut off, or in no box.
@@ -74,6 +121,18 @@ REFUSED = [
     ("5", "\\boxed{}"),
     ("5", "\\boxed{5}{6}"),
     ("5", "\\boxed{5}0"),
+    ("5", "$\\boxed{5}!$"),
+    ("5", "$\\boxed{5}^2$"),
+    ("90", "$\\boxed{80}^\\circ$ and $\\boxed{90}^\\circ$"),
+    ("2\\pi r h", "\\boxed{2\\pi}"),
+    ("\\pi r l", "\\boxed{\\pi}"),
+    ("3 x t", "\\boxed{3 y t}"),
+    ("3 x t", "\\boxed{3}"),
+    ("2 m n", "\\boxed{2}"),
+    ("2m/n", "\\boxed{2}"),
+    ("\\frac{1}{2} b h", "\\boxed{\\frac12}"),
+    ("3 + 2 m", "\\boxed{5}"),
+    ("infinity", "\\boxed{-\\infty}"),
     ("5", "\\boxed{5)}"),
     ("5", "\\boxed{5?}"),
     ("5", "\\boxed{5!}"),
