@@ -47,7 +47,7 @@ def adopt(library: str) -> None:
         library: Name of its logger.
     """
     other = logging.getLogger(library)
-    other.handlers, other.filters, other.propagate = logger().handlers, [_Seldom()], False
+    other.handlers, other.filters, other.propagate = [*logger().handlers], [_Seldom()], False
 
 
 class _Seldom(logging.Filter):
