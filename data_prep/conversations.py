@@ -169,6 +169,7 @@ class ConversationEncoder:
         self.template = self._template.text
         added = self._tokenizer.added_tokens_decoder.items()
         self._special = {number for number, token in added if token.special}
+        self._ends = {self._tokenizer.eos_token_id} - {self._tokenizer.bos_token_id}
         self.eod_id: int | None = None
         if options.append_eod:
             if self._tokenizer.eos_token_id is None:
@@ -208,7 +209,8 @@ class ConversationEncoder:
 
         A token belongs to a turn when it holds a character of it: SentencePiece joins a blank that
         the template writes to the first word of the turn. The special token that ends a turn, such
-        as `<|im_end|>`, and white space before it belong to the turn. They teach the model to stop.
+        as `<|im_end|>`, belongs to the turn: it teaches the model to stop. After white space that
+        is the `eos_token` alone, and the white space belongs to the turn too.
 
         Raises:
             DataError: As `render`, or the text cannot be tokenised.
@@ -252,10 +254,9 @@ class ConversationEncoder:
         found = place
         while found < len(ids) and ids[found] not in self._special and pieces[found].isspace():
             found += 1
-        if found == len(ids) or ids[found] not in self._special:
-            return place
-        begins_next = found > place and ids[found] == self._tokenizer.bos_token_id
-        return place if begins_next else found + 1
+        # after white space, any other special token begins the next message
+        ends = self._special if found == place else self._ends
+        return found + 1 if found < len(ids) and ids[found] in ends else place
 
 
 def _joined(between: list[str], turns: list[str]) -> ChatText:

@@ -29,7 +29,7 @@ _COPIED = (
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory has the file that every command reads text with."""
+    """Return True if a directory has the file that every command reads text with."""
     return (directory / TOKENIZER_FILE).is_file()
 
 

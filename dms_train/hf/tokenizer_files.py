@@ -19,7 +19,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
-_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in transformers' order
+# in transformers' order
+_SPECIAL_KEYS = tuple(f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _LFS_POINTER = "version https://git-lfs"
 _PROBE = (
@@ -79,6 +80,8 @@ def read_chat_tokenizer(directory: Path) -> Any:
             os.fspath(directory),
             local_files_only=True,
             trust_remote_code=False,
+            split_special_tokens=False,
+            **_without_other_keys(directory, tokenizer),
         )
     except ImportError:
         raise HFError(f"{directory}: chat templates need transformers; install it") from None
@@ -114,13 +117,12 @@ def _add_tokens(directory: Path, tokenizer: Any) -> None:
 
 def _named_tokens(directory: Path) -> tuple[list[tuple[int, Any]], list[Any]]:
     """Tokens with ids in their order, then special tokens in transformers' order."""
-    config = _optional_json(directory / TOKENIZER_CONFIG)
+    config, *older = _special_files(directory)
     try:
-        if config.get("added_tokens_decoder") is not None:
-            named = _special_tokens(config)
+        named = _special_tokens(config, *older)
+        if not older:
             with_ids = {int(i): _token(v) for i, v in config["added_tokens_decoder"].items()}
-        else:  # files of transformers before 4.34
-            named = _special_tokens(config, _optional_json(directory / _SPECIAL_MAP))
+        else:
             special = {token.content for token in named}
             with_ids = {
                 index: _token({"content": text, "special": text in special})
@@ -136,18 +138,41 @@ def _named_tokens(directory: Path) -> tuple[list[tuple[int, Any]], list[Any]]:
     return sorted(with_ids.items(), key=lambda item: item[0]), named
 
 
+def _special_files(directory: Path) -> list[dict[str, Any]]:
+    """The files that name special tokens; the second counts beside a config without their ids."""
+    config = _optional_json(directory / TOKENIZER_CONFIG)
+    if config.get("added_tokens_decoder") is not None:
+        return [config]
+    return [config, _optional_json(directory / _SPECIAL_MAP)]  # of transformers before 4.34
+
+
 def _special_tokens(*files: dict[str, Any]) -> list[Any]:
     """Special tokens of files, of which a later one replaces a single token of an earlier one."""
-    single = {key: value for file in files for key, value in file.items() if key.endswith("_token")}
-    first = [f"{name}_token" for name in _SPECIAL_NAMES]
-    values = [single.pop(key, None) for key in first] + list(single.values())
+    single = {key: value for file in files for key, value in file.items()}
+    values = [single.get(key) for key in _SPECIAL_KEYS]
     for file in files:
         for key in _SPECIAL_LISTS:
             listed = file.get(key) or []
             values += listed.values() if isinstance(listed, dict) else listed
     found = [{"content": value} if isinstance(value, str) else value for value in values]
-    # other keys end in `_token` too, such as add_bos_token
     return [_token({**value, "special": True}) for value in found if isinstance(value, dict)]
+
+
+def _without_other_keys(directory: Path, tokenizer: Any) -> dict[str, bool]:
+    """Arguments that stop transformers 5 from adding tokens for keys such as `fill_token`.
+
+    Version 4 ignores these keys. A value that is no text replaces that of the file in both.
+    """
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    values: dict[str, Any] = {}
+    for file in _special_files(directory):
+        values.update(file)
+    unknown = {}
+    for key in values.keys() - set(_SPECIAL_KEYS):
+        text = values[key].get("content") if isinstance(values[key], dict) else values[key]
+        if key.endswith("_token") and isinstance(text, str) and text not in known:
+            unknown[key] = True
+    return unknown
 
 
 def _token(value: dict[str, Any]) -> Any:
@@ -176,8 +201,8 @@ def _require_same_ids(directory: Path, tokenizer: Any, wrapped: Any) -> None:
         differing = f"{len(wrapped)} tokens, not {size}"
     if differing:
         raise HFError(
-            f"{directory}: transformers does not read the tokenizer as {TOKENIZER_FILE} states it "
-            f"({differing}); correct {TOKENIZER_CONFIG}, or save the tokenizer again"
+            f"{directory}: transformers and {TOKENIZER_FILE} give different ids ({differing}); "
+            f"correct {TOKENIZER_CONFIG}, or save the tokenizer again"
         )
 
 

@@ -133,7 +133,7 @@ class ChatTemplate:
 
 
 def _has_template(directory: Path) -> bool:
-    """Whether one of the files that may hold a template does."""
+    """Return True if one of the files that may hold a template does."""
     if any((directory / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     config = directory / TOKENIZER_CONFIG

@@ -180,6 +180,14 @@ def test_whole_answers_and_their_end_are_in_the_loss(
         assert [run.removeprefix(" ") for run in runs] == [around.format(answer)] * 2
 
 
+def test_the_marker_of_the_next_role_does_not_count(r1: str) -> None:
+    """In a template without an end token the marker is not the assistant's."""
+    roles = f"{{{{ '{USER}' if m['role'] == 'user' else '{ASSISTANT}' }}}}"
+    template = f"{{% for m in messages %}}{roles}\n{{{{ m['content'] }}}}\n{{% endfor %}}"
+    _, runs = counted(r1, talk("One?", "Two.", "Three?", "Four."), chat_template=template)
+    assert runs == ["Two.", "Four."]
+
+
 def test_every_special_token_of_the_file_may_end_a_turn(tmp_path: Path) -> None:
     """Also one that tokenizer_config.json gives no name, as of Llama 3's <|eot_id|>."""
     folder = piece_tokenizer.write_tokenizer(tmp_path)

@@ -126,9 +126,42 @@ def test_a_token_that_cannot_have_its_id_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-def test_readings_that_differ_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [CONFIG, "special_tokens_map.json"])
+@pytest.mark.parametrize("value", ["<FILL_ME>", added("<FILL_ME>")])
+def test_other_keys_add_no_token(tmp_path: Path, file: str, value: Any) -> None:
+    """Transformers 4 ignores `fill_token` of CodeLlama, version 5 adds it."""
+    keys = {"fill_token": value, "image_token": "<image>", "add_prefix_token": True}
+    piece_tokenizer.write_tokenizer(tmp_path, **(keys if file == CONFIG else {}))
+    if file != CONFIG:
+        (tmp_path / file).write_text(json.dumps(keys))
+    text = "a <FILL_ME> cat<image></s>"
+    right = as_stored(tmp_path, text, special=True)
+    assert all_readings(tmp_path, text, special=True) == [right, right]
+    assert len(read_chat_tokenizer(tmp_path)) == read_tokenizer(tmp_path).get_vocab_size()
+
+
+def test_another_key_may_name_a_token_of_the_file(tmp_path: Path) -> None:
+    piece_tokenizer.write_tokenizer(tmp_path, turn_token="</s>", fill_token="<FILL_ME>")
+    text = "a cat</s> was"
+    right = as_stored(tmp_path, text, special=True)
+    assert all_readings(tmp_path, text, special=True) == [right, right]
+
+
+def test_special_tokens_are_found_although_a_file_says_to_split_them(tmp_path: Path) -> None:
     piece_tokenizer.write_tokenizer(tmp_path, split_special_tokens=True)
-    with pytest.raises(HFError, match=r"transformers does not read .* \(the ids of '.*' differ\)"):
+    right = as_stored(tmp_path, "a cat</s> was", special=True)
+    assert all_readings(tmp_path, "a cat</s> was", special=True) == [right, right]
+
+
+def test_readings_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece_tokenizer.write_tokenizer(tmp_path)
+    load = PreTrainedTokenizerFast.from_pretrained
+
+    def load_otherwise(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "split_special_tokens": True})
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", load_otherwise)
+    with pytest.raises(HFError, match=r"give different ids \(the ids of '.*' differ\)"):
         read_chat_tokenizer(tmp_path)
 
 
