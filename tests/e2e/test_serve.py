@@ -139,8 +139,8 @@ def test_a_broken_engine_ends_the_process(model):
         assert ask(f"{server.url}/v1/completions", body)[0] == 503
         assert server.end() == 1
     assert server.log.count("a step of the engine failed") == 5
-    (line,) = (line for line in server.log.splitlines() if "so the server ends" in line)
-    assert "error: 5 steps of the engine have failed" in line
+    (line,) = (line for line in server.log.splitlines() if "the server shuts down - " in line)
+    assert "error: 5 steps failed and the engine did no work between them" in line
     assert line.endswith("RuntimeError: a broken kernel")
 
 
