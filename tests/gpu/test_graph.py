@@ -60,7 +60,9 @@ PLANS: dict[str, Callable[[int], StepPlan]] = {
 }
 
 
-def build(view: ParallelView, preset: str, dtype: str, mode: str) -> McoreEngine:
+def build(
+    view: ParallelView, preset: str, dtype: str, mode: str, kernels: str = "auto"
+) -> McoreEngine:
     architecture = tiny.architecture(
         "qwen3", num_layers=2, kv_channels=64, max_position_embeddings=LENGTH
     )
@@ -68,6 +70,7 @@ def build(view: ParallelView, preset: str, dtype: str, mode: str) -> McoreEngine
         parallel=ParallelOptions(params_dtype=dtype, cuda_graph=mode),
         optim=OptimOptions(lr=1e-3, weight_decay=0.05),
         seed=7,
+        kernels=kernels,
     )
     spec = PRESETS[preset].override(alpha_offset=1.0)  # decisions on both sides of the threshold
     if spec.window:
@@ -160,3 +163,14 @@ def test_packed_documents_run_eagerly_or_are_refused(view: ParallelView) -> None
         else:
             with pytest.raises(ModelError, match=r"set data\.packing=false"):
                 engine.forward_backward(PLANS["retrofit"](2), given)
+
+
+def test_kernels_that_read_the_plan_on_the_host_run_eagerly_or_are_refused(
+    view: ParallelView,
+) -> None:
+    engine = build(view, "dms", "fp32", "auto", kernels="blockwise")
+    for number in range(4):
+        engine.forward_backward(PLANS["retrofit"](number), batches(number))
+    assert not captured(engine)
+    with pytest.raises(ModelError, match="set kernels=triton"):
+        build(view, "dms", "fp32", "always", kernels="blockwise")
