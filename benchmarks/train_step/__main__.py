@@ -145,7 +145,12 @@ def run_case(case: Case, module: str = "benchmarks.train_step.case") -> dict[str
         if case.layout.world > 1:
             spread = ["--standalone", "--nproc-per-node", str(case.layout.world)]
             worker = ["-m", "torch.distributed.run", *spread, *worker]
-        settings = ["bash", "-c", 'source "$0" && exec "$@"', str(ROOT / "launch" / "env.sh")]
+        settings = [
+            "bash",
+            "-c",
+            'source "$0" && exec "$@"',
+            str(ROOT / "dms_train" / "launch" / "env.sh"),
+        ]
         row: dict[str, Any] = {"case": case.to_dict(), "label": case.label}
         try:
             done = subprocess.run(

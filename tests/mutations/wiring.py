@@ -192,7 +192,7 @@ WIRING = [
     ),
     Mutation(
         "the time that saving may take is not given to a job",
-        "launch/chain.py",
+        "dms_train/launch/chain.py",
         "str(cluster.save_seconds)",
         "str(cluster.signal_seconds)",
         "tests/unit/wiring/test_cluster.py::test_an_option_acts[save_seconds]",

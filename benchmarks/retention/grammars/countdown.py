@@ -1,4 +1,4 @@
-"""Countdown's searches, as `data_prep/countdown.py` describes them.
+"""Countdown's searches, as `dms_train/data_prep/countdown.py` describes them.
 
 The first move of a search, its number, and every move below it with that number are lines of
 `#k a op b = c : numbers left`. With five numbers there are two levels below a first move, which

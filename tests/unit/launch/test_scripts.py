@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "slurm").glob("*.sbatch")])
+SCRIPTS = sorted(
+    [
+        *(ROOT / "dms_train" / "launch").glob("*.sh"),
+        *(ROOT / "dms_train" / "slurm").glob("*.sbatch"),
+    ]
+)
 
 
 def test_the_experiments_of_the_examples_exist() -> None:
@@ -38,7 +43,7 @@ def test_shellcheck_finds_nothing() -> None:
 def environment(**given: str) -> dict[str, str]:
     """The environment of a process started after env.sh."""
     shown = subprocess.run(
-        ["bash", "-c", f"source {ROOT}/launch/env.sh; env -0"],
+        ["bash", "-c", f"source {ROOT}/dms_train/launch/env.sh; env -0"],
         env={"PATH": "/usr/bin:/bin", **given},
         capture_output=True,
         text=True,
@@ -48,7 +53,7 @@ def environment(**given: str) -> dict[str, str]:
 
 
 def test_every_setting_has_a_reason_and_reaches_the_processes() -> None:
-    lines = (ROOT / "launch" / "env.sh").read_text().splitlines()
+    lines = (ROOT / "dms_train" / "launch" / "env.sh").read_text().splitlines()
     names = re.findall(r'^ *: "\$\{(\w+):=', "\n".join(lines), re.MULTILINE)
     assert len(names) > 8
     assert set(names) <= set(environment(RUN="/runs/a"))
@@ -70,7 +75,7 @@ def test_no_other_script_changes_these_settings() -> None:
 
 
 def test_templates_contain_no_cluster_options_and_no_logic() -> None:
-    for file in (ROOT / "slurm").glob("*.sbatch"):
+    for file in (ROOT / "dms_train" / "slurm").glob("*.sbatch"):
         lines = file.read_text().splitlines()[1:]
         allowed = (
             "#SBATCH ",

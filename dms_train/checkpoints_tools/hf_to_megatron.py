@@ -1,0 +1,63 @@
+"""Convert a Hugging Face model to a Megatron checkpoint that any TP x PP layout can load."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dms_train.cli.errors import run_main
+
+_EPILOG = """\
+example:
+  dms-import MODEL checkpoints/model
+  torchrun --nproc-per-node 8 -m dms_train parallel=tp8 model.path=MODEL \\
+      run.load=checkpoints/model 'data.paths=[data/corpus]' run.dir=outputs/cr4
+
+Training reads Hugging Face weights directly as well. A checkpoint is the faster start for large
+models: every rank reads its own part of it.
+"""
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dms-import",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", help="Hugging Face directory or hub id, dense or a retrofitted export"
+    )
+    parser.add_argument("out", type=Path, help="folder to write; must not exist")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)"
+    )
+    parser.add_argument("--revision", help="hub revision")
+    parser.add_argument(
+        "--download", action="store_true", help="allow network access to the hub (default: cache)"
+    )
+    return parser.parse_args(arguments)
+
+
+def _import(args: argparse.Namespace) -> None:
+    from dms_train.app.conversion import import_model
+
+    import_model(
+        args.model,
+        args.out,
+        dtype=args.dtype,
+        revision=args.revision,
+        download=args.download,
+    )
+    print(f"wrote {args.out}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit code 0, or 2 with one line."""
+    args = _parse(arguments)
+    return run_main(lambda: _import(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
