@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dms_train.export.card import CARD_FILE, POOLED_FROM, read_base, render
-from dms_train.export.manifest import shipped_code
+from dms_train.export.code_files import shipped_code, transformers_keys
 from dms_train.export.tokenizer import NO_TOKENIZER, copy_tokenizer, has_tokenizer
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, to_hf_config
@@ -26,6 +26,7 @@ from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
+from dms_train.method.spec import OPTIONS
 
 # Marks a directory as written here, and therefore safe to replace.
 MARKER_FILE = "export.json"
@@ -34,8 +35,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token")
 _DROPPED_KEYS = (
     "_name_or_path",
     "auto_map",
-    "dms",
-    "dmc",
+    *OPTIONS,
     "transformers_version",
     "quantization_config",
     "compression_config",
@@ -70,7 +70,15 @@ class _Described:
         if self.compressed is not None:
             model, layout = self.compressed
             config |= layout.config_keys(model)
+            if self.code_files():
+                config |= transformers_keys(self.architecture.family, layout.method)
         return config
+
+    def code_files(self) -> dict[str, str]:
+        """The code with which transformers loads the export: file name to source text."""
+        if self.compressed is None or not self.compressed[1].ships_code:
+            return {}
+        return shipped_code(self.architecture.family, self.compressed[1].method)
 
     def write(self, directory: Path, source_dir: str | Path | None) -> None:
         """Write everything but the weights and the self-test."""
@@ -86,15 +94,16 @@ class _Described:
         if self.compressed is not None:
             model, layout = self.compressed
             kind, record = layout.name, model.record()
-            for name, text in shipped_code(model.architecture.family, layout).items():
-                (directory / name).write_text(text, encoding="utf-8")
             for name, content in layout.json_files(model).items():
                 write_json(directory / name, content)
+        code = self.code_files()
+        for name, text in code.items():
+            (directory / name).write_text(text, encoding="utf-8")
         write_json(directory / MARKER_FILE, {"export_format": kind, "provenance": record})
         write_json(directory / "config.json", self.config(source))
         base = read_base(self.provenance.get("model"))
         pooled_from = self.provenance.get(POOLED_FROM)
-        card = render(self.architecture, base, self.compressed, pooled_from)
+        card = render(self.architecture, base, self.compressed, pooled_from, code.keys())
         if not has_tokenizer(directory):
             card += "\nThis folder has no tokenizer: the model takes and returns token ids only.\n"
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
@@ -203,7 +212,7 @@ def _source_config(source: Path | None) -> dict[str, Any]:
     return {
         key: value
         for key, value in read_config(source).items()
-        if key not in _DROPPED_KEYS and not key.startswith("dms_")
+        if key not in _DROPPED_KEYS and not key.startswith(tuple(f"{name}_" for name in OPTIONS))
     }
 
 

@@ -11,6 +11,7 @@ from dms_train.families import FAMILIES, ModelFamily
 from dms_train.hf.errors import HFError
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
+from dms_train.method.spec import OPTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-_OWN_PREFIX = re.compile("(dms|dmc)_")
+_METHOD_PREFIX = re.compile(f"({'|'.join(OPTIONS)})_")
 
 
 def _config(config: Mapping[str, Any]) -> Values:
@@ -115,7 +116,7 @@ def family_of(config: Mapping[str, Any]) -> str:
         ValueError: For any other model_type.
     """
     model_type = str(config.get("model_type", ""))
-    family = _OWN_PREFIX.sub("", model_type, count=1)
+    family = _METHOD_PREFIX.sub("", model_type, count=1)
     if family not in FAMILIES:
         fix = f"use one of {', '.join(FAMILIES)}"
         raise _config(config).refusal("model_type", model_type, fix)

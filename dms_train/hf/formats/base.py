@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.errors import HFError
 from dms_train.hf.values import Values
@@ -75,25 +74,6 @@ def no_files(model: ExportedModel) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def modeling_code(family: str) -> dict[str, str]:
-    """The project's own modelling code: name in the export to name in `dms_train/export/code`."""
-    stems = ("configuration", "generation", "modeling")
-    return {f"{stem}_{family}_dms.py": f"{stem}_dms.py" for stem in stems}
-
-
-def modeling_keys(family: str) -> dict[str, Any]:
-    """Keys of config.json with which transformers finds `modeling_code`."""
-    classes = FAMILIES[family].classes
-    return {
-        "architectures": [f"{classes}ForCausalLMDMS"],
-        "use_cache": True,
-        "auto_map": {
-            "AutoConfig": f"configuration_{family}_dms.{classes}ConfigDMS",
-            "AutoModelForCausalLM": f"modeling_{family}_dms.{classes}ForCausalLMDMS",
-        },
-    }
-
-
 def read_block(directory: Path, config: dict[str, Any], key: str) -> Stated | None:
     """Read the block `key` of config.json, None without it; HFError if it is damaged."""
     if key not in config:
@@ -135,9 +115,7 @@ class ExportFormat:
         problem: The first reason why the consumer would misread the weights, or None.
         advice: One line each: correct to load, with a remark.
         json_files: Further files beside config.json, by name.
-        code_files: Modelling code of a family that is shipped: name in the export to name in
-            `dms_train/export/code`.
-        ships_cache: Whether that code runs on the modules of the compact cache.
+        ships_code: Whether exports hold the method's code for transformers.
     """
 
     name: str
@@ -147,8 +125,7 @@ class ExportFormat:
     read: Callable[[Path, dict[str, Any], bool], Stated | None]
     method: str = "dms"
     dtype: str | None = None
-    ships_cache: bool = True
+    ships_code: bool = True
     problem: Callable[[ExportedModel], str | None] = no_problem
     advice: Callable[[ExportedModel], list[str]] = no_advice
     json_files: Callable[[ExportedModel], dict[str, dict[str, Any]]] = no_files
-    code_files: Callable[[str], dict[str, str]] = modeling_code

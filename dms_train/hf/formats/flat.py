@@ -13,7 +13,7 @@ from typing import Any
 
 from dms_train.hf.architecture import from_hf_config
 from dms_train.hf.errors import HFError
-from dms_train.hf.formats.base import ExportedModel, Stated, modeling_keys, read_spec_values
+from dms_train.hf.formats.base import ExportedModel, Stated, read_spec_values
 from dms_train.hf.json_files import read_json
 from dms_train.hf.values import Values
 from dms_train.method.base import MethodSpec
@@ -99,7 +99,6 @@ def config_keys(model: ExportedModel) -> dict[str, Any]:
     """Flat keys beside the family's own; model_type stays the family's."""
     spec = _spec(model)
     return {
-        **modeling_keys(model.architecture.family),
         "model_type": model.architecture.family,
         "dms_alpha_scale": spec.alpha_scale,
         "dms_initial_alpha_offset": spec.alpha_offset,

@@ -7,21 +7,22 @@ import pkgutil
 from pathlib import Path
 
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
+from dms_train.hf.formats.nested import nested_format
 from dms_train.hf.json_files import read_config
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
+from dms_train.method.spec import OPTIONS
 
-_NOT_FORMATS = ("base", "flat", "registry")
+_NOT_FORMATS = ("base", "flat", "nested", "registry")
 
 
 def _found() -> dict[str, ExportFormat]:
     names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    modules = {
-        name: importlib.import_module(f"{__package__}.{name}")
-        for name in sorted(names)
-        if name not in _NOT_FORMATS
-    }
-    return {name: module.FORMAT for name, module in modules.items()}
+    formats = {method: nested_format(method) for method in OPTIONS}
+    for name in names:
+        if name not in _NOT_FORMATS:
+            formats[name] = importlib.import_module(f"{__package__}.{name}").FORMAT
+    return dict(sorted(formats.items()))
 
 
 FORMATS: dict[str, ExportFormat] = _found()
