@@ -21,7 +21,6 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.tokenizer_files import TOKENIZER_FILE
 from dms_train.mcore.model.model import rope_arguments
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import spec_of
 from dms_train.observe import log
 from dms_train.training.stages import Action, Stage, build_stages
 
@@ -50,7 +49,7 @@ def prepare(config: RunConfig) -> Prepared:
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
     rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
-    spec = spec_of(config.method)
+    spec = config.method.spec
     start = run_folder.resume_point(config, original)
     if start is None:
         load = config.run.load

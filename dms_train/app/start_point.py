@@ -17,7 +17,7 @@ from dms_train.mcore.checkpoints.state import STATE_FILE
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import CheckpointError
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import spec_from_dict
+from dms_train.method.spec import NewerSpecError, spec_from_dict
 from dms_train.observe import log
 from dms_train.training.state import TrainState
 
@@ -155,10 +155,12 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, MethodSpec]:
-    """The model that the JSON state of a checkpoint describes; CheckpointError if it does not."""
+    """Return the model that the JSON state of a checkpoint describes; CheckpointError if none."""
     try:
         architecture = build_dataclass(Architecture, state["architecture"], "architecture")
         return architecture, spec_from_dict(state["spec"])
+    except NewerSpecError as error:
+        raise CheckpointError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE_FILE} does not describe its model ({error}); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -51,8 +52,8 @@ class StepResult:
 
     Attributes:
         loss: Token loss plus compression loss.
-        token_loss: KL or cross-entropy, nats per token.
-        aux_loss: Compression hinge.
+        terms: Terms of the token loss by name, for example the KL; nats per token.
+        aux_loss: Compression loss.
         alpha: Mean decision, relaxed while training and hard otherwise.
         cr_factor: Tokens seen over slots live at the last token, by the inference rule.
         kv_reads: Slots attended, summed over the queries of one sample.
@@ -65,7 +66,7 @@ class StepResult:
     """
 
     loss: float
-    token_loss: float
+    terms: Mapping[str, float]
     aux_loss: float
     alpha: float
     cr_factor: float
@@ -75,6 +76,11 @@ class StepResult:
     memory_bytes: float = 0.0
     skipped: bool = False
     kept: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def token_loss(self) -> float:
+        """Sum of the terms of the token loss."""
+        return sum(self.terms.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

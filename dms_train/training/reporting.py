@@ -117,7 +117,7 @@ class Reporter:
 
 def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
     """The values of a step or evaluation that its plan defines."""
-    values = {"loss": result.loss, plan.token_loss.metric: result.token_loss}
+    values = {"loss": result.loss, **result.terms}
     if plan.eviction != "none":
         values |= {
             "aux_loss": result.aux_loss,

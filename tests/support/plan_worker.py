@@ -25,7 +25,8 @@ from dms_train.kernels import api
 from dms_train.mcore import engine as engine_module
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
-from dms_train.mcore.options import EVICTION_STATS, OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import configs

@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from dms_train.kernels.api import DMSAttention
-from dms_train.mcore.options import EVICTION_STATS
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions
 from dms_train.method.dmc.attention import DMCLayer, Kernels
 from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
 from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 from dms_train.method.schedule import evicted_fraction
+from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 
 class MethodState:
@@ -38,27 +39,31 @@ class MethodState:
     again in another microbatch.
 
     Args:
-        spec: Method of the model.
+        options: Method of the model and its training.
         attend: Attention kernel.
+        loss: Parameters of the token losses.
         fused_on: Device on which the fused kernels beside attention run, which need triton; None
             for plain operations.
     """
 
     def __init__(
         self,
-        spec: MethodSpec,
+        options: MethodOptions,
         attend: DMSAttention,
         *,
+        loss: LossOptions = PLAIN_LOSS,
         fused_on: torch.device | None = None,
     ) -> None:
-        self.spec = spec
-        self.layer = method_layer(spec)
+        self.options = options
+        self.loss = loss
+        self.spec = options.spec
+        self.layer = method_layer(self.spec)
         self.fused = fused_on is not None
-        if self.fused and spec.kind == "dmc":
+        if self.fused and options.kind == "dmc":
             from dms_train.kernels.layers.triton_decide import decide_merges
             from dms_train.kernels.layers.triton_merge import merge
 
-            self.layer = DMCLayer(spec, Kernels(decide_merges, merge))
+            self.layer = DMCLayer(self.spec, Kernels(decide_merges, merge))
         self.attend = attend
         self.plan = StepPlan()
         self.step: int | Tensor = 0
@@ -202,6 +207,7 @@ class DMSSelfAttention(SelfAttention):
         ranks = self.pg_collection.tp
         return LayerPass(
             plan=self.method.plan,
+            options=self.method.options,
             target=self.method.target,
             documents=self.documents,
             noise=self._noise(),
@@ -277,7 +283,7 @@ class DMSSelfAttention(SelfAttention):
         if self.method.fused and step.plan.eviction == "soft" and not step.recorded:
             from dms_train.kernels.layers.triton_decide import decide
 
-            return decide(eviction_channel, self.method.spec, step.noise, self.documents)
+            return decide(eviction_channel, step.options, step.noise, self.documents)
         return self._account(layer.decide(eviction_channel, step), eviction_channel)
 
     def _noise(self) -> LayerNoise | None:
