@@ -77,6 +77,16 @@ def spec(name: str) -> Callable[[Built], Any]:
     return lambda built: getattr(built.engine._method.layer.spec, name)
 
 
+def training(name: str) -> Callable[[Built], Any]:
+    """A constant of training, which every layer and the loss are given."""
+    return lambda built: getattr(built.engine._method.options, name)
+
+
+def loss(name: str) -> Callable[[Built], Any]:
+    """A parameter of the token losses, which the last pipeline stage is given."""
+    return lambda built: getattr(built.engine._method.loss_options, name)
+
+
 def megatron(name: str) -> Callable[[Built], Any]:
     """Of megatron's configuration, which its layers and schedules read."""
     return lambda built: getattr(

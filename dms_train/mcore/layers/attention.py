@@ -55,7 +55,7 @@ class MethodState:
         fused_on: torch.device | None = None,
     ) -> None:
         self.options = options
-        self.loss = loss
+        self.loss_options = loss
         self.spec = options.spec
         self.layer = method_layer(self.spec)
         self.fused = fused_on is not None

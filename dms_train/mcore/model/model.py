@@ -282,4 +282,4 @@ class DMSModel(GPTModel):
             vocab_size=self.architecture.vocab_size,
             group=self.pg_collection.tp,
         )
-        return self.method.plan.token_loss.per_token(losses, self.method.loss)
+        return self.method.plan.token_loss.per_token(losses, self.method.loss_options)

@@ -101,7 +101,7 @@ def explicit_context(
     engine: McoreEngine, hidden: Tensor, keys: Tensor, plan: StepPlan, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Output of the core attention and eviction statistics, from the projections on."""
-    attention, spec = attention_of(engine, layer), engine.spec
+    attention, spec = attention_of(engine, layer), engine._method.options
     q, k, v = (x.detach() for x in attention.get_query_key_value_tensors(hidden))
     grouped = q.view(S, B, 4, 2, -1)
     x = spec.alpha_scale * grouped[..., 0, spec.channel] - spec.alpha_offset
