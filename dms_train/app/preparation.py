@@ -72,8 +72,8 @@ def prepare(config: RunConfig) -> Prepared:
 
 def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
     """Refuse stages that do not fit the eviction channel the student starts with."""
-    run, borrowed = config.stage.run, start.state.eviction_enabled
-    if borrowed and {"zero_neuron", "pretrain"} & set(run):
+    run, evicts = config.stage.run, start.state.eviction_enabled
+    if evicts and {"zero_neuron", "pretrain"} & set(run):
         raise ConfigError(
             f"run.load={start.student}: its eviction channel is already in use; leave "
             "zero_neuron and pretrain out of stage.run"
@@ -84,10 +84,12 @@ def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
             f"run.load={start.student}: its compression ratio {loaded:g} is above "
             f"stage.retrofit.target_cr={retrofit.target_cr:g}; anneal upwards"
         )
-    if not borrowed and "hold" in run and "retrofit" not in run:
+    if not evicts and "hold" in run and "retrofit" not in run:
         raise ConfigError("stage.run: hold needs a retrofitted student; give one as run.load")
-    if not borrowed and "retrofit" in run and "zero_neuron" not in run and launcher.rank() == 0:
-        log.logger().warning("retrofit without zero_neuron: the borrowed neuron is cleared at once")
+    if not evicts and "retrofit" in run and "zero_neuron" not in run and launcher.rank() == 0:
+        log.logger().warning(
+            "retrofit without zero_neuron: the eviction channel is cleared at once"
+        )
 
 
 def _check_data(config: RunConfig, start: StartPoint) -> None:

@@ -125,6 +125,6 @@ def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
             "target_cr": plan.target_cr,
             "cr": result.cr_factor,
         }
-    elif plan.neuron_scale != 1.0:
-        values["neuron_scale"] = plan.neuron_scale
+    elif plan.channel_scale != 1.0:
+        values["channel_scale"] = plan.channel_scale
     return values

@@ -67,7 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lm": {"plan": {"target_cr": 8.0, "loss": "lm"}},
     "mixed": {"plan": {"target_cr": 8.0, "loss": "mixed"}},
-    "zeroing": {"plan": {"eviction": "none", "neuron_scale": 0.5}},
+    "zeroing": {"plan": {"eviction": "none", "channel_scale": 0.5}},
     "packed": {"plan": {"target_cr": 8.0}, "packed": True},
 }
 # By default packed documents run in these layouts, which between them shard and recompute

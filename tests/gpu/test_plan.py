@@ -51,7 +51,7 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
     spec = PRESETS["dms"]
     options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
     engine = McoreEngine(a, spec, view, options, RandomWeights(a, 1, 0.02))
-    engine._method.set_plan(StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0))
+    engine._method.set_plan(StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0))
     model = engine._models[0].train()
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     hidden = torch.randn(

@@ -194,7 +194,7 @@ def layer_pass(
 ) -> LayerPass:
     """A microbatch on one rank, without RoPE."""
     return LayerPass(
-        plan=StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0),
+        plan=StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0),
         options=options,
         target=0.5,
         documents=packed,

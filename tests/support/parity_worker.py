@@ -56,7 +56,7 @@ def one_step(
     student = source(architecture, 1, spec.channel, factor=0.002, std=std)
     engine = McoreEngine(architecture, spec, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, std))
-    plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})
+    plan = StepPlan(**{"step": 3, "eviction": "soft", "channel_scale": 0.0, **case["plan"]})
     length = case.get("length", tiny.LENGTH)
     batches = tiny.microbatches(view.dp_rank, view.dp_size, length=length)
     if case.get("packed"):

@@ -50,7 +50,7 @@ def outcome(
     logits, counted, alpha, hard = forward(a, spec, plan, weights, tokens, noise)
     if plan.loss == "distill":
         frozen = {name: w.double() for name, w in teacher.items()}
-        dense = StepPlan(neuron_scale=1.0, eviction="none")
+        dense = StepPlan(channel_scale=1.0, eviction="none")
         aim = forward(a, spec, dense, frozen, tokens, noise)[0]
         per_token = divergence(logits, aim, PLAIN_LOSS)
     else:
@@ -119,7 +119,7 @@ def _attention(
         drawn = (activation, weighing, noise)
         activation, weighing, noise = (y[..., :1].expand(b, t, g) for y in drawn)
     whole = torch.ones(d, dtype=torch.float64)
-    whole[spec.channel] = plan.neuron_scale
+    whole[spec.channel] = plan.channel_scale
     q, k = q * whole, k * whole
     alpha, counted, hard, log_keep = _decide(spec, plan, activation, noise)
     if plan.eviction != "none":

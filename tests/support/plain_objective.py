@@ -67,7 +67,7 @@ def outcome(
     noise = logistic_noise(architecture, seed, plan.step, samples, tokens.shape[1])
     logits, decided = forward(architecture, spec, plan, weights, tokens, noise)
     if plan.loss == "distill":
-        dense = StepPlan(neuron_scale=1.0, eviction="none")
+        dense = StepPlan(channel_scale=1.0, eviction="none")
         frozen = {name: w.double() for name, w in teacher.items()}
         aim, _ = forward(architecture, spec, dense, frozen, tokens, noise)
         per_token = divergence(logits, aim, loss)
@@ -124,7 +124,7 @@ def packed_outcome(
             drawn = noise[(slice(None), *where)]
             logits, decided = forward(a, spec, plan, weights, tokens[where], drawn)
             if plan.loss == "distill":
-                dense = StepPlan(neuron_scale=1.0, eviction="none")
+                dense = StepPlan(channel_scale=1.0, eviction="none")
                 aim, _ = forward(a, spec, dense, frozen, tokens[where], drawn)
                 losses = divergence(logits, aim, PLAIN_LOSS)
             else:
@@ -211,7 +211,7 @@ def _query(a: Architecture, spec: DMSOptions, plan: StepPlan, q: Tensor) -> Tens
     without = _rope(a, q.masked_fill(channel, 0.0))
     if spec.clear_after_rope:
         without = without.masked_fill(channel, 0.0)
-    return plan.neuron_scale * _rope(a, q) + (1 - plan.neuron_scale) * without
+    return plan.channel_scale * _rope(a, q) + (1 - plan.channel_scale) * without
 
 
 def _decide(

@@ -126,7 +126,7 @@ def step_bytes(case: dict[str, Any]) -> dict[str, int]:
             del teachers
         fixed = live.peak = live.total
         loss = "distill" if case["distills"] else "lm"
-        plan = StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0, loss=loss)
+        plan = StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0, loss=loss)
         engine.forward_backward(plan, _batches(case))
         peak = live.peak
     kept = _layer_bytes(engine, case, parallel)

@@ -24,7 +24,7 @@ from dms_train.training.state import TrainState
 from tests.support import refusals
 from tests.support.wiring import Assets, Built
 
-SOFT = StepPlan(step=3, neuron_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
+SOFT = StepPlan(step=3, channel_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
 EMBEDDING = "model.embed_tokens.weight"
 
 

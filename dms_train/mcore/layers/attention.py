@@ -68,12 +68,12 @@ class MethodState:
         self.plan = StepPlan()
         self.step: int | Tensor = 0
         self.target: float | Tensor = 0.0
-        self.neuron_scale: float | Tensor = 1.0
+        self.channel_scale: float | Tensor = 1.0
         if fused_on is not None:
             # at addresses that stay, so that a CUDA graph reads the values of the current step
             self.step = torch.zeros((), dtype=torch.int64, device=fused_on)
             self.target = torch.zeros((), dtype=torch.float64, device=fused_on)
-            self.neuron_scale = torch.ones((), device=fused_on)
+            self.channel_scale = torch.ones((), device=fused_on)
         self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
 
     def set_plan(self, plan: StepPlan) -> None:
@@ -82,7 +82,7 @@ class MethodState:
         values = {
             "step": plan.step,
             "target": evicted_fraction(plan.target_cr),
-            "neuron_scale": plan.neuron_scale,
+            "channel_scale": plan.channel_scale,
         }
         for name, value in values.items():
             if self.fused:
@@ -94,8 +94,8 @@ class MethodState:
         """Return the plan without the numbers that passes read from tensors."""
         if not self.fused:
             return plan
-        scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.neuron_scale
-        return replace(plan, step=0, stage_step=0, target_cr=1.0, neuron_scale=scale)
+        scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.channel_scale
+        return replace(plan, step=0, stage_step=0, target_cr=1.0, channel_scale=scale)
 
     def rope(self, frequencies: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         """What the layers are given of megatron's frequencies [s, 1, 1, d].
@@ -228,7 +228,7 @@ class DMSSelfAttention(SelfAttention):
         assert table is not None
         spec, d = self.method.spec, self.hidden_size_per_attention_head
         eviction_channel = triton_rope.EvictionChannel(
-            spec.channel % d, self.method.neuron_scale, spec.clear_after_rope
+            spec.channel % d, self.method.channel_scale, spec.clear_after_rope
         )
         if not self.config.qk_layernorm:
             mixed, _ = self.linear_qkv(hidden_states)

@@ -96,7 +96,7 @@ class DMCLayer:
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
         """Merged heads with RoPE at each token's own position, and the decisions."""
-        spec, factor = self.spec, step.plan.neuron_scale
+        spec, factor = self.spec, step.plan.channel_scale
         query, key, value = heads
         deciding, weighing = borrowed(query, key, spec.channel)
         if factor != 1.0:

@@ -36,7 +36,7 @@ class DMSLayer:
         interpolated, so that every path through the eviction channel carries the factor once and
         none carries its square.
         """
-        spec, factor = self.spec, step.plan.neuron_scale
+        spec, factor = self.spec, step.plan.channel_scale
         if factor == 1.0:
             return step.rotate(query, key)
         if not spec.clear_after_rope:

@@ -46,7 +46,7 @@ CASES: dict[str, Case] = {
     "nvidia": ("qwen3", {"preset": "dms_nvidia"}, {"step": 2, "target_cr": 8.0}),
     "fastdms": ("qwen2", {"preset": "dms_fastdms"}, {"step": 4, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),
-    "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "neuron_scale": 0.25}),
+    "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "channel_scale": 0.25}),
 }
 
 
@@ -95,7 +95,7 @@ class Step:
         constants = {"preset": "dms", "window": 4, "alpha_offset": 0.5, **constants}
         self.spec = PRESETS[constants.pop("preset")].override(**constants)
         self.architecture = architecture(family)
-        whole = {"eviction": "soft", "neuron_scale": 0.0, **planned, **changes}
+        whole = {"eviction": "soft", "channel_scale": 0.0, **planned, **changes}
         self.loss = LossOptions(**{key: whole.pop(key) for key in KL if key in whole})
         self.plan = StepPlan(**whole)
         student, self.teacher = sources(self.architecture, self.spec)
@@ -192,7 +192,7 @@ def test_an_untouched_student_does_not_differ_from_a_teacher_of_its_weights(
     view: ParallelView, case: str
 ) -> None:
     """Both run the same model: the same RoPE, norms and biases."""
-    step = Step(view, case, eviction="none", neuron_scale=1.0, target_cr=1.0)
+    step = Step(view, case, eviction="none", channel_scale=1.0, target_cr=1.0)
     step.engine.load_hf(step.teacher)
     totals = step.engine.forward_backward(step.plan, batches())
     assert totals.token_loss == pytest.approx(0.0, abs=1e-12)

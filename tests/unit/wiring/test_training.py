@@ -368,7 +368,7 @@ def test_the_teacher_is_the_original_and_the_student_is_what_run_load_names(
 def test_a_retrofit_continues_from_the_ratio_of_what_run_load_names(
     built: Callable[..., Built], tmp_path: Path, kind: str
 ) -> None:
-    state = TrainState(eviction_enabled=True, target_cr=2.5, neuron_scale=0.0)
+    state = TrainState(eviction_enabled=True, target_cr=2.5, channel_scale=0.0)
     source = built()
     student = source.parts.exporter.export("cr", state.to_dict())
     if kind == "export":
