@@ -31,17 +31,21 @@ from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
 from dms_train.mcore.schedule.graph import PassGraph, choose_graph
-from dms_train.mcore.schedule.step import PassContext, PassTotals, run_pass, to_device, token_scale
-from dms_train.method.base import MethodSpec
+from dms_train.mcore.schedule.statistics import DeviceTotals, PassTotals, StepStatistics
+from dms_train.mcore.schedule.step import PassContext, run_pass, to_device, token_scale
+from dms_train.method.base import MethodOptions
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
+from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEngineOptions:
     """The parts of the configuration that the engine needs.
 
-    Without `trains` no gradient buffers and no optimizer are built: for converters. `kernels` is a
-    configured name of the attention's backend.
+    Attributes:
+        trains: Whether to build gradient buffers and an optimizer; converters need none.
+        kernels: Configured name of the attention's backend.
+        loss: Parameters of the token losses.
     """
 
     parallel: ParallelOptions
@@ -49,6 +53,7 @@ class TrainEngineOptions:
     seed: int
     trains: bool = True
     kernels: str = "auto"
+    loss: LossOptions = PLAIN_LOSS
 
 
 class McoreEngine:
@@ -61,13 +66,13 @@ class McoreEngine:
     def __init__(
         self,
         architecture: Architecture,
-        spec: MethodSpec,
+        method: MethodOptions,
         view: ParallelView,
         options: TrainEngineOptions,
         source: weights.WeightSource | None,
     ) -> None:
         self.architecture = architecture
-        self.spec = spec
+        self.spec = method.spec
         self.view = view
         self._options = options
         backend = kernels.choose(options.kernels, view.device)
@@ -79,7 +84,7 @@ class McoreEngine:
         self._graph = choose_graph(options.parallel, view, fused=fused) if options.trains else None
         fusions.apply(self._config, view.device, fused=fused)
         fused_on = view.device if fused else None
-        self._method = MethodState(spec, self._attend, fused_on=fused_on)
+        self._method = MethodState(method, self._attend, loss=options.loss, fused_on=fused_on)
         self._models = self._build_chunks(self._method, source)
         self._saver = CheckpointSaver(is_main_rank=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
@@ -115,7 +120,7 @@ class McoreEngine:
             source: Weights of the original; None copies those that the student has now.
         """
         fused_on = self.view.device if self._method.fused else None
-        method = MethodState(self.spec, self._attend, fused_on=fused_on)
+        method = MethodState(self._method.options, self._attend, fused_on=fused_on)
         teachers = self._build_chunks(method, source)
         if source is None:
             optim.settle(self._chunks)
@@ -142,6 +147,8 @@ class McoreEngine:
     def _context(self, batches: list[Batch], graph: PassGraph | None) -> PassContext:
         return PassContext(
             method=self._method.layer,
+            options=self._method.options,
+            statistics=StepStatistics(self._method.plan.token_loss.terms),
             step=self._method.step,
             target=self._method.target,
             architecture=self.architecture,
@@ -152,7 +159,7 @@ class McoreEngine:
             graph=graph,
         )
 
-    def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> Tensor:
+    def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> DeviceTotals:
         needs_teacher = plan.token_loss.needs_teacher
         if needs_teacher and not self._models[0].has_teacher:
             raise ModelError(
@@ -173,10 +180,10 @@ class McoreEngine:
         )
 
     def forward_backward(self, plan: StepPlan, batches: list[Batch]) -> PassTotals:
-        """Gradients of one global batch, without an update."""
-        return PassTotals(*self._gradients(plan, batches).tolist())
+        """Compute the gradients of one global batch, without an update."""
+        return self._gradients(plan, batches).read()
 
-    def _gradients(self, plan: StepPlan, batches: list[Batch]) -> Tensor:
+    def _gradients(self, plan: StepPlan, batches: list[Batch]) -> DeviceTotals:
         for chunk in self._chunks:
             if not chunk.training:  # it visits all modules
                 chunk.train()
@@ -199,19 +206,19 @@ class McoreEngine:
         norm is not finite. `meanwhile` is called once while a GPU computes the gradients.
         """
         optim.set_step(self._scheduler, plan.stage_step)
-        sums = self._gradients(plan, batches)
+        statistics = self._gradients(plan, batches)
         meanwhile()
         # read between norm and update, so that the host waits for the GPU once, and for no update
-        totals = functools.cache(lambda: PassTotals(*sums.tolist()))
-        done = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))
+        totals = functools.cache(statistics.read)
+        update = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
             totals(),
             batches,
-            grad_norm=done.grad_norm,
+            grad_norm=update.grad_norm,
             learning_rate=learning_rate,
             memory_bytes=totals().memory_bytes,
-            skipped=not done.updated,
+            skipped=not update.updated,
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
@@ -219,7 +226,7 @@ class McoreEngine:
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
-            totals = PassTotals(*self._run(plan, batches, forward_only=True).tolist())
+            totals = self._run(plan, batches, forward_only=True).read()
             kept = self._kept(totals) if plan.eviction != "none" else ()
         return self._result(totals, batches, kept=kept)
 
@@ -232,7 +239,7 @@ class McoreEngine:
         length = batches[0].tokens.shape[1]
         return StepResult(
             loss=totals.loss,
-            token_loss=totals.token_loss,
+            terms=totals.terms,
             aux_loss=totals.aux_loss,
             alpha=totals.alpha / totals.samples,
             cr_factor=totals.positions / totals.live if totals.live else math.nan,

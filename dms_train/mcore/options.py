@@ -16,8 +16,6 @@ VOCABULARY_MULTIPLE = 128
 LOGITS_CHUNK = 2**28
 CUDA_GRAPH = ("auto", "always", "never")
 LAYERS = ("auto", "local", "transformer_engine")
-# Per sample: sum of alpha, live slots at the last token, KV reads / length, the method's own loss.
-EVICTION_STATS = 4
 # bf16 pieces that hold an fp32 value exactly.
 EXACT_PARTS = 3
 

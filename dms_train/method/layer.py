@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions, MethodSpec
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.eviction_stats import EvictionStats
 from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 
@@ -32,6 +33,7 @@ class LayerPass(NamedTuple):
 
     Attributes:
         plan: Plan of the current step.
+        options: Constants of the method and its training.
         target: alpha*, the share of the tokens that must take no slot; a number or a tensor [].
         documents: Packed documents; None where a sample is one document.
         noise: What the relaxation's noise depends on; None for none.
@@ -43,6 +45,7 @@ class LayerPass(NamedTuple):
     """
 
     plan: StepPlan
+    options: MethodOptions
     target: float | Tensor
     documents: PackedDocuments | None
     noise: LayerNoise | None
@@ -59,8 +62,8 @@ class Decided(NamedTuple):
     Attributes:
         log_keep: log(1 - alpha) by key [b, g, s], added to the score of a key outside the
             window.
-        stats: Sums over the KV heads, float32 [b, 3 or 4]: alpha, live slots at the last token,
-            KV reads / s, and what the method itself adds to the loss.
+        stats: Columns of `EvictionStats`, sums over the KV heads, float32 [b, 3 or 4]; a method
+            without a loss of its own leaves out the last column.
         logits: Decision logits [s, b, g], detached; kernels leave them out.
         held: Slots at the last token, int64 [b, g]; likewise.
     """
@@ -83,13 +86,20 @@ class MethodLayer(Protocol):
         """
         ...
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
-        """The method's part of the loss, a scalar.
+    def loss(
+        self,
+        stats: EvictionStats,
+        decisions: int | Tensor,
+        target: float | Tensor,
+        options: MethodOptions,
+    ) -> Tensor:
+        """Compute the method's part of the loss, a scalar.
 
         Args:
-            stats: float32 [b, 4], the statistics summed over layers and KV heads.
+            stats: Statistics summed over layers and KV heads.
             decisions: L * H * T, or [b] where padding leaves samples with different T.
             target: alpha*, as in `LayerPass`.
+            options: Constants of the method and its training.
         """
         ...
 

@@ -141,7 +141,7 @@ def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
     state.advance(parts.global_batch_size)
     with _checkpoint_kept(state, parts):
         parts.skips.count(plan, result, state, samples)
-    state.neuron_scale = plan.neuron_scale
+    state.channel_scale = plan.channel_scale
     if stage.requires_eviction:
         state.target_cr = plan.target_cr
     parts.reporter.step(state, plan, result)

@@ -117,7 +117,7 @@ class Reporter:
 
 def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
     """The values of a step or evaluation that its plan defines."""
-    values = {"loss": result.loss, plan.token_loss.metric: result.token_loss}
+    values = {"loss": result.loss, **result.terms}
     if plan.eviction != "none":
         values |= {
             "aux_loss": result.aux_loss,
@@ -125,6 +125,6 @@ def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
             "target_cr": plan.target_cr,
             "cr": result.cr_factor,
         }
-    elif plan.neuron_scale != 1.0:
-        values["neuron_scale"] = plan.neuron_scale
+    elif plan.channel_scale != 1.0:
+        values["channel_scale"] = plan.channel_scale
     return values

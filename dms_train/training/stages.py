@@ -65,8 +65,8 @@ class ZeroNeuronStage(Stage):
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
         """The factor falls linearly to 0."""
-        factor = schedule.neuron_scale(stage_step + 1, self.steps)
-        return StepPlan(step=step, stage_step=stage_step, loss=self.loss, neuron_scale=factor)
+        factor = schedule.channel_scale(stage_step + 1, self.steps)
+        return StepPlan(step=step, stage_step=stage_step, loss=self.loss, channel_scale=factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class RetrofitStage(Stage):
             step=step,
             stage_step=stage_step,
             loss=self.loss,
-            neuron_scale=0.0,
+            channel_scale=0.0,
             eviction="soft",
             target_cr=ratio,
         )

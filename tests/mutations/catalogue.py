@@ -51,7 +51,7 @@ MUTATIONS = [
     Mutation(
         "the teacher evicts too",
         ENGINE,
-        "        method = MethodState(self.spec, self._attend, fused_on=fused_on)\n"
+        "        method = MethodState(self._method.options, self._attend, fused_on=fused_on)\n"
         "        teachers",
         "        method = self._method\n        teachers",
         PLAIN + "[zeroing]",
@@ -109,8 +109,8 @@ MUTATIONS = [
     Mutation(
         "the configured direction of the KL is ignored",
         TOKEN_LOSSES,
-        "losses.divergence(spec.kl_direction, spec.kl_temperature)",
-        'losses.divergence("teacher_student", spec.kl_temperature)',
+        "losses.divergence(o.kl_direction, o.kl_temperature)",
+        'losses.divergence("teacher_student", o.kl_temperature)',
         PLAIN + "[reverse_kl]",
     ),
     Mutation(
@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "the temperature of the KL is ignored",
         TOKEN_LOSSES,
-        "losses.divergence(spec.kl_direction, spec.kl_temperature)",
-        "losses.divergence(spec.kl_direction, 1.0)",
+        "losses.divergence(o.kl_direction, o.kl_temperature)",
+        "losses.divergence(o.kl_direction, 1.0)",
         PLAIN + "[warm_kl]",
     ),
     # Loading

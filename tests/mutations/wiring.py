@@ -106,10 +106,11 @@ WIRING = [
     ),
     Mutation(
         "the method of a run is that of the preset",
-        "dms_train/app/preparation.py",
-        "spec = spec_of(config.method)",
-        "from dms_train.method.spec import PRESETS\n\n"
-        "    spec = PRESETS[config.method.preset].override(window=config.method.window)",
+        APP_ENGINE,
+        "    engine = McoreEngine(prepared.architecture, config.method, view, options, source)",
+        "    from dms_train.method.spec import PRESETS\n\n"
+        "    method = PRESETS[config.method.preset].override(window=config.method.window)\n"
+        "    engine = McoreEngine(prepared.architecture, method, view, options, source)",
         TRAINS + "[method.tau]",
     ),
     Mutation(

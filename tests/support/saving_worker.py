@@ -78,7 +78,7 @@ def train(
     rows = []
     for step in range(first, last):
         plan = StepPlan(
-            step=step, stage_step=step, eviction="soft", neuron_scale=0.0, target_cr=4.0
+            step=step, stage_step=step, eviction="soft", channel_scale=0.0, target_cr=4.0
         )
         result = engine.train_step(plan, batches(engine, case, step))
         assert not result.skipped

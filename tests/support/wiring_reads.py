@@ -24,7 +24,7 @@ from dms_train.training.state import TrainState
 from tests.support import refusals
 from tests.support.wiring import Assets, Built
 
-SOFT = StepPlan(step=3, neuron_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
+SOFT = StepPlan(step=3, channel_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -75,6 +75,16 @@ def rows(name: str, axis: int = 0) -> Callable[[Built], int]:
 def spec(name: str) -> Callable[[Built], Any]:
     """A constant of the layer that decides in every attention."""
     return lambda built: getattr(built.engine._method.layer.spec, name)
+
+
+def training(name: str) -> Callable[[Built], Any]:
+    """A constant of training, which every layer and the loss are given."""
+    return lambda built: getattr(built.engine._method.options, name)
+
+
+def loss(name: str) -> Callable[[Built], Any]:
+    """A parameter of the token losses, which the last pipeline stage is given."""
+    return lambda built: getattr(built.engine._method.loss_options, name)
 
 
 def megatron(name: str) -> Callable[[Built], Any]:

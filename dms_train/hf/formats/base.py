@@ -11,7 +11,7 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.errors import HFError
 from dms_train.hf.values import Values
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import spec_from_dict
+from dms_train.method.spec import NewerSpecError, spec_from_dict
 
 
 class ExportRefused(ValueError):
@@ -90,9 +90,11 @@ def read_block(directory: Path, config: dict[str, Any], key: str) -> Stated | No
 
 
 def read_spec_values(directory: Path, values: dict[str, Any]) -> MethodSpec:
-    """A stored specification; HFError naming the directory if its values are not those of one."""
+    """Read a stored specification; HFError naming the directory if it cannot be used."""
     try:
         return spec_from_dict(values)
+    except NewerSpecError as error:
+        raise HFError(f"{directory}: {error}") from None
     except (TypeError, ValueError) as error:
         raise HFError(f"{directory}: {error}; export it again") from None
 

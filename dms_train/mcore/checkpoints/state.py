@@ -92,9 +92,10 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not whole:
         raise wrong_content(path, STATE_FILE, "its checksum differs")
     if written != FORMAT:
+        newer = isinstance(written, int) and written > FORMAT
+        remedy = "install a newer dms-train" if newer else "start the run again in another run.dir"
         raise CheckpointError(
-            f"checkpoint {path}: its format is {written}, this version reads {FORMAT}; "
-            "start the run again in another run.dir"
+            f"checkpoint {path}: its format is {written}, this version reads {FORMAT}; {remedy}"
         )
     _require_sizes(path, sizes)
     return state

@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from dms_train.kernels.api import DMSAttention
-from dms_train.mcore.options import EVICTION_STATS
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions
 from dms_train.method.dmc.attention import DMCLayer, Kernels
 from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
 from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 from dms_train.method.schedule import evicted_fraction
+from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 
 class MethodState:
@@ -38,37 +39,41 @@ class MethodState:
     again in another microbatch.
 
     Args:
-        spec: Method of the model.
+        options: Method of the model and its training.
         attend: Attention kernel.
+        loss: Parameters of the token losses.
         fused_on: Device on which the fused kernels beside attention run, which need triton; None
             for plain operations.
     """
 
     def __init__(
         self,
-        spec: MethodSpec,
+        options: MethodOptions,
         attend: DMSAttention,
         *,
+        loss: LossOptions = PLAIN_LOSS,
         fused_on: torch.device | None = None,
     ) -> None:
-        self.spec = spec
-        self.layer = method_layer(spec)
+        self.options = options
+        self.loss_options = loss
+        self.spec = options.spec
+        self.layer = method_layer(self.spec)
         self.fused = fused_on is not None
-        if self.fused and spec.kind == "dmc":
+        if self.fused and options.kind == "dmc":
             from dms_train.kernels.layers.triton_decide import decide_merges
             from dms_train.kernels.layers.triton_merge import merge
 
-            self.layer = DMCLayer(spec, Kernels(decide_merges, merge))
+            self.layer = DMCLayer(self.spec, Kernels(decide_merges, merge))
         self.attend = attend
         self.plan = StepPlan()
         self.step: int | Tensor = 0
         self.target: float | Tensor = 0.0
-        self.neuron_scale: float | Tensor = 1.0
+        self.channel_scale: float | Tensor = 1.0
         if fused_on is not None:
             # at addresses that stay, so that a CUDA graph reads the values of the current step
             self.step = torch.zeros((), dtype=torch.int64, device=fused_on)
             self.target = torch.zeros((), dtype=torch.float64, device=fused_on)
-            self.neuron_scale = torch.ones((), device=fused_on)
+            self.channel_scale = torch.ones((), device=fused_on)
         self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
 
     def set_plan(self, plan: StepPlan) -> None:
@@ -77,7 +82,7 @@ class MethodState:
         values = {
             "step": plan.step,
             "target": evicted_fraction(plan.target_cr),
-            "neuron_scale": plan.neuron_scale,
+            "channel_scale": plan.channel_scale,
         }
         for name, value in values.items():
             if self.fused:
@@ -89,8 +94,8 @@ class MethodState:
         """Return the plan without the numbers that passes read from tensors."""
         if not self.fused:
             return plan
-        scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.neuron_scale
-        return replace(plan, step=0, stage_step=0, target_cr=1.0, neuron_scale=scale)
+        scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.channel_scale
+        return replace(plan, step=0, stage_step=0, target_cr=1.0, channel_scale=scale)
 
     def rope(self, frequencies: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         """What the layers are given of megatron's frequencies [s, 1, 1, d].
@@ -202,6 +207,7 @@ class DMSSelfAttention(SelfAttention):
         ranks = self.pg_collection.tp
         return LayerPass(
             plan=self.method.plan,
+            options=self.method.options,
             target=self.method.target,
             documents=self.documents,
             noise=self._noise(),
@@ -222,7 +228,7 @@ class DMSSelfAttention(SelfAttention):
         assert table is not None
         spec, d = self.method.spec, self.hidden_size_per_attention_head
         eviction_channel = triton_rope.EvictionChannel(
-            spec.channel % d, self.method.neuron_scale, spec.clear_after_rope
+            spec.channel % d, self.method.channel_scale, spec.clear_after_rope
         )
         if not self.config.qk_layernorm:
             mixed, _ = self.linear_qkv(hidden_states)
@@ -277,7 +283,7 @@ class DMSSelfAttention(SelfAttention):
         if self.method.fused and step.plan.eviction == "soft" and not step.recorded:
             from dms_train.kernels.layers.triton_decide import decide
 
-            return decide(eviction_channel, self.method.spec, step.noise, self.documents)
+            return decide(eviction_channel, step.options, step.noise, self.documents)
         return self._account(layer.decide(eviction_channel, step), eviction_channel)
 
     def _noise(self) -> LayerNoise | None:

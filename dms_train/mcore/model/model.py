@@ -25,9 +25,10 @@ from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.layers.backend import LayerBackend
 from dms_train.mcore.layers.layer_spec import block_spec
-from dms_train.mcore.options import EVICTION_STATS, VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.eviction_stats import EVICTION_STATS
 
 _ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core supports
 
@@ -160,7 +161,7 @@ class DMSModel(GPTModel):
         noise_keys: Tensor | None,
         documents: PackedDocuments | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """This chunk's layers (and final norm); they add to the eviction statistics [b, 3]."""
+        """Run this chunk's layers (and final norm), which add to the eviction statistics."""
         config, count = self.config, len(self.decoder.layers)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         frequencies = self.rotary_pos_emb.get_emb(hidden.shape[0] * shards)
@@ -234,7 +235,7 @@ class DMSModel(GPTModel):
         labels: Tensor,
         noise_keys: Tensor,
         documents: PackedDocuments | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor | tuple[Tensor, ...], Tensor]:
         """One pipeline chunk.
 
         Args:
@@ -245,8 +246,9 @@ class DMSModel(GPTModel):
                 one document.
 
         Returns:
-            The stage tensor, or on the last stage (loss per position [s, b], eviction statistics
-            [b, 3] over all layers and heads); logits instead of losses while recording.
+            The stage tensor, or on the last stage (terms of the token loss [s, b], eviction
+            statistics [b, EVICTION_STATS] over all layers and heads); logits instead of the terms
+            while recording.
         """
         teacher = self.teacher
         state = self._input_state(tokens, teacher)
@@ -264,7 +266,9 @@ class DMSModel(GPTModel):
         eviction_stats = reduce_from_tensor_model_parallel_region(eviction_stats)
         return self._loss(hidden, t_hidden, labels), eviction_stats
 
-    def _loss(self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor) -> Tensor:
+    def _loss(
+        self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
         if self.records_logits:
             return self.logits(hidden)
         teacher = None
@@ -278,4 +282,4 @@ class DMSModel(GPTModel):
             vocab_size=self.architecture.vocab_size,
             group=self.pg_collection.tp,
         )
-        return self.method.plan.token_loss.per_token(losses, self.method.spec)
+        return self.method.plan.token_loss.per_token(losses, self.method.loss_options)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.mcore.options import EVICTION_STATS, EXACT_PARTS
+from dms_train.mcore.options import EXACT_PARTS
+from dms_train.method.eviction_stats import EVICTION_STATS
 
 
 class StageState(NamedTuple):

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dms_train.method import decisions
 from dms_train.method.accounting import slots_held_and_read
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions, MethodSpec
 from dms_train.method.dmc.merge import merge
-from dms_train.method.dmc.spec import DMCSpec
+from dms_train.method.dmc.spec import DMCOptions, DMCSpec
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.eviction_stats import EvictionStats
 from dms_train.method.layer import Decided, Heads, LayerPass
 from dms_train.method.losses import compression_hinge
 from dms_train.method.noise import LayerNoise
@@ -26,7 +27,8 @@ from dms_train.method.visibility import align_to_keys
 
 SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
 Decide = Callable[
-    [Tensor, MethodSpec, LayerNoise | None, PackedDocuments | None], tuple[Tensor, Tensor, Tensor]
+    [Tensor, MethodOptions, LayerNoise | None, PackedDocuments | None],
+    tuple[Tensor, Tensor, Tensor],
 ]
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -42,6 +44,11 @@ class Kernels(NamedTuple):
 
     decide: Decide
     merge: Merge
+
+
+def _options(options: MethodOptions) -> DMCOptions:
+    assert isinstance(options, DMCOptions)
+    return options
 
 
 def borrowed(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
@@ -85,11 +92,11 @@ class DMCLayer:
         assert isinstance(spec, DMCSpec)
         self.spec: DMCSpec = spec
         self.merge: Merge = merge if kernels is None else kernels.merge
-        self.decide = kernels.decide if kernels is not None and spec.independent_heads else None
+        self.decide = None if kernels is None else kernels.decide
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
         """Merged heads with RoPE at each token's own position, and the decisions."""
-        spec, factor = self.spec, step.plan.neuron_scale
+        spec, factor = self.spec, step.plan.channel_scale
         query, key, value = heads
         deciding, weighing = borrowed(query, key, spec.channel)
         if factor != 1.0:
@@ -98,8 +105,9 @@ class DMCLayer:
             return Heads(*step.rotate(query, key), value), None
         if spec.heads == "shared":
             deciding, weighing = (self._shared(x, step) for x in (deciding, weighing))
-        if self.decide is not None and step.plan.eviction == "soft" and not step.recorded:
-            alpha, *rest = self.decide(deciding.float(), spec, step.noise, step.documents)
+        fused = _options(step.options).independent_heads and not step.recorded
+        if self.decide is not None and step.plan.eviction == "soft" and fused:
+            alpha, *rest = self.decide(deciding.float(), step.options, step.noise, step.documents)
             decided = Decided(*rest)
         else:
             alpha, decided = self._decide(deciding, step)
@@ -125,7 +133,7 @@ class DMCLayer:
             noise = None if step.noise is None else self._noise(step.noise, s, g)
             alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
             alpha = alpha.masked_fill(begins, 0.0)
-            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+            counted = straight_through if step.options.alpha_in_loss == "hard_st" else alpha
             counted = counted.masked_fill(begins, 0.0)
         else:
             log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
@@ -133,11 +141,15 @@ class DMCLayer:
         held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
         if documents is not None:
             counted = counted * documents.is_token.t()[..., None]
-        total = counted.sum((0, 2))
-        own = self._own_loss(alpha, total, step)
-        stats = torch.stack([total, held.sum(1).float(), read.sum(1).float() / s, own], dim=-1)
+        alpha_sum = counted.sum((0, 2))
+        stats = EvictionStats(
+            alpha=alpha_sum,
+            live=held.sum(1).float(),
+            reads=read.sum(1).float() / s,
+            own_loss=self._own_loss(alpha, alpha_sum, step),
+        )
         by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
-        return alpha, Decided(by_key, stats, logits.detach(), held)
+        return alpha, Decided(by_key, torch.stack(stats, dim=-1), logits.detach(), held)
 
     def _noise(self, noise: LayerNoise, s: int, g: int) -> Tensor:
         """[s, b, g], or [s, b, 1] of the model's first head where that decides."""
@@ -145,34 +157,41 @@ class DMCLayer:
             return noise._replace(first_head=0).logistic(s, 1)
         return noise.logistic(s, g)
 
-    def _own_loss(self, alpha: Tensor, total: Tensor, step: LayerPass) -> Tensor:
-        """This rank's part of what the layer adds to the loss, [b], times its decisions.
+    def _own_loss(self, alpha: Tensor, alpha_sum: Tensor, step: LayerPass) -> Tensor:
+        """Compute this rank's part of what the layer adds to the loss, [b], times its decisions.
 
         Args:
             alpha: [s, b, g].
-            total: Sum of the decisions that the compression loss counts, [b].
+            alpha_sum: Sum of the decisions that the compression loss counts, [b].
             step: The pass.
         """
-        documents = step.documents
-        if self.spec.prior == "layer":
+        options, documents = _options(step.options), step.documents
+        if options.prior == "layer":
             length: int | Tensor = len(alpha) if documents is None else documents.tokens
-            mean = step.sum_ranks(total) / (step.heads * length)
+            mean = step.sum_ranks(alpha_sum) / (step.heads * length)
             short = (step.target - mean).clamp(min=0.0)
             return short * alpha.shape[-1] * length
-        if self.spec.consistency:
+        if options.consistency:
             mean = step.sum_ranks(alpha.sum(-1, keepdim=True)) / step.heads
             apart = (alpha - mean).abs().sum(-1)
             apart = apart if documents is None else apart * documents.is_token.t()
-            return self.spec.consistency * apart.sum(0)
-        return torch.zeros_like(total)
+            return options.consistency * apart.sum(0)
+        return torch.zeros_like(alpha_sum)
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
-        """The compression hinge, and the variant's own loss in the same form."""
-        own = stats[:, 3] / decisions
-        own = (own * decisions if self.spec.aux_form == "sum" else own).mean()
-        if self.spec.prior == "layer":
+    def loss(
+        self,
+        stats: EvictionStats,
+        decisions: int | Tensor,
+        target: float | Tensor,
+        options: MethodOptions,
+    ) -> Tensor:
+        """Compute the compression hinge, and the variant's own loss in the same form."""
+        form = options.aux_form
+        own = stats.own_loss / decisions
+        own = (own * decisions if form == "sum" else own).mean()
+        if _options(options).prior == "layer":
             return own
-        return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form) + own
+        return compression_hinge(stats.alpha, decisions, target, form) + own
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether a token continues its predecessor's slot, bool [..., g]."""

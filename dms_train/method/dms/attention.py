@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dms_train.method import decisions
 from dms_train.method.accounting import slots_held_and_read
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions, MethodSpec
+from dms_train.method.eviction_stats import EvictionStats
 from dms_train.method.layer import Decided, Heads, LayerPass
 from dms_train.method.losses import compression_hinge
 from dms_train.method.visibility import align_to_keys
@@ -35,7 +36,7 @@ class DMSLayer:
         interpolated, so that every path through the eviction channel carries the factor once and
         none carries its square.
         """
-        spec, factor = self.spec, step.plan.neuron_scale
+        spec, factor = self.spec, step.plan.channel_scale
         if factor == 1.0:
             return step.rotate(query, key)
         if not spec.clear_after_rope:
@@ -62,22 +63,27 @@ class DMSLayer:
         if plan.eviction == "soft":
             noise = None if step.noise is None else step.noise.logistic(s, g)
             alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
-            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+            counted = straight_through if step.options.alpha_in_loss == "hard_st" else alpha
         else:
             log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
             counted = hard.to(logits.dtype)
         held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
         if documents is not None:
             counted = counted * documents.is_token.t()[..., None]
-        stats = torch.stack(
-            [counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s], dim=-1
-        )
+        alpha_sum, live, reads = counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s
+        stats = torch.stack([alpha_sum, live, reads], dim=-1)  # columns of `EvictionStats`
         by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
         return Decided(by_key, stats, logits.detach(), held)
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
-        """The compression hinge."""
-        return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form)
+    def loss(
+        self,
+        stats: EvictionStats,
+        decisions: int | Tensor,
+        target: float | Tensor,
+        options: MethodOptions,
+    ) -> Tensor:
+        """Compute the compression hinge."""
+        return compression_hinge(stats.alpha, decisions, target, options.aux_form)
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
         """Evictions by deciding token, bool [..., g]."""

@@ -60,7 +60,7 @@ def test_a_layer_of_kernels_computes_what_the_layer_of_torch_computes(packed: bo
     ):
         inputs = [x.to(dtype).requires_grad_() for x in given]
         layer = DMCLayer(spec, kernels)
-        heads, decided = layer.prepare(Heads(*inputs), layer_pass(noise, where, g))
+        heads, decided = layer.prepare(Heads(*inputs), layer_pass(spec, noise, where, g))
         assert decided is not None
         found = [*heads, decided.log_keep, decided.stats[:, :3]]
         draws = torch.Generator().manual_seed(4)
@@ -79,6 +79,6 @@ def test_the_plan_counts_what_a_layer_keeps_of_the_method(changes: dict, fused: 
     s, b, g, r, d = 40, 2, 3, 2, 16
     shapes = ((s, b, g, r, d), (s, b, g, d), (s, b, g, d))
     heads = Heads(*(torch.ones(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes))
-    step = layer_pass(LayerNoise(torch.zeros(b, dtype=torch.int64), 1, 0), None, g)
+    step = layer_pass(spec, LayerNoise(torch.zeros(b, dtype=torch.int64), 1, 0), None, g)
     sizes = LayerSizes(samples=b, length=s, groups=g, queries=r, head=d, width=2, fused=fused)
     assert saved_bytes(lambda: layer.prepare(heads, step), heads) == spec.kept_bytes(sizes)

@@ -56,7 +56,7 @@ def query(d: int = 4) -> Tensor:
 
 
 def rotated(engine: McoreEngine, q: Tensor, factor: float) -> Tensor:
-    engine._method.set_plan(StepPlan(neuron_scale=factor))
+    engine._method.set_plan(StepPlan(channel_scale=factor))
     layer, step = engine._method.layer, attention_of(engine)._pass(rope(engine))
     assert isinstance(layer, DMSLayer)
     return layer.rotate(q, q[..., 0, :], step)[0]
@@ -101,7 +101,7 @@ def explicit_context(
     engine: McoreEngine, hidden: Tensor, keys: Tensor, plan: StepPlan, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Output of the core attention and eviction statistics, from the projections on."""
-    attention, spec = attention_of(engine, layer), engine.spec
+    attention, spec = attention_of(engine, layer), engine._method.options
     q, k, v = (x.detach() for x in attention.get_query_key_value_tensors(hidden))
     grouped = q.view(S, B, 4, 2, -1)
     x = spec.alpha_scale * grouped[..., 0, spec.channel] - spec.alpha_offset
@@ -138,7 +138,7 @@ def test_a_layer_attends_according_to_its_decisions(
     build: Build, family: str, preset: str, eviction: str
 ) -> None:
     engine = build(family, preset, trains=False, alpha_offset=0.5)
-    plan = StepPlan(neuron_scale=0.0, eviction=eviction)
+    plan = StepPlan(channel_scale=0.0, eviction=eviction)
     engine._method.set_plan(plan)
     layer = 1
     attention = attention_of(engine, layer)
@@ -166,7 +166,7 @@ def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build
 @pytest.mark.parametrize("preset", PRESETS)
 def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) -> None:
     engine = build("llama", preset, trains=False)
-    engine._method.set_plan(StepPlan(neuron_scale=0.0, eviction="all"))
+    engine._method.set_plan(StepPlan(channel_scale=0.0, eviction="all"))
     log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
     assert log_keep is not None
     shift, window = engine.spec.decision_shift, engine.spec.window
@@ -179,7 +179,7 @@ def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) 
 
 def test_noise_belongs_to_the_global_sample_and_step(build: Build) -> None:
     engine = build("llama", "dms", trains=False)
-    engine._method.set_plan(StepPlan(eviction="soft", neuron_scale=0.0))
+    engine._method.set_plan(StepPlan(eviction="soft", channel_scale=0.0))
     attention = attention_of(engine)
     keys = sample_keys(7, 3, torch.tensor([4, 9]))
     attention.noise_keys = keys
@@ -195,7 +195,7 @@ def test_noise_belongs_to_the_global_sample_and_step(build: Build) -> None:
 def test_tokens_after_a_position_do_not_change_its_logits(build: Build) -> None:
     engine = build("llama", "dms", trains=False, alpha_offset=0.5)
     tokens = tiny.batch(3, 1).tokens[0]
-    plan = StepPlan(neuron_scale=0.0, eviction="hard")
+    plan = StepPlan(channel_scale=0.0, eviction="hard")
     whole, shorter = engine.record(plan, tokens), engine.record(plan, tokens[:15])
     assert whole is not None
     assert shorter is not None
@@ -214,7 +214,7 @@ def test_the_engine_attends_with_the_configured_backend(
 
     monkeypatch.setattr(reference, "dms_attention", counted)
     tokens = tiny.batch(3, 1).tokens[0]
-    plan = StepPlan(neuron_scale=0.0, eviction="hard")
+    plan = StepPlan(channel_scale=0.0, eviction="hard")
     expected = build("llama", "dms", trains=False, kernels="reference").record(plan, tokens)
     assert calls == [4, 4]  # the window, in each of two layers
     chosen = build("llama", "dms", trains=False).record(plan, tokens)

@@ -117,7 +117,7 @@ def test_an_evaluation_counts_slots_of_documents(view: ParallelView) -> None:
 
 def test_bf16_weights_run_nearly_the_same_step(build: Callable[..., McoreEngine]) -> None:
     """The wrapper that turns inputs into bf16 leaves the documents as they are."""
-    plan = StepPlan(eviction="soft", neuron_scale=0.0, target_cr=4.0, loss="lm", noise=False)
+    plan = StepPlan(eviction="soft", channel_scale=0.0, target_cr=4.0, loss="lm", noise=False)
     found = []
     for dtype in ("fp32", "bf16"):
         totals = build("llama", "dms", dtype, alpha_offset=0.5).forward_backward(plan, packs())

@@ -102,7 +102,7 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "consumed_samples": 9 * BATCH,
         "loaded_cr": 1.0,
         "target_cr": 3.0,
-        "neuron_scale": 0.0,
+        "channel_scale": 0.0,
         "eviction_enabled": True,
         "skipped_steps": 0,
         "skipped_in_a_row": 0,

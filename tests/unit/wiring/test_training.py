@@ -39,6 +39,7 @@ from tests.support.wiring_reads import (
     layers,
     llama3_frequency,
     loaded,
+    loss,
     losses,
     max_lr,
     megatron,
@@ -56,6 +57,7 @@ from tests.support.wiring_reads import (
     spec,
     stages,
     tokens,
+    training,
     weights,
 )
 
@@ -156,11 +158,7 @@ WIRES: dict[str, Wire] = {
             ("alpha_offset", 4.0),
             ("window", 6),
             ("clear_after_rope", True),
-            ("alpha_in_loss", "hard_st"),
             ("tau", 0.5),
-            ("aux_form", "sum"),
-            ("kl_direction", "student_teacher"),
-            ("kl_temperature", 2.0),
             ("decision_shift", 0),
             ("eviction", "immediate"),
         )
@@ -172,10 +170,14 @@ WIRES: dict[str, Wire] = {
             ("importance", "uniform"),
             ("importance_offset", 2.0),
             ("heads", "shared"),
-            ("consistency", 1.0),
-            ("prior", "layer"),
         )
     },
+    "method.alpha_in_loss": Wire("hard_st", training("alpha_in_loss")),
+    "method.aux_form": Wire("sum", training("aux_form")),
+    "method.consistency": Wire(1.0, training("consistency"), others=DMC),
+    "method.prior": Wire("layer", training("prior"), others=DMC),
+    "loss.kl_direction": Wire("student_teacher", loss("kl_direction")),
+    "loss.kl_temperature": Wire(2.0, loss("kl_temperature")),
     "method.preset": Wire("dms_nvidia", spec("preset"), others={"stage.run": ["zero_neuron"]}),
     "stage.run": Wire(["zero_neuron"], lambda b: list(stages(b))),
     "stage.pretrain.steps": Wire(5, lambda b: len(plans("pretrain")(b)), others=PRETRAIN),
@@ -366,7 +368,7 @@ def test_the_teacher_is_the_original_and_the_student_is_what_run_load_names(
 def test_a_retrofit_continues_from_the_ratio_of_what_run_load_names(
     built: Callable[..., Built], tmp_path: Path, kind: str
 ) -> None:
-    state = TrainState(eviction_enabled=True, target_cr=2.5, neuron_scale=0.0)
+    state = TrainState(eviction_enabled=True, target_cr=2.5, channel_scale=0.0)
     source = built()
     student = source.parts.exporter.export("cr", state.to_dict())
     if kind == "export":
