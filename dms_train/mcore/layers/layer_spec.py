@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from dms_train.mcore.layers.attention import CoreAttention, DMSSelfAttention, MethodState
+from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
 from dms_train.mcore.layers.backend import LayerBackend
 
 
@@ -48,7 +48,7 @@ def layer_spec(method: MethodState, kit: LayerBackend, *, qk_layernorm: bool) ->
         IdentityOp if kit.fuses_norm else kit.norm,
     )
     attention = ModuleSpec(
-        module=DMSSelfAttention,
+        module=MethodSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "method": method},
         submodules=SelfAttentionSubmodules(
             linear_qkv=kit.norm_linear,
