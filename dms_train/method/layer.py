@@ -21,7 +21,7 @@ from dms_train.method.plan import StepPlan
 
 
 class Heads(NamedTuple):
-    """What a layer projects: query [s, b, g, r, d], key and value [s, b, g, d]."""
+    """Projections of a layer: query [s, b, g, r, d], key and value [s, b, g, d]."""
 
     query: Tensor
     key: Tensor
@@ -29,19 +29,19 @@ class Heads(NamedTuple):
 
 
 class LayerPass(NamedTuple):
-    """One microbatch in one layer.
+    """One micro-batch in one layer.
 
     Attributes:
         plan: Plan of the current step.
         options: Constants of the method and its training.
         target: alpha*, the share of the tokens that must take no slot; a number or a tensor [].
         documents: Packed documents; None where a sample is one document.
-        noise: What the relaxation's noise depends on; None for none.
+        noise: Key of the relaxation's noise; None for no noise.
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
-        sum_ranks: Sum over the tensor-parallel ranks, whose gradient is summed too.
+        sum_ranks: Sum over the tensor-parallel ranks; its gradient is summed too.
         first_rank: Whether the rank holds the model's first heads.
         heads: KV heads of all ranks.
-        recorded: Whether logits and slots of every KV head are asked for.
+        recorded: Whether to return logits and slots of every KV head.
     """
 
     plan: StepPlan
@@ -64,8 +64,8 @@ class Decided(NamedTuple):
             window.
         stats: Columns of `EvictionStats`, sums over the KV heads, float32 [b, 3 or 4]; a method
             without a loss of its own leaves out the last column.
-        logits: Decision logits [s, b, g], detached; kernels leave them out.
-        held: Slots at the last token, int64 [b, g]; likewise.
+        logits: Decision logits [s, b, g], detached; None from kernels.
+        held: Slots at the last token, int64 [b, g]; None from kernels.
     """
 
     log_keep: Tensor
@@ -75,14 +75,14 @@ class Decided(NamedTuple):
 
 
 class MethodLayer(Protocol):
-    """What a method adds to the attention of a layer, and to the loss; without weights."""
+    """Changes of a method to the attention of a layer and to the loss; it has no weights."""
 
     def __init__(self, spec: MethodSpec) -> None: ...
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
-        """What the attention kernel is given: rotated heads, and the decisions.
+        """Return rotated heads and the decisions for the attention kernel.
 
-        No decisions where the plan says `none`.
+        There are no decisions when the plan's eviction is `none`.
         """
         ...
 
@@ -104,7 +104,7 @@ class MethodLayer(Protocol):
         ...
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
-        """Decisions at inference by deciding token, bool [..., g].
+        """Decide by the inference rule, bool [..., g] by deciding token.
 
         Args:
             query: [..., g, r, d] before RoPE.
@@ -113,11 +113,11 @@ class MethodLayer(Protocol):
         ...
 
     def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, of these shapes, with 0 in the borrowed channels."""
+        """Return both, in the same shapes, with 0 in the eviction channels."""
         ...
 
     def channel_rows(self, query: int, size: int) -> list[int]:
-        """Rows of the borrowed channels within the projection of one KV group.
+        """Return the rows of the eviction channels within the projection of one KV group.
 
         Args:
             query: Query rows of the group; the key's follow.
@@ -128,7 +128,7 @@ class MethodLayer(Protocol):
 
 @cache
 def method_layer(spec: MethodSpec) -> MethodLayer:
-    """What the method of a specification adds to a layer."""
+    """Return the layer of the method that a specification names."""
     module = importlib.import_module(f"dms_train.method.{spec.kind}.attention")
     layer: MethodLayer = module.LAYER(spec)
     return layer

@@ -91,7 +91,7 @@ def train(
 
 def content(engine: McoreEngine) -> Content:
     """Copies of all that a checkpoint takes from this rank, by name and place."""
-    optim.settle(engine._chunks)
+    optim.wait_for_param_gather(engine._chunks)
     state = checkpoint.sharded_state(engine._chunks, engine._optimizer, loading=False)
     tensors, _ = save_preprocess(state)
     return {

@@ -1,4 +1,4 @@
-"""What DMC adds to the attention of a layer: merged keys and values, a mask, and losses.
+"""Attention of a layer under DMC: merged keys and values, a mask, and losses.
 
 Attention reads the states of `merge`, one of every token, with the mask of equation 10: 0 for the
 state of a query's own token, log(1 - alpha_{j+1}) for that of an earlier token j. That is the mask
@@ -34,10 +34,10 @@ Merge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Kernels(NamedTuple):
-    """Fused forms of what a layer computes.
+    """Fused kernels of a layer.
 
     Attributes:
-        decide: Of relaxed decisions: from the activations, float32 [s, b, g], to alpha [s, b, g],
+        decide: Relax decisions: from the eviction channel, float32 [s, b, g], to alpha [s, b, g],
             0 where a token has no predecessor, log(1 - alpha) by key and statistics.
         merge: As `merge`.
     """
@@ -51,26 +51,29 @@ def _options(options: MethodOptions) -> DMCOptions:
     return options
 
 
-def borrowed(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
-    """Activations that decide and that weigh, both [..., g].
+def eviction_channels(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
+    """Return the eviction channel of the key, which decides, and of the queries, which weighs.
 
     Args:
         query: [..., g, r, d] before RoPE.
         key: [..., g, d] before RoPE.
-        channel: The borrowed one.
+        channel: Index of the eviction channel.
+
+    Returns:
+        Both [..., g].
     """
     return key[..., channel], query[..., channel].mean(-1)
 
 
 def scaled(x: Tensor, channel: int, factor: float) -> Tensor:
-    """A copy of x [..., d] with the borrowed activations multiplied by `factor`."""
+    """Return a copy of x [..., d] with its eviction channel multiplied by `factor`."""
     mask = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
     mask[channel].fill_(factor)  # assigned, the number would be copied from the host
     return x * mask
 
 
 def weights(activation: Tensor, spec: DMCSpec) -> Tensor:
-    """Importance omega (section 3.1), in float32 (float64 stays)."""
+    """Compute the importance omega (section 3.1), in float32 (float64 stays)."""
     if spec.importance == "uniform":
         return torch.ones_like(activation, dtype=torch.promote_types(activation.dtype, torch.float))
     wide = activation if activation.dtype == torch.float64 else activation.float()
@@ -78,7 +81,7 @@ def weights(activation: Tensor, spec: DMCSpec) -> Tensor:
 
 
 def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:
-    """Which tokens have no predecessor, bool [s, b or 1, 1], for a tensor [s, b, g]."""
+    """Mark the tokens without a predecessor, bool [s, b or 1, 1], for a tensor [s, b, g]."""
     numbers = torch.arange(len(like), device=like.device)[:, None]
     if documents is None:
         return (numbers == 0)[..., None]
@@ -86,7 +89,7 @@ def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:
 
 
 class DMCLayer:
-    """A decision of each KV head whether a token continues the slot of its predecessor."""
+    """Decisions of each KV head whether a token continues the slot of its predecessor."""
 
     def __init__(self, spec: MethodSpec, kernels: Kernels | None = None) -> None:
         assert isinstance(spec, DMCSpec)
@@ -95,10 +98,10 @@ class DMCLayer:
         self.decide = None if kernels is None else kernels.decide
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
-        """Merged heads with RoPE at each token's own position, and the decisions."""
+        """Return merged heads with RoPE at each token's own position, and the decisions."""
         spec, factor = self.spec, step.plan.channel_scale
         query, key, value = heads
-        deciding, weighing = borrowed(query, key, spec.channel)
+        deciding, weighing = eviction_channels(query, key, spec.channel)
         if factor != 1.0:
             query, key = (scaled(x, spec.channel, factor) for x in (query, key))
         if step.plan.eviction == "none":
@@ -115,13 +118,13 @@ class DMCLayer:
         return Heads(*step.rotate(query, key), value), decided
 
     def _shared(self, activation: Tensor, step: LayerPass) -> Tensor:
-        """The model's first head in place of every one."""
+        """Replace every head by the first head of the model."""
         # multiplied on every rank, so that every rank takes part in the sum of the gradients
         first = step.sum_ranks(activation[..., :1] * float(step.first_rank))
         return first.expand_as(activation)
 
     def _decide(self, activation: Tensor, step: LayerPass) -> tuple[Tensor, Decided]:
-        """alpha [s, b, g], 0 where a token has no predecessor, and what follows from it."""
+        """Return alpha [s, b, g], 0 where a token has no predecessor, and the decisions."""
         spec, plan, documents = self.spec, step.plan, step.documents
         s, _, g = activation.shape
         begins = _begins(activation, documents)
@@ -152,7 +155,7 @@ class DMCLayer:
         return alpha, Decided(by_key, torch.stack(stats, dim=-1), logits.detach(), held)
 
     def _noise(self, noise: LayerNoise, s: int, g: int) -> Tensor:
-        """[s, b, g], or [s, b, 1] of the model's first head where that decides."""
+        """Draw noise [s, b, g], or [s, b, 1] for the model's first head if it decides for all."""
         if self.spec.heads == "shared":
             return noise._replace(first_head=0).logistic(s, 1)
         return noise.logistic(s, g)
@@ -194,24 +197,24 @@ class DMCLayer:
         return compression_hinge(stats.alpha, decisions, target, form) + own
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a token continues its predecessor's slot, bool [..., g]."""
+        """Decide whether a token continues its predecessor's slot, bool [..., g]."""
         activation, _ = self.activations(query, key)
         return decisions.hard_decisions(decisions.eviction_logits(activation, self.spec))
 
     def activations(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """`borrowed` of the heads that decide, where all heads are at hand."""
-        deciding, weighing = borrowed(query, key, self.spec.channel)
+        """Return `eviction_channels` of the deciding heads, given all heads of a layer."""
+        deciding, weighing = eviction_channels(query, key, self.spec.channel)
         if self.spec.heads == "shared":
             deciding, weighing = (x[..., :1].expand_as(x) for x in (deciding, weighing))
         return deciding, weighing
 
     def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both with 0 in the borrowed channel of every head."""
+        """Return both with 0 in the eviction channel of every head."""
         channel = self.spec.channel
         return scaled(query, channel, 0.0), scaled(key, channel, 0.0)
 
     def channel_rows(self, query: int, size: int) -> list[int]:
-        """The channel of every query head and of the key."""
+        """Return the eviction channel of every query head and of the key."""
         return [first + self.spec.channel % size for first in range(0, query + size, size)]
 
 

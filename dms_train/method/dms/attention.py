@@ -1,4 +1,4 @@
-"""What DMS adds to the attention of a layer: an eviction channel in the query, and a mask.
+"""Attention of a layer under DMS: an eviction channel in the query, and a mask.
 
 Shape letters are those of `method.layer`.
 """
@@ -18,19 +18,19 @@ from dms_train.method.visibility import align_to_keys
 
 
 class DMSLayer:
-    """A decision of each KV head about every token, read from its first query head."""
+    """Decisions of each KV head about every token, read from its first query head."""
 
     def __init__(self, spec: MethodSpec) -> None:
         self.spec = spec
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
-        """Heads with RoPE and a scaled eviction channel; no decisions where nothing is evicted."""
+        """Return rotated heads with a scaled eviction channel, and the decisions if any."""
         channel = decisions.eviction_channel(heads.query, self.spec.channel)
         query, key = self.rotate(heads.query, heads.key, step)
         return Heads(query, key, heads.value), self.decide(channel, step)
 
     def rotate(self, query: Tensor, key: Tensor, step: LayerPass) -> tuple[Tensor, Tensor]:
-        """RoPE with the eviction channel multiplied by the plan's factor.
+        """Apply RoPE with the eviction channel multiplied by the plan's factor.
 
         When the eviction channel is also cleared after RoPE, full and cleared queries are
         interpolated, so that every path through the eviction channel carries the factor once and
@@ -51,7 +51,7 @@ class DMSLayer:
         return torch.lerp(cleared, whole, factor), key_turned
 
     def decide(self, eviction_channel: Tensor, step: LayerPass) -> Decided | None:
-        """From the borrowed activation [s, b, g]; None where the plan evicts nothing."""
+        """Decide from the eviction channel [s, b, g]; None when the plan evicts nothing."""
         spec, plan, documents = self.spec, step.plan, step.documents
         if plan.eviction == "none":
             return None
@@ -86,16 +86,16 @@ class DMSLayer:
         return compression_hinge(stats.alpha, decisions, target, options.aux_form)
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
-        """Evictions by deciding token, bool [..., g]."""
+        """Return the evictions by deciding token, bool [..., g]."""
         activation = decisions.eviction_channel(query, self.spec.channel)
         return decisions.hard_decisions(decisions.eviction_logits(activation, self.spec))
 
     def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The query with 0 in its eviction channel, and the key as it is."""
+        """Return the query with 0 in its eviction channel, and the key as it is."""
         return decisions.scale_eviction_channel(query, self.spec.channel, 0.0), key
 
     def channel_rows(self, query: int, size: int) -> list[int]:
-        """The channel of the first query head."""
+        """Return the eviction channel of the first query head."""
         return [self.spec.channel % size]
 
 
