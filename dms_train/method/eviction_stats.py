@@ -1,7 +1,7 @@
 """Statistics of the decisions of a model; no torch.
 
 Layers add them up, pipeline stages exchange them and the loss reads them as one tensor with a
-column for each name. A new statistic is one field here.
+column for each name. The columns are defined here alone.
 """
 
 from __future__ import annotations
