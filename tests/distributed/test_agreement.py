@@ -76,7 +76,7 @@ def failing(files: set[Path]) -> Iterator[None]:
 
 
 def resumed(run: Path, view: ParallelView, case: str) -> str:
-    """Where this rank continues, or why it refuses."""
+    """Return where this rank continues, or why it refuses."""
     config = configs.config(run__dir=str(run))
     original = StartPoint(
         architecture=configs.architecture(), model_dir=None, tokenizer_dir=None, state=TrainState()
@@ -119,7 +119,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(out: Path) -> list[dict[str, str]]:
-    """Where each rank continued, in every case."""
+    """Return for each rank where it continued, in every case."""
     return values_of_ranks(work, PROCESSES, out)
 
 

@@ -93,7 +93,7 @@ def state(engine: McoreEngine) -> dict[str, Tensor]:
 
 
 def split(engine: McoreEngine) -> bool:
-    """Whether a data rank holds a part of a q, k, v projection that starts inside of it."""
+    """Return True if a data rank holds a part of a q, k, v projection that starts inside of it."""
     starts = [
         part._get_model_param_range_map(layer.self_attention.linear_qkv.weight)["param"].start
         for part in compat.optimizer_parts(engine._optimizer)
@@ -131,7 +131,7 @@ def stem(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def channel_rows(name: str, family: str, preset: str) -> list[int]:
-    """Of a Hugging Face tensor: in q_proj one row for the first query head of each KV head."""
+    """Return the channel's rows of a Hugging Face tensor: one of q_proj for each KV head."""
     if "q_proj" not in name:
         return []
     a = tiny.architecture(family)

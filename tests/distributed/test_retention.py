@@ -1,4 +1,4 @@
-"""What each KV head keeps is the same in every layout and on every rank."""
+"""Each KV head keeps the same in every layout and on every rank."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Run:
         return sorted(path for path in found if (path / "run_state.json").is_file())
 
     def partial(self) -> list[Path]:
-        """What is being written, without what is being deleted."""
+        """Return checkpoints that are being written, without those that are being deleted."""
         found = (self.folder / "checkpoints").glob("step_*.partial")
         return [
             path for path in found if not path.name.endswith((".removed.partial", ".old.partial"))
@@ -200,7 +200,7 @@ class Campaign:
         return run
 
     def result(self, name: str, scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a scenario gave, now or in an earlier call."""
+        """Return the result of a scenario, from this call or an earlier one."""
         file = self.out / "results.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
         if name not in known:
@@ -371,7 +371,7 @@ def scenarios(campaign: Campaign) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """What docs/guides/reliability.md quotes."""
+    """Return the table that docs/guides/reliability.md quotes."""
     lines = ["| fault | faults | largest relative difference of the loss | |", "|---|---|---|---|"]
     for name, result in results.items():
         if "refused" in result:

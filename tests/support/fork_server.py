@@ -155,7 +155,7 @@ def _answer(connection: socket.socket, pid: int, streams: list[int]) -> None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end is closed, after a moment."""
+    """Wait a moment; return True if the other end is closed."""
     connection.settimeout(0.02)
     try:
         return not connection.recv(1)

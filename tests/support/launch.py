@@ -115,7 +115,7 @@ def torchrun(
 
 
 class Ended(Protocol):
-    """What has ended: a process, or ranks."""
+    """A process or ranks that have ended."""
 
     @property
     def returncode(self) -> int: ...

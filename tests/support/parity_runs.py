@@ -58,7 +58,7 @@ def _lengths(batch: Batch) -> list[list[int]]:
 
 
 def _groups_of(case: dict[str, Any]) -> list[int | None]:
-    """What a layout's process groups depend on; making them takes long on GPUs."""
+    """Return the sizes that decide a layout's process groups, which take long to make on GPUs."""
     kinds = ("tensor", "pipeline", "virtual_pipeline")
     return [case["layout"].get(f"{kind}_model_parallel_size") for kind in kinds]
 
@@ -105,7 +105,7 @@ def loss_difference(found: Outcome, expected: Outcome) -> float:
 
 
 def largest_difference(found: Outcome, expected: Outcome) -> float:
-    """Of any element of a gradient, relative to the largest one of that gradient."""
+    """Return the largest difference of an element, relative to the largest of its gradient."""
     assert found.gradients.keys() == expected.gradients.keys()
     return max(
         ((found.gradients[name] - g).abs().max() / g.abs().max().clamp_min(1e-30)).item()
@@ -115,7 +115,7 @@ def largest_difference(found: Outcome, expected: Outcome) -> float:
 
 
 def largest_distance(found: Outcome, expected: Outcome) -> float:
-    """Of any gradient, relative to its norm."""
+    """Return the largest distance of a gradient, relative to its norm."""
     assert found.gradients.keys() == expected.gradients.keys()
     return max(
         ((found.gradients[name] - g).norm() / g.norm().clamp_min(1e-30)).item()

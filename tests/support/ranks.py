@@ -132,7 +132,7 @@ class Ranks:
         return cls(started, {}, log, store)
 
     def running(self) -> bool:
-        """Whether all of them still run."""
+        """Return True if all of them still run."""
         for rank, process in enumerate(self.processes):
             code = process.poll()
             if code is not None:

@@ -48,7 +48,7 @@ STEPS = (2, 2)  # of zero_neuron and retrofit in the finished run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a command answered."""
+    """Exit code and output of a command."""
 
     code: int
     stderr: str
@@ -270,7 +270,7 @@ def run_alone(words: list[str]) -> Outcome:
 
 
 def module(command: str) -> str:
-    """What `python -m` starts."""
+    """Return the module that `python -m` starts."""
     return "dms_train" if command == "train" else COMMANDS[command]
 
 

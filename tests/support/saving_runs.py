@@ -45,7 +45,7 @@ def assert_checkpoints_are_of_their_step(outcomes: list[dict[str, Any]]) -> None
 
 
 def largest_difference(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
-    """Of the loss at any step, relative."""
+    """Return the largest relative difference of the loss at a step."""
     return max(
         abs(mine["loss"] - other["loss"]) / abs(other["loss"])
         for mine, other in zip(found, expected, strict=True)

@@ -68,7 +68,7 @@ class Together:
         self.folder = folder
 
     def others_waited(self, patiences: float) -> bool:
-        """Whether rank 1 has waited for that many times the limit."""
+        """Return True if rank 1 has waited for that many times the limit."""
         try:
             report = json.loads((self.folder / "ranks" / "1").read_text())
         except (FileNotFoundError, ValueError):  # it is just writing
