@@ -57,7 +57,7 @@ WIRING = [
     Mutation(
         "run.load forgets the ratio of a checkpoint",
         "dms_train/app/start_point.py",
-        'ratio = float(position.target_cr)',
+        "ratio = float(position.target_cr)",
         "ratio = 1.0",
         TRAINING + "test_a_retrofit_continues_from_the_ratio_of_what_run_load_names[checkpoint]",
     ),
