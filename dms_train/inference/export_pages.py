@@ -44,16 +44,16 @@ class ExportTokens(Protocol):
     """
 
     @property
-    def position(self) -> Tensor: ...
+    def position(self) -> Tensor: ...  # noqa: D102
 
     @property
-    def key(self) -> Tensor: ...
+    def key(self) -> Tensor: ...  # noqa: D102
 
     @property
-    def value(self) -> Tensor: ...
+    def value(self) -> Tensor: ...  # noqa: D102
 
     @property
-    def signal(self) -> Tensor | None: ...
+    def signal(self) -> Tensor | None: ...  # noqa: D102
 
 
 def supports(key: Tensor) -> bool:

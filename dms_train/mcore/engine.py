@@ -78,7 +78,7 @@ class McoreEngine:
         backend = kernels.choose(options.kernels, view.device)
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = kernels.backend(backend)
-        self._kit = layers.choose(options.parallel.layers, view.device)
+        self._layer_backend = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
         fused = kernels.fuses(backend)
         self._graph = choose_graph(options.parallel, view, fused=fused) if options.trains else None
@@ -101,7 +101,7 @@ class McoreEngine:
         count = self._options.parallel.virtual_pipeline_model_parallel_size
         stages = [None] if count is None else list(range(count))
         chunks = [
-            DMSModel(self._config, self.architecture, method, self._kit, vp_stage=stage)
+            DMSModel(self._config, self.architecture, method, self._layer_backend, vp_stage=stage)
             for stage in stages
         ]
         chunks = [chunk.to(self.view.device) for chunk in chunks]
@@ -110,20 +110,20 @@ class McoreEngine:
         return chunks
 
     def describe_layers(self) -> str:
-        """Which implementation of layers, norms and optimizer is used, and why: one line."""
-        return self._kit.describe(self._optimizer)
+        """Describe the implementation of layers, norms and optimizer in one line."""
+        return self._layer_backend.describe(self._optimizer)
 
     def attach_teacher(self, source: weights.WeightSource | None) -> None:
-        """Build the frozen original in the same layout; it costs weights only.
+        """Build the frozen original in the same layout; it only holds weights.
 
         Args:
-            source: Weights of the original; None copies those that the student has now.
+            source: Weights of the original; None copies the current weights of the student.
         """
         fused_on = self.view.device if self._method.fused else None
         method = MethodState(self._method.options, self._attend, fused_on=fused_on)
         teachers = self._build_chunks(method, source)
         if source is None:
-            optim.settle(self._chunks)
+            optim.wait_for_param_gather(self._chunks)
             weights.copy(self._models, teachers)
         for student, teacher in zip(self._models, teachers, strict=True):
             student.set_teacher(teacher.to(self._config.params_dtype))
@@ -193,14 +193,14 @@ class McoreEngine:
             return self._run(plan, batches, forward_only=False)
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
-        """Loss and gradient norm of a batch, finite or not; nothing is updated."""
+        """Return loss and gradient norm of a batch, finite or not; nothing is updated."""
         totals = self.forward_backward(plan, batches)
         return totals.loss, optim.gradient_norm(self._optimizer)
 
     def train_step(
         self, plan: StepPlan, batches: list[Batch], meanwhile: Callable[[], None] = lambda: None
     ) -> StepResult:
-        """One optimizer step on this rank's microbatches of the global batch.
+        """Take one optimizer step on this rank's micro-batches of the global batch.
 
         Weights and optimizer stay as they are, on all ranks alike, when the loss or the gradient
         norm is not finite. `meanwhile` is called once while a GPU computes the gradients.
@@ -222,7 +222,7 @@ class McoreEngine:
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
-        """Losses and accounting of batches without gradients."""
+        """Compute losses and accounting of batches without gradients."""
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
@@ -248,11 +248,11 @@ class McoreEngine:
         )
 
     def reset_eviction_channel(self) -> None:
-        """Zero the borrowed channels' projection rows, bias and optimizer state.
+        """Zero the projection rows, bias and optimizer state of the eviction channels.
 
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
         """
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
         groups = self.architecture.num_query_groups // self.view.tp_size
@@ -268,17 +268,17 @@ class McoreEngine:
                             compat.zero_optimizer_rows(self._optimizer, parameter, rows)
 
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
-        """Decision logits and logits of one text, on rank 0 (None elsewhere)."""
+        """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""
         self._method.set_plan(plan)
         return record(self._models, self._chunks, tokens, self._config, self.view)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
-        optim.settle(self._chunks)
+        """Yield full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
+        optim.wait_for_param_gather(self._chunks)
         return weights.gather(self._models, self.architecture, self.view)
 
     def hf_gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients under their Hugging Face names on rank 0 (for checks of layouts)."""
+        """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
         gradients = {
             parameter: compat.reduced_gradient(self._optimizer, parameter, self.view.dp_group)
             for model in self._models
@@ -291,8 +291,8 @@ class McoreEngine:
         """Write a checkpoint that any parallel layout can load.
 
         Args:
-            path: Its folder, which appears when it is complete.
-            state: Stored with it.
+            path: Folder of the checkpoint, which appears when it is complete.
+            state: JSON values to store with it.
             wait: Return when it is complete; otherwise `finish_save` reports it.
 
         Raises:
@@ -303,7 +303,7 @@ class McoreEngine:
             self._saver.finish(wait=True)
 
     def finish_save(self, *, wait: bool) -> Path | None:
-        """The checkpoint whose writing has ended, or has to end now; None when there is none.
+        """Return a checkpoint whose writing has ended, or must end now; None without one.
 
         Raises:
             SaveError: It could not be written; the same on every rank.
@@ -323,7 +323,7 @@ class McoreEngine:
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         self._saver.begin(path, self._models, optimizer, described)
 
     def load(self, path: Path, *, with_optimizer: bool, verified: bool = False) -> dict[str, Any]:
@@ -340,7 +340,7 @@ class McoreEngine:
         """
         if not verified:
             checkpoint.verify(path, self.view)
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         weights.require_finite(self._models, f"checkpoint {path}")
         if self._optimizer is not None and not with_optimizer:
@@ -349,7 +349,7 @@ class McoreEngine:
 
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by those of a Hugging Face directory."""
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         weights.load(self._models, source, self.architecture, self.view)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()

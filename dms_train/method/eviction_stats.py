@@ -1,19 +1,16 @@
 """Statistics of the decisions of a model; no torch.
 
 Layers add them up, pipeline stages exchange them and the loss reads them as one tensor with a
-column for each name. A new statistic is one field here.
+column for each name. The columns are defined here alone.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any, NamedTuple
 
 
 class EvictionStats(NamedTuple):
-    """Sums over layers and KV heads, float32 [b] each; the order is that of the columns.
+    """Sums over layers and KV heads, tensors float32 [b]; the order is that of the columns.
 
     Attributes:
         alpha: Decisions as the compression loss counts them.
@@ -22,13 +19,13 @@ class EvictionStats(NamedTuple):
         own_loss: Further loss of the method, times the number of decisions.
     """
 
-    alpha: Tensor
-    live: Tensor
-    reads: Tensor
-    own_loss: Tensor
+    alpha: Any
+    live: Any
+    reads: Any
+    own_loss: Any
 
     @classmethod
-    def of(cls, columns: Tensor) -> EvictionStats:
+    def of(cls, columns: Any) -> EvictionStats:
         """View the columns [b, EVICTION_STATS] by name."""
         # selected one by one: unbinding would give every unused column a gradient of zeros
         return cls(*(columns[:, index] for index in range(EVICTION_STATS)))

@@ -102,8 +102,8 @@ MUTATIONS = [
     Mutation(
         "each microbatch weighs the same whatever its mask",
         STEP,
-        "(losses.float() * batch.loss_mask.t()).sum() * context.token_scale",
-        "(losses.float() * batch.loss_mask.t()).sum() / batch.loss_mask.sum().clamp(min=1)",
+        "(per_token.float() * batch.loss_mask.t()).sum() * context.token_scale",
+        "(per_token.float() * batch.loss_mask.t()).sum() / batch.loss_mask.sum().clamp(min=1)",
         PLAIN + "[cr1_step0]",
     ),
     Mutation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 APP_ENGINE = "dms_train/app/engine.py"
-PARTS = "dms_train/app/parts.py"
+PARTS = "dms_train/app/components.py"
 SCALING = "dms_train/evaluation/scaling/run.py"
 TRAINING = "tests/unit/wiring/test_training.py::"
 TRAINS = TRAINING + "test_an_option_acts"
@@ -57,7 +57,7 @@ WIRING = [
     Mutation(
         "run.load forgets the ratio of a checkpoint",
         "dms_train/app/start_point.py",
-        'ratio = float(stored.get("target_cr", 1.0))',
+        "ratio = float(position.target_cr)",
         "ratio = 1.0",
         TRAINING + "test_a_retrofit_continues_from_the_ratio_of_what_run_load_names[checkpoint]",
     ),

@@ -14,7 +14,7 @@ from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import NoProgress
 from dms_train.training import loop
-from dms_train.training.loop import LoopParts
+from dms_train.training.loop import TrainerComponents
 from dms_train.training.options import (
     ExportOptions,
     HoldOptions,
@@ -171,8 +171,8 @@ class FakeParts:
         return [plan for plan, _ in self.of("train")]
 
 
-def parts(fakes: FakeParts, folder: Path, **options: Any) -> LoopParts:
-    """The components of a loop; options are those of `RunOptions`, and of `LoopParts`."""
+def components(fakes: FakeParts, folder: Path, **options: Any) -> TrainerComponents:
+    """The components of a loop; options are those of `RunOptions`, and of `TrainerComponents`."""
     every = options.pop("every_integer_cr", True)
     evaluates = options.pop("evaluates", True)
     is_main_rank = options.pop("is_main_rank", True)
@@ -187,7 +187,7 @@ def parts(fakes: FakeParts, folder: Path, **options: Any) -> LoopParts:
         compute=Compute(forward_flops=10.0, devices=2),
     )
     run_options = RunOptions(**{**defaults, **options})
-    return LoopParts(
+    return TrainerComponents(
         engine=fakes,
         source=fakes,
         exporter=fakes,
@@ -229,7 +229,7 @@ def run(
     fakes.skips = skips or set()
     built = build_stages(stages, 0)
     try:
-        loop.run(built, state or TrainState(), parts(fakes, folder, **options))
+        loop.run(built, state or TrainState(), components(fakes, folder, **options))
     except Interrupted:
         fakes.events.append(("interrupted",))
     return fakes

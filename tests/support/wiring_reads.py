@@ -1,4 +1,4 @@
-"""Where options of a run act: each function reads one of them back from what was built."""
+"""Options of a run where they act: each function reads one of them back from what was built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def stages(built: Built) -> dict[str, tuple[LearningRate, list[StepPlan]]]:
-    """What the engine was given for each stage: its learning rate and the plan of every step."""
+    """Return the learning rate of each stage and the plan of every step, as the engine got them."""
     found: list[tuple[LearningRate, list[StepPlan]]] = []
     for kind, *given in built.recorded.events:
         if kind == "begin":
@@ -88,7 +88,7 @@ def loss(name: str) -> Callable[[Built], Any]:
 
 
 def megatron(name: str) -> Callable[[Built], Any]:
-    """Of megatron's configuration, which its layers and schedules read."""
+    """Return an option of megatron's configuration, which its layers and schedules read."""
     return lambda built: getattr(
         transformer_config(refusals.architecture(), built.config.parallel), name
     )
@@ -122,7 +122,7 @@ def adam(name: str) -> Callable[[Built], Any]:
 
 def exported(built: Built) -> Path:
     state = TrainState(eviction_enabled=True, target_cr=3.0)
-    return built.parts.exporter.export("final", state.to_dict()) / "hf"
+    return built.components.exporter.export("final", state.to_dict()) / "hf"
 
 
 def export_state(name: str) -> Callable[[Built], Any]:
@@ -172,7 +172,7 @@ def kept(built: Built) -> int:
     """Checkpoints that are left of those that are not kept for ever."""
     folder = built.folder / "run" / "checkpoints"
     built.recorded  # noqa: B018 - runs the stages
-    built.parts.saver._removals.wait(60)
+    built.components.saver._removals.wait(60)
     found = [json.loads(f.read_text()) for f in folder.glob("step_????????/run_state.json")]
     return sum(not state["permanent"] for state in found)
 
@@ -213,7 +213,7 @@ def found_model(built: Built) -> str:
 
 
 def exported_dense(built: Built) -> Path:
-    return built.parts.exporter.export("final", TrainState().to_dict()) / "hf"
+    return built.components.exporter.export("final", TrainState().to_dict()) / "hf"
 
 
 def blend(built: Built) -> list[float]:
@@ -227,4 +227,4 @@ def patience(built: Built) -> float:
 
 
 def sinks(built: Built) -> list[str]:
-    return [type(sink).__name__ for sink in built.parts.reporter.sinks]
+    return [type(sink).__name__ for sink in built.components.reporter.sinks]

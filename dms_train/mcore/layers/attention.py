@@ -33,15 +33,15 @@ from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 class MethodState:
     """State that all layers of a model share: constants, the kernel and the current step's plan.
 
-    Holds per-step values only: with 1F1B and recomputation a per-microbatch value would be read
-    again in another microbatch.
+    It holds values of a step only. With 1F1B and recomputation a value of a micro-batch would be
+    read again in another micro-batch.
 
     Args:
         options: Method of the model and its training.
         attend: Attention kernel.
         loss: Parameters of the token losses.
-        fused_on: Device on which the fused kernels beside attention run, which need triton; None
-            for plain operations.
+        fused_on: Device of the fused kernels around attention, which need triton; None for plain
+            operations.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class MethodState:
         return replace(plan, step=0, stage_step=0, target_cr=1.0, channel_scale=scale)
 
     def rope(self, frequencies: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-        """What the layers are given of megatron's frequencies [s, 1, 1, d].
+        """Return the RoPE table passed to every layer, from Megatron's frequencies [s, 1, 1, d].
 
-        With packed documents each sample has its own rows, those of its positions.
+        With packed documents each sample has the rows of its own positions.
         """
         at = None if documents is None else documents.positions.t().contiguous()
         if not self.fused:
@@ -104,9 +104,9 @@ class MethodState:
         return table if at is None else table[at]
 
     def dense_eviction_stats(self, like: Tensor) -> Tensor:
-        """Side sums [b, 3] where every slot stays: (alpha, live slots, reads / length).
+        """Return the first columns of `EvictionStats` where every slot stays, [b, 3].
 
-        Of a layer with a tensor [s, b, g, ...] like this one.
+        `like` is any tensor [s, b, g, ...] of the layer.
         """
         s, b, g = like.shape[:3]
         found = self._dense_sides.get((s, b, g))
@@ -228,7 +228,7 @@ class MethodSelfAttention(SelfAttention):
         return self.linear_proj(context)
 
     def _pass(self, rotary_pos_emb: Tensor | None) -> LayerPass:
-        """What the method is told of this microbatch."""
+        """Describe this micro-batch to the method."""
         ranks = self.pg_collection.tp
         return LayerPass(
             plan=self.method.plan,

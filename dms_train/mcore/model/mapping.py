@@ -60,7 +60,7 @@ def to_hf(entry: ParameterMap, tensor: Tensor, architecture: Architecture) -> di
 def eviction_channel_rows(
     architecture: Architecture, method: MethodLayer, groups: int
 ) -> list[int]:
-    """Rows of `groups` KV groups' borrowed channels in a fused (local) q, k, v projection."""
+    """Return the rows of the eviction channels of `groups` KV groups in a local q, k, v matrix."""
     query, key = _group_rows(architecture)
     rows = method.channel_rows(query, key)
     return [group * (query + 2 * key) + row for group in range(groups) for row in rows]

@@ -106,13 +106,13 @@ class DMSModel(GPTModel):
         config: TransformerConfig,
         architecture: Architecture,
         method: MethodState,
-        kit: LayerBackend,
+        layer_backend: LayerBackend,
         vp_stage: int | None = None,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         super().__init__(
             config,
-            block_spec(config, method, kit, vp_stage),
+            block_spec(config, method, layer_backend, vp_stage),
             vocab_size=padded_vocab_size(architecture),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),

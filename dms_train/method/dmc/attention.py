@@ -169,7 +169,7 @@ class DMCLayer(MethodLayer):
     ) -> Tensor:
         """Compute the compression hinge, and the variant's own loss in the same form."""
         form = options.aux_form
-        own = stats.own_loss / decisions
+        own: Tensor = stats.own_loss / decisions
         own = (own * decisions if form == "sum" else own).mean()
         if _options(options).prior == "layer":
             return own

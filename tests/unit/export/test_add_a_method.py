@@ -34,7 +34,8 @@ options = TrainEngineOptions(parallel=ParallelOptions(), optim=OptimOptions(lr=1
 weights = tiny.SmallKeyChannels(a, 1, method.channel)
 engine = McoreEngine(a, method, view, options, weights)
 engine.attach_teacher(None)
-engine.begin_stage(LearningRate(max_lr=1e-3, min_lr=1e-3, steps=2, warmup_steps=0, style="constant"))
+rate = {"max_lr": 1e-3, "min_lr": 1e-3, "steps": 2, "warmup_steps": 0, "style": "constant"}
+engine.begin_stage(LearningRate(**rate))
 before = dict(engine.hf_tensors())
 losses = []
 for step in range(2):

@@ -150,8 +150,8 @@ def test_own_keys_are_nested(architecture):
 
 CHANGES = {
     "dms": {"eviction": "immediate", "decision_shift": 0, "tau": 0.3},
-    "dms_nvidia": {"tau": 0.2, "alpha_scale": 50.0, "aux_form": "sum", "alpha_in_loss": "soft"},
-    "dms_fastdms": {"window": 9, "alpha_offset": 4.0, "kl_direction": "student_teacher"},
+    "dms_nvidia": {"tau": 0.2, "alpha_scale": 50.0},
+    "dms_fastdms": {"window": 9, "alpha_offset": 4.0},
 }
 
 
@@ -217,7 +217,7 @@ def write(path, **values):
 
 
 def fastdms_file(directory, name):
-    """Where FastDMS looks for this file: the log lies one folder up."""
+    """Return the path at which FastDMS looks for this file: the log lies one folder up."""
     return (directory.parent if name == LOG_FILE else directory) / name
 
 

@@ -18,8 +18,8 @@ from dms_train.mcore.schedule.step import token_scale
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
-from dms_train.method.token_losses import TOKEN_LOSSES, LossOptions, TokenLoss
-from tests.support import plain_objective, tiny
+from dms_train.method.token_losses import TOKEN_LOSSES, LossOptions
+from tests.support import parity_runs, plain_objective, tiny
 
 LENGTH, SEED = 40, 11
 BAR = 1e-5  # of float32 beside float64, relative to the largest value
@@ -150,15 +150,7 @@ def test_one_step_is_the_plain_objective(view: ParallelView, case: str) -> None:
 def test_a_mixed_loss_is_the_sum_of_its_terms_and_reports_each(
     view: ParallelView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixed = TokenLoss(
-        needs_teacher=True,
-        terms=("kl", "next_token"),
-        per_token=lambda losses, o: (
-            losses.divergence(o.kl_direction, o.kl_temperature),
-            0.25 * losses.cross_entropy(),
-        ),
-    )
-    monkeypatch.setitem(TOKEN_LOSSES, "mixed", mixed)
+    monkeypatch.setitem(TOKEN_LOSSES, "mixed", parity_runs.MIXED)
     given = batches()
     kl, next_token = Step(view, "cr8_step3"), Step(view, "cr8_step3", loss="lm")
     step = Step(view, "cr8_step3", loss="mixed")

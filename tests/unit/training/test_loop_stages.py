@@ -16,8 +16,8 @@ from tests.support.training_loop import (
     OPTIONS,
     STEPS,
     FakeParts,
+    components,
     only,
-    parts,
     run,
 )
 
@@ -106,14 +106,14 @@ def test_an_export_from_before_the_reset_is_not_final_after_it(tmp_path: Path) -
 def test_hold_keeps_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     fakes = FakeParts()
     state = TrainState(eviction_enabled=True, target_cr=6.0)
-    loop.run(build_stages(only("hold"), 0, 6.0), state, parts(fakes, tmp_path))
+    loop.run(build_stages(only("hold"), 0, 6.0), state, components(fakes, tmp_path))
     assert [plan.target_cr for plan in fakes.plans] == [6.0] * 3
 
 
 def test_a_retrofit_continues_from_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     fakes = FakeParts()
     state = TrainState(eviction_enabled=True, loaded_cr=2.0, target_cr=2.0)
-    loop.run(build_stages(only("retrofit"), 0, 2.0), state, parts(fakes, tmp_path))
+    loop.run(build_stages(only("retrofit"), 0, 2.0), state, components(fakes, tmp_path))
     assert [plan.target_cr for plan in fakes.plans] == [2.5, 3.0, 3.5, 4.0]
 
 

@@ -81,7 +81,7 @@ def documents(p: Prepared) -> list[Any]:
 
 
 def refusal(p: Prepared) -> str:
-    """Of the documents; empty if nothing is refused."""
+    """Return the refusal of the documents; empty if nothing is refused."""
     try:
         documents(p)
     except EvaluationError as error:
@@ -107,7 +107,7 @@ def evaluated(p: Prepared) -> list[dict[str, Any]]:
 
 
 def checker(name: str) -> Callable[[Prepared], Any]:
-    """Of what compares answers in a run."""
+    """Return an attribute of the object that compares answers in a run."""
 
     def read(p: Prepared) -> Any:
         made: list[AnswerChecker] = []
@@ -322,7 +322,7 @@ class Validated(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where files of a test are written, and the models that read them."""
+    """Folder of a test's files, and the models that read them."""
 
     folder: Path
     target: EvaluationTarget
@@ -409,7 +409,7 @@ def test_an_option_of_a_validation_acts(
 def test_a_run_validates_with_the_options_of_its_stage(built: Callable[..., Built]) -> None:
     values = {"samples": 2, "max_problems": 3, "max_tokens": 4, "window_only": True}
     run = built(**{f"stage.validate.{name}": value for name, value in values.items()})
-    given = run.parts.validator.options
+    given = run.components.validator.options
     assert {name: getattr(given, name) for name in values} == values
 
 

@@ -232,7 +232,7 @@ WIRES: dict[str, Wire] = {
     "data.seq_length": Wire(24, lambda b: b.batches[0].tokens.shape[1]),
     "data.micro_batch_size": Wire(2, lambda b: len(b.batches[0].tokens)),
     "data.global_batch_size": Wire(8, lambda b: len(b.batches)),
-    "data.global_batch_size (of the loop)": Wire(8, lambda b: b.parts.global_batch_size),
+    "data.global_batch_size (of the loop)": Wire(8, lambda b: b.components.global_batch_size),
     "data.packing": Wire(True, lambda b: b.batches[0].documents is not None),
     "parallel.tensor_model_parallel_size": Wire(2, megatron("tensor_model_parallel_size")),
     "parallel.pipeline_model_parallel_size": Wire(
@@ -255,7 +255,7 @@ WIRES: dict[str, Wire] = {
         "bf16", lambda b: next(b.engine._models[0].parameters()).dtype, torch.bfloat16
     ),
     "parallel.params_dtype (of the self-test)": Wire(
-        "bf16", lambda b: b.parts.exporter.params_dtype
+        "bf16", lambda b: b.components.exporter.params_dtype
     ),
     "parallel.recompute_granularity": Wire(
         "full", lambda b: b.engine._models[0].decoder.config.recompute_granularity
@@ -277,9 +277,9 @@ WIRES: dict[str, Wire] = {
     "observe.tensorboard": Wire(True, sinks, ["JsonlSink", "TensorBoardSink"]),
     "observe.wandb": Wire("offline", sinks, ["JsonlSink", "WandbSink"]),
     "observe.progress": Wire(
-        True, lambda b: type(b.parts.reporter.progress).__name__, "LineProgress"
+        True, lambda b: type(b.components.reporter.progress).__name__, "LineProgress"
     ),
-    "observe.peak_tflops": Wire(989.0, lambda b: b.parts.reporter.compute.peak_tflops),
+    "observe.peak_tflops": Wire(989.0, lambda b: b.components.reporter.compute.peak_tflops),
     "run.seed (of the noise)": Wire(77, noise, expected_noise),
     "run.seed (of the data)": Wire(
         77,
@@ -292,16 +292,16 @@ WIRES: dict[str, Wire] = {
         SCRATCH,
     ),
     "run.load": Wire(loaded, embedding, other_embedding),
-    "run.max_skipped_steps": Wire(7, lambda b: b.parts.skips.max_consecutive),
+    "run.max_skipped_steps": Wire(7, lambda b: b.components.skips.max_consecutive),
     "run.save_interval": Wire(1, saves, [f"step_{step:08d}" for step in range(1, 9)]),
-    "run.async_save": Wire(False, lambda b: b.parts.saver.options.async_save),
+    "run.async_save": Wire(False, lambda b: b.components.saver.options.async_save),
     "run.keep_checkpoints": Wire(4, kept, others=EVERY_STEP),
     "run.eval_interval": Wire(1, lambda b: len(b.recorded.of("evaluate")), 8),
-    "run.eval_samples": Wire(6, lambda b: len(b.parts.eval_batches)),
-    "run.log_interval": Wire(9, lambda b: b.parts.reporter.log_interval),
+    "run.eval_samples": Wire(6, lambda b: len(b.components.eval_batches)),
+    "run.log_interval": Wire(9, lambda b: b.components.reporter.log_interval),
     "run.dir": Wire(
         lambda assets: str(assets.model.parent / "elsewhere"),
-        lambda b: str(b.parts.saver.folder.parent),
+        lambda b: str(b.components.saver.folder.parent),
     ),
     "kernels": Wire("reference", lambda b: b.engine._attend.__module__.rpartition(".")[2]),
 }
@@ -370,13 +370,13 @@ def test_a_retrofit_continues_from_the_ratio_of_what_run_load_names(
 ) -> None:
     state = TrainState(eviction_enabled=True, target_cr=2.5, channel_scale=0.0)
     source = built()
-    student = source.parts.exporter.export("cr", state.to_dict())
+    student = source.components.exporter.export("cr", state.to_dict())
     if kind == "export":
         student = student / "hf"
     else:
         student = tmp_path / "checkpoint"
-        source.parts.saver.engine.save(
-            student, {**state.to_dict(), **source.parts.saver.provenance}
+        source.components.saver.engine.save(
+            student, {**state.to_dict(), **source.components.saver.provenance}
         )
     run = built(**{"run.load": str(student), "stage.run": ["retrofit", "hold"]})
     found = [plan.target_cr for plan in plans("retrofit")(run)]

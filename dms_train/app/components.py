@@ -1,4 +1,4 @@
-"""What the training loop of a run calls: exporter, validator, saver, reporter, batches."""
+"""Build the components of the training loop: exporter, validator, saver, reporter, batches."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from dms_train.observe import log
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
-from dms_train.training.loop import LoopParts
+from dms_train.training.loop import TrainerComponents
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
 from dms_train.training.skipping import SkipRecord
 from dms_train.training.state import TrainState
 
 
-def loop_parts(
+def trainer_components(
     prepared: Prepared,
     view: ParallelView,
     engine: McoreEngine,
     watch: RunWatch,
     contents: dict[str, Any],
-) -> LoopParts:
+) -> TrainerComponents:
     """Build everything that the training loop calls.
 
     Args:
         prepared: The run, at the point it starts from.
-        view: This rank's place.
+        view: This rank's position in the layout.
         engine: Student and teacher.
         watch: Signals and heartbeats.
-        contents: What every checkpoint records of the run's inputs.
+        contents: Record of the run's inputs, stored with every checkpoint.
     """
     config, is_main_rank = prepared.config, view.rank == 0
     train, valid = datasets(prepared, view)
@@ -69,7 +69,7 @@ def loop_parts(
         is_main_rank=is_main_rank,
         provenance={**provenance, **contents},
     )
-    return LoopParts(
+    return TrainerComponents(
         engine=engine,
         source=source,
         exporter=exporter,
