@@ -24,9 +24,9 @@ from dms_train.method.base import MethodSpec
 CARD_FILE = "README.md"
 UNKNOWN = "unknown"
 POOLED_FROM = "pooled_kv_heads"
-"""Key of an export's provenance: KV heads of the base model, where they were averaged."""
+"""Key of an export's provenance: KV heads of the base model, if they were averaged."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Of the base model's front matter: what holds for a retrofitted model too.
+# Keys of the base model's front matter that hold for the retrofitted model, too.
 _INHERITED = ("license", "license_name", "license_link", "language")
 _BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
 _MEASURED = {
@@ -47,7 +47,7 @@ _MEASURED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """What is known of the model that was retrofitted.
+    """Facts about the model that was retrofitted.
 
     Attributes:
         name: Hub id or name of its folder; None for a model trained from scratch.
@@ -87,7 +87,7 @@ def read_base(model: str | None) -> BaseModel:
 
 
 def _front_matter(card: Path) -> dict[str, Any]:
-    """The mapping between the first two `---` lines of a card; empty if there is none."""
+    """Read the mapping between the first two `---` lines of a card; empty if there is none."""
     if not card.is_file():
         return {}
     text = card.read_text(encoding="utf-8", errors="replace")
@@ -116,9 +116,9 @@ def render(
 
     Args:
         architecture: The model.
-        base: What it was made from.
+        base: The model it was made from.
         compressed: The retrofitted model and its format; None for a dense model.
-        pooled_from: KV heads of the base model, where the weights are averages of them.
+        pooled_from: KV heads of the base model if the weights are averages of its heads.
         code_files: Names of the export's code files for transformers.
     """
     front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}

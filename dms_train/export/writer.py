@@ -1,4 +1,4 @@
-"""Writes a complete model directory that transformers loads, in one atomic step."""
+"""Writer of complete model directories for transformers, in one atomic step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Described:
     compressed: tuple[ExportedModel, ExportFormat] | None
 
     def config(self, source: Path | None) -> dict[str, Any]:
-        """The complete config.json."""
+        """Return the complete config.json."""
         config = {
             **_source_config(source),
             **to_hf_config(self.architecture),
@@ -75,13 +75,13 @@ class _Described:
         return config
 
     def code_files(self) -> dict[str, str]:
-        """The code with which transformers loads the export: file name to source text."""
+        """Return the code with which transformers loads the export: file name to source text."""
         if self.compressed is None or not self.compressed[1].ships_code:
             return {}
         return shipped_code(self.architecture.family, self.compressed[1].method)
 
     def write(self, directory: Path, source_dir: str | Path | None) -> None:
-        """Write everything but the weights and the self-test."""
+        """Write everything except the weights and the self-test."""
         source = None if source_dir is None else Path(source_dir)
         if source is not None:
             copy_tokenizer(source, directory)
@@ -128,15 +128,15 @@ def write_export(  # noqa: PLR0913 - all named
     """Write a model directory; it appears complete or not at all.
 
     Args:
-        out_dir: Where; may exist only if it is itself an export written here.
+        out_dir: Directory of the export; it may exist only if this program wrote it.
         architecture: The model.
-        spec: What was trained; None writes a plain dense model.
-        cr_factor: Measured tokens seen per slot held, or None.
+        spec: Specification of the training; None writes a plain dense model.
+        cr_factor: Measured number of tokens seen per slot held, or None.
         target_cr: Compression ratio asked for in training.
         dtype: Dtype of the exported weights.
         export_format: Name of a format; unused for dense models.
         weights: (Hugging Face name, tensor) in any order, consumed one shard at a time.
-        source_dir: Whose tokenizer, generation config and other config keys are carried over.
+        source_dir: Directory that supplies tokenizer, generation config and other config keys.
         selftest: Reference output; only with a spec.
         block_size: Tokens per page of NVIDIA's paged cache.
         provenance: JSON values that state where the weights come from.
@@ -174,7 +174,7 @@ def write_export(  # noqa: PLR0913 - all named
 
 @contextmanager
 def _published(out_dir: Path) -> Iterator[Path]:
-    """A hidden sibling directory that takes the name `out_dir` when the block succeeds."""
+    """Yield a hidden sibling directory, renamed to `out_dir` when the block succeeds."""
     check_replaceable(out_dir)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -204,7 +204,7 @@ def check_replaceable(out_dir: Path) -> None:
 
 
 def _source_config(source: Path | None) -> dict[str, Any]:
-    """Keys that an export takes over (token ids and the like); of a tokenizer its token ids."""
+    """Read the keys that an export takes over; from a tokenizer alone, its token ids."""
     if source is None:
         return {}
     if not (source / "config.json").is_file():
@@ -217,7 +217,7 @@ def _source_config(source: Path | None) -> dict[str, Any]:
 
 
 def _special_tokens(source: Path) -> dict[str, int]:
-    """Ids of the special tokens of a directory that has a tokenizer and no model."""
+    """Read the ids of special tokens from a directory with a tokenizer and no model."""
     path = source / "tokenizer_config.json"
     if (source / "config.json").is_file() or not path.is_file() or not has_tokenizer(source):
         return {}
@@ -232,7 +232,7 @@ def _special_tokens(source: Path) -> dict[str, int]:
 
 
 def _complete_generation(path: Path, special: dict[str, int]) -> None:
-    """Write the ids that a copied generation config does not state; its own values stay."""
+    """Add ids that a copied generation config does not state; its own values stay."""
     stated = read_json(path) if path.is_file() else {}
     write_json(path, {**stated, **{k: v for k, v in special.items() if k not in stated}})
 

@@ -1,4 +1,4 @@
-"""Export formats: what each consumer reads, what it would misinterpret, and how it is read back.
+"""Export formats: layout, limits of the program that reads it, and reading back.
 
 Every method has a format of its name (`nested`). Formats for other programs are modules with one
 `FORMAT`, named after it; `registry` finds them, so one file adds a format. `base` holds the

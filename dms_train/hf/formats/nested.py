@@ -1,4 +1,4 @@
-"""This project's own formats: the whole specification under one key of config.json.
+"""Formats of this project: the whole specification under one key of config.json.
 
 Every method has one. The key and the format have the name of the method.
 """
@@ -28,7 +28,7 @@ def nested_format(method: str) -> ExportFormat:
 
 
 def _config_keys(model: ExportedModel) -> dict[str, Any]:
-    """One nested key, and a model_type that is not registered in transformers."""
+    """Set one nested key, and a model_type that is not registered in transformers."""
     method = model.spec.kind
     return {
         "model_type": f"{method}_{model.architecture.family}",

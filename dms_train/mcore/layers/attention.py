@@ -1,4 +1,4 @@
-"""Self-attention that reads eviction decisions from the query and passes them to the kernels.
+"""Self-attention with the decisions of a retrofit method, which it passes to the kernels.
 
 Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
 d head size; heads are those of this tensor-parallel rank.
@@ -119,7 +119,7 @@ class MethodState:
 
 
 class CoreAttention(MegatronModule):
-    """The kernel call, as the module that megatron's spec and selective recomputation expect."""
+    """Module around the kernel call, for Megatron's spec and selective recomputation."""
 
     def __init__(
         self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any
@@ -136,9 +136,9 @@ class CoreAttention(MegatronModule):
         log_keep: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d].
+        """Map query [s, b, n, d], key, value [s, b, g, d], log_keep [b, g, s] to [s, b, n * d].
 
-        `cu_seqlens` are the bounds of packed documents in the samples behind each other.
+        `cu_seqlens` holds the bounds of packed documents in the concatenated samples.
         """
         heads = [t.transpose(0, 1) for t in (query, key, value)]
         if cu_seqlens is not None:  # the kernels take documents of one sample
@@ -186,10 +186,10 @@ class _LayerProjection(NamedTuple):
 
 
 class MethodSelfAttention(SelfAttention):
-    """Megatron's self-attention with an eviction channel.
+    """Megatron's self-attention with a retrofit method.
 
     The block sets `noise_keys` and `documents` right before each call and takes `eviction_stats`
-    right after it, inside the recomputed unit; they belong to one microbatch only.
+    right after it, inside the recomputed unit; they belong to one micro-batch only.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class MethodSelfAttention(SelfAttention):
     def _rotate(
         self, rotary_pos_emb: Tensor | None, query: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """RoPE on query [s, b, g, r, d] and key [s, b, g, d]."""
+        """Apply RoPE to query [s, b, g, r, d] and key [s, b, g, d]."""
         if self.method.fused:
             from dms_train.kernels.layers import triton_rope
 
@@ -262,7 +262,7 @@ class MethodSelfAttention(SelfAttention):
         return turned.view(query.shape), key
 
     def _account(self, decided: Decided | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
-        """log(1 - alpha) by key, or None, and eviction statistics; recorded where asked for.
+        """Return log(1 - alpha) by key, or None, and eviction statistics; record them on request.
 
         `like` is any tensor [s, b, g, ...] of the layer.
         """
@@ -279,7 +279,7 @@ class MethodSelfAttention(SelfAttention):
         return decided.log_keep, decided.stats
 
     def _noise(self) -> LayerNoise | None:
-        """Of this rank's heads; None where the plan has none."""
+        """Return the noise of this rank's heads; None if the plan has none."""
         plan = self.method.plan
         if plan.eviction != "soft" or not plan.noise:
             return None
@@ -290,7 +290,7 @@ class MethodSelfAttention(SelfAttention):
 
 
 def _sum_ranks(x: Tensor, group: Any) -> Tensor:
-    """The sum over tensor-parallel ranks; its gradient is summed over them too."""
+    """Sum over tensor-parallel ranks; the gradient is summed over them, too."""
     return x if group.size() == 1 else all_reduce(x.contiguous(), group=group)
 
 
