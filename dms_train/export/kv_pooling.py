@@ -1,8 +1,8 @@
 """Fewer KV heads by mean pooling: a dense model becomes one with grouped-query attention.
 
 The projections of keys and values of neighbouring KV heads are averaged, and the projection of
-queries is kept (GQA: arXiv:2305.13245, section 2.1). Query heads that read one of the pooled heads read their mean
-afterwards. Keys are averaged before their norm and before RoPE; a key norm has one weight for all
+queries is kept (GQA: arXiv:2305.13245, section 2.1). Query heads of the pooled heads then read
+their mean. Keys are averaged before their norm and before RoPE; a key norm has one weight for all
 heads, which stays.
 """
 

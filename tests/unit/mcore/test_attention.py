@@ -13,6 +13,7 @@ from dms_train.families import FAMILIES
 from dms_train.kernels.train_attention import reference
 from dms_train.kernels.train_attention.reference import dms_attention
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.layers.attention import MethodSelfAttention
 from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.noise import logistic_noise, sample_keys
 from dms_train.method.plan import StepPlan
@@ -155,10 +156,18 @@ def test_a_layer_attends_according_to_its_decisions(
     assert alpha_sum.max() < 4 * S
 
 
+def decide(attention: MethodSelfAttention) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """log(1 - alpha) by key and statistics of decisions with logits of -offset."""
+    channel = torch.zeros(S, B, 4)
+    return attention._account(
+        attention.method.layer.decide(channel, attention._pass(None)), channel
+    )
+
+
 def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build) -> None:
     engine = build("llama", "dms", trains=False)
     engine._method.set_plan(StepPlan())
-    log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
+    log_keep, eviction_stats = decide(attention_of(engine))
     assert log_keep is None
     assert eviction_stats.tolist() == [[0.0, 4 * S, 4 * (S + 1) / 2]] * B
 
@@ -167,7 +176,7 @@ def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build
 def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) -> None:
     engine = build("llama", preset, trains=False)
     engine._method.set_plan(StepPlan(channel_scale=0.0, eviction="all"))
-    log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
+    log_keep, eviction_stats = decide(attention_of(engine))
     assert log_keep is not None
     shift, window = engine.spec.decision_shift, engine.spec.window
     assert (log_keep[..., : S - shift] == -torch.inf).all()
@@ -183,12 +192,12 @@ def test_noise_belongs_to_the_global_sample_and_step(build: Build) -> None:
     attention = attention_of(engine)
     keys = sample_keys(7, 3, torch.tensor([4, 9]))
     attention.noise_keys = keys
-    both, _ = attention._decide(torch.zeros(S, B, 4))
+    both, _ = decide(attention)
     attention.noise_keys = keys.flip(0)
-    swapped, _ = attention._decide(torch.zeros(S, B, 4))
+    swapped, _ = decide(attention)
     assert torch.equal(both.flip(0), swapped)
     attention.noise_keys = sample_keys(7, 4, torch.tensor([4, 9]))
-    later, _ = attention._decide(torch.zeros(S, B, 4))
+    later, _ = decide(attention)
     assert not torch.equal(both, later)
 
 
