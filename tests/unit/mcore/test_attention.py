@@ -13,7 +13,7 @@ from dms_train.families import FAMILIES
 from dms_train.kernels.train_attention import reference
 from dms_train.kernels.train_attention.reference import dms_attention
 from dms_train.mcore.engine import McoreEngine
-from dms_train.mcore.layers.attention import MethodSelfAttention
+from dms_train.mcore.layers.attention import MethodSelfAttention, MethodState
 from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.noise import logistic_noise, sample_keys
 from dms_train.method.plan import StepPlan
@@ -231,3 +231,30 @@ def test_the_engine_attends_with_the_configured_backend(
     assert expected is not None
     assert chosen is not None
     torch.testing.assert_close(expected.logits, chosen.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compiles the kernels")
+@pytest.mark.parametrize("eviction", ["soft", "hard", "none"])
+@pytest.mark.parametrize(
+    ("family", "preset"),
+    [("llama", "dms"), ("qwen3", "dms_nvidia"), ("llama", "dmc"), ("qwen3", "dmc_hardc")],
+)
+def test_a_layer_with_fused_kernels_computes_what_torch_computes(
+    build: Build, family: str, preset: str, eviction: str
+) -> None:
+    pytest.importorskip("triton")
+    engine = build(family, preset, trains=False, alpha_offset=0.5)
+    plan = StepPlan(channel_scale=0.25, eviction=eviction)
+    attention = attention_of(engine)
+    attention.noise_keys = sample_keys(7, 3, torch.tensor([4, 9]))
+    hidden = torch.randn(S, B, 32, generator=torch.Generator().manual_seed(2))
+    fused = MethodState(engine._method.options, engine._attend, fused_on=torch.device("cpu"))
+    results = []
+    for method in (engine._method, fused):
+        method.set_plan(plan)
+        attention.method = attention.core_attention.method = method
+        with torch.no_grad():
+            out, _ = attention(hidden, rotary_pos_emb=method.rope(rope(engine)))
+        results.append((out, attention.eviction_stats))
+    for plain, kernels in zip(*results, strict=True):
+        torch.testing.assert_close(kernels, plain, rtol=1e-4, atol=1e-5)
