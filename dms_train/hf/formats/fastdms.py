@@ -44,7 +44,7 @@ def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | No
         return None
     shift = flat.flat_shift(config)
     if shift == 0:
-        return flat.read_flat(directory, config, PRESETS[_PRESET], adapter=adapter)
+        return flat.read_flat(directory, config, PRESETS[_PRESET].spec, adapter=adapter)
     return _stated(directory) if shift is None else None
 
 
@@ -54,7 +54,7 @@ def _stated(directory: Path) -> Stated | None:
     if not values:
         return None
     config = Values(f"{path}: config", values)
-    spec = PRESETS[_PRESET].override(
+    spec = PRESETS[_PRESET].spec.override(
         window=config.whole("window_size"),
         alpha_scale=config.positive("alpha_scale"),
         alpha_offset=config.number("alpha_offset"),

@@ -38,7 +38,7 @@ def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | No
     """Read flat keys with any shift except 0, which is FastDMS; without a shift it is 1."""
     if flat.flat_shift(config) in (None, 0):
         return None
-    return flat.read_flat(directory, config, PRESETS[_PRESET], adapter=adapter)
+    return flat.read_flat(directory, config, PRESETS[_PRESET].spec, adapter=adapter)
 
 
 FORMAT = ExportFormat(
