@@ -1,4 +1,4 @@
-"""McoreEngine: the interface of this package to the training loop."""
+"""Interface of this package to the training loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEngineOptions:
-    """The parts of the configuration that the engine needs.
+    """Parts of the configuration that the engine needs.
 
     Attributes:
         trains: Whether to build gradient buffers and an optimizer; converters need none.

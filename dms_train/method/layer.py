@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -74,10 +74,58 @@ class Decided(NamedTuple):
     held: Tensor | None = None
 
 
-class MethodLayer(Protocol):
-    """Changes of a method to the attention of a layer and to the loss; it has no weights."""
+class LayerKernels(NamedTuple):
+    """Fused forms of operations on relaxed decisions, for GPUs.
 
-    def __init__(self, spec: MethodSpec) -> None: ...
+    Attributes:
+        decide: Map activations, float32 [s, b, g], to `log_keep` and `stats` of `Decided`.
+        decide_merges: Likewise, with alpha [s, b, g] in front; 0 for a token without predecessor.
+        merge: Kernel for `method.dmc.merge.merge`.
+    """
+
+    decide: Callable[
+        [Tensor, MethodOptions, LayerNoise | None, PackedDocuments | None], tuple[Tensor, Tensor]
+    ]
+    decide_merges: Callable[
+        [Tensor, MethodOptions, LayerNoise | None, PackedDocuments | None],
+        tuple[Tensor, Tensor, Tensor],
+    ]
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+class Projection(Protocol):
+    """Query, key and value projection of a layer, computed on request."""
+
+    def heads(self) -> Heads:
+        """Return the heads before RoPE."""
+        ...
+
+    def rotated(self, channel: int, *, clear_after_rope: bool) -> tuple[Heads, Tensor]:
+        """Apply RoPE with one kernel, which also scales a channel of the first query heads.
+
+        Args:
+            channel: The channel; it is multiplied by the step's `channel_scale`.
+            clear_after_rope: Whether the product is scaled again after RoPE.
+
+        Returns:
+            Rotated heads, and the activations of the channel before RoPE, float32 [s, b, g].
+        """
+        ...
+
+
+class MethodLayer(Protocol):
+    """Changes of a method to the attention of a layer and to the loss; it has no weights.
+
+    Inherit from it to get the defaults.
+
+    Attributes:
+        scale_on_device: Whether `prepare_fused` reads `channel_scale` only on the device, so that
+            one CUDA graph serves all of its values.
+    """
+
+    scale_on_device: ClassVar[bool] = False
+
+    def __init__(self, spec: MethodSpec, kernels: LayerKernels | None = None) -> None: ...
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
         """Return rotated heads and the decisions for the attention kernel.
@@ -85,6 +133,12 @@ class MethodLayer(Protocol):
         There are no decisions when the plan's eviction is `none`.
         """
         ...
+
+    def prepare_fused(
+        self, projection: Projection, step: LayerPass
+    ) -> tuple[Heads, Decided | None]:
+        """Do what `prepare` does when fused kernels run; by default with `prepare` itself."""
+        return self.prepare(projection.heads(), step)
 
     def loss(
         self,
@@ -127,8 +181,13 @@ class MethodLayer(Protocol):
 
 
 @cache
-def method_layer(spec: MethodSpec) -> MethodLayer:
-    """Return the layer of the method that a specification names."""
+def method_layer(spec: MethodSpec, kernels: LayerKernels | None = None) -> MethodLayer:
+    """Return the layer of the method that a specification names.
+
+    Args:
+        spec: Constants of the method.
+        kernels: Fused operations; None for torch operations alone.
+    """
     module = importlib.import_module(f"dms_train.method.{spec.kind}.attention")
-    layer: MethodLayer = module.LAYER(spec)
+    layer: MethodLayer = module.LAYER(spec, kernels)
     return layer

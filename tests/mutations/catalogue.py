@@ -369,7 +369,7 @@ MUTATIONS = [
     ),
     Mutation(
         "exported code has a window one token shorter",
-        "dms_train/export/code/modeling_dms.py",
+        "dms_train/export/shipped/modeling_dms.py",
         "queries[:, None] - keys[None, :] > self.dms.numbers.window",
         "queries[:, None] - keys[None, :] >= self.dms.numbers.window",
         "tests/unit/hf/test_modeling.py::test_equals_independent_forward[llama-dms]",

@@ -1,4 +1,4 @@
-"""Self-attention that reads eviction decisions from the query and passes them to the kernels.
+"""Self-attention with the decisions of a retrofit method, which it passes to the kernels.
 
 Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
 d head size; heads are those of this tensor-parallel rank.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,9 @@ from torch.distributed.nn.functional import all_reduce
 
 from dms_train.kernels.api import DMSAttention
 from dms_train.method.base import MethodOptions
-from dms_train.method.dmc.attention import DMCLayer, Kernels
-from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.eviction_stats import EVICTION_STATS
-from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
+from dms_train.method.layer import Decided, Heads, LayerKernels, LayerPass, method_layer
 from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 from dms_train.method.schedule import evicted_fraction
@@ -57,13 +55,8 @@ class MethodState:
         self.options = options
         self.loss_options = loss
         self.spec = options.spec
-        self.layer = method_layer(self.spec)
         self.fused = fused_on is not None
-        if self.fused and options.kind == "dmc":
-            from dms_train.kernels.layers.triton_decide import decide_merges
-            from dms_train.kernels.layers.triton_merge import merge
-
-            self.layer = DMCLayer(self.spec, Kernels(decide_merges, merge))
+        self.layer = method_layer(self.spec, _layer_kernels() if self.fused else None)
         self.attend = attend
         self.plan = StepPlan()
         self.step: int | Tensor = 0
@@ -94,7 +87,7 @@ class MethodState:
         """Return the plan without the numbers that passes read from tensors."""
         if not self.fused:
             return plan
-        scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.channel_scale
+        scale = 1.0 if self.layer.scale_on_device else plan.channel_scale
         return replace(plan, step=0, stage_step=0, target_cr=1.0, channel_scale=scale)
 
     def rope(self, frequencies: Tensor, documents: PackedDocuments | None = None) -> Tensor:
@@ -126,7 +119,7 @@ class MethodState:
 
 
 class CoreAttention(MegatronModule):
-    """The kernel call, as the module that megatron's spec and selective recomputation expect."""
+    """Module around the kernel call, for Megatron's spec and selective recomputation."""
 
     def __init__(
         self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any
@@ -143,9 +136,9 @@ class CoreAttention(MegatronModule):
         log_keep: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d].
+        """Map query [s, b, n, d], key, value [s, b, g, d], log_keep [b, g, s] to [s, b, n * d].
 
-        `cu_seqlens` are the bounds of packed documents in the samples behind each other.
+        `cu_seqlens` holds the bounds of packed documents in the concatenated samples.
         """
         heads = [t.transpose(0, 1) for t in (query, key, value)]
         if cu_seqlens is not None:  # the kernels take documents of one sample
@@ -158,11 +151,45 @@ class CoreAttention(MegatronModule):
         return out.view(b, s, n, d).transpose(0, 1).reshape(s, b, -1)
 
 
-class DMSSelfAttention(SelfAttention):
-    """Megatron's self-attention with an eviction channel.
+class _LayerProjection(NamedTuple):
+    """`method.layer.Projection` of a layer's hidden states [s, b, h]."""
+
+    attention: MethodSelfAttention
+    hidden_states: Tensor
+    rope: Tensor | None
+
+    def heads(self) -> Heads:
+        """Return the heads before RoPE."""
+        query, key, value = self.attention.get_query_key_value_tensors(self.hidden_states)
+        return Heads(query.view(*key.shape[:3], -1, key.shape[3]), key, value)
+
+    def rotated(self, channel: int, *, clear_after_rope: bool) -> tuple[Heads, Tensor]:
+        """Rotate with one kernel, which also splits the projection where no norm follows it."""
+        from dms_train.kernels.layers import triton_rope
+
+        attention, table = self.attention, self.rope
+        assert table is not None
+        d = attention.hidden_size_per_attention_head
+        scaled = triton_rope.EvictionChannel(
+            channel % d, attention.method.channel_scale, clear_after_rope
+        )
+        if attention.config.qk_layernorm:
+            heads = self.heads()
+            query, key, raw = triton_rope.rotate(heads.query, heads.key, table, scaled)
+            value = heads.value
+        else:
+            mixed, _ = attention.linear_qkv(self.hidden_states)
+            groups = attention.num_query_groups_per_partition
+            mixed = mixed.view(*mixed.shape[:2], groups, -1, d)
+            query, key, value, raw = triton_rope.split_and_rotate(mixed, table, scaled)
+        return Heads(query.view(*key.shape[:3], -1, d), key, value), raw
+
+
+class MethodSelfAttention(SelfAttention):
+    """Megatron's self-attention with a retrofit method.
 
     The block sets `noise_keys` and `documents` right before each call and takes `eviction_stats`
-    right after it, inside the recomputed unit; they belong to one microbatch only.
+    right after it, inside the recomputed unit; they belong to one micro-batch only.
     """
 
     def __init__(
@@ -184,15 +211,13 @@ class DMSSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within hidden_states [s, b, h]; the mask is always causal."""
-        if self.method.fused and isinstance(self.method.layer, DMSLayer):
-            heads, eviction_channel = self._fused_heads(hidden_states, rotary_pos_emb)
-            log_keep, stats = self._decide(eviction_channel)
+        layer, step = self.method.layer, self._pass(rotary_pos_emb)
+        projection = _LayerProjection(self, hidden_states, rotary_pos_emb)
+        if self.method.fused:
+            heads, decided = layer.prepare_fused(projection, step)
         else:
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
-            grouped = query.view(*key.shape[:3], -1, key.shape[3])
-            projected = Heads(grouped, key, value)
-            heads, decided = self.method.layer.prepare(projected, self._pass(rotary_pos_emb))
-            log_keep, stats = self._account(decided, key)
+            heads, decided = layer.prepare(projection.heads(), step)
+        log_keep, stats = self._account(decided, heads.key)
         self.eviction_stats = F.pad(stats, (0, EVICTION_STATS - stats.shape[1]))
         cu_seqlens = None if self.documents is None else self.documents.cu_seqlens
         inputs = heads.query.flatten(2, 3), heads.key, heads.value, log_keep, cu_seqlens
@@ -218,33 +243,10 @@ class DMSSelfAttention(SelfAttention):
             recorded=self.recorded is not None or self.held is not None,
         )
 
-    def _fused_heads(self, hidden_states: Tensor, table: Tensor | None) -> tuple[Heads, Tensor]:
-        """Rotated heads and eviction channel by one kernel each way.
-
-        It reads the projection's output where nothing norms that.
-        """
-        from dms_train.kernels.layers import triton_rope
-
-        assert table is not None
-        spec, d = self.method.spec, self.hidden_size_per_attention_head
-        eviction_channel = triton_rope.EvictionChannel(
-            spec.channel % d, self.method.channel_scale, spec.clear_after_rope
-        )
-        if not self.config.qk_layernorm:
-            mixed, _ = self.linear_qkv(hidden_states)
-            groups = self.num_query_groups_per_partition
-            mixed = mixed.view(*mixed.shape[:2], groups, -1, d)
-            query, key, value, raw = triton_rope.split_and_rotate(mixed, table, eviction_channel)
-        else:
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
-            grouped = query.view(*key.shape[:3], -1, d)
-            query, key, raw = triton_rope.rotate(grouped, key, table, eviction_channel)
-        return Heads(query.view(*key.shape[:3], -1, d), key, value), raw
-
     def _rotate(
         self, rotary_pos_emb: Tensor | None, query: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """RoPE on query [s, b, g, r, d] and key [s, b, g, d]."""
+        """Apply RoPE to query [s, b, g, r, d] and key [s, b, g, d]."""
         if self.method.fused:
             from dms_train.kernels.layers import triton_rope
 
@@ -260,7 +262,7 @@ class DMSSelfAttention(SelfAttention):
         return turned.view(query.shape), key
 
     def _account(self, decided: Decided | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
-        """log(1 - alpha) by key, or None, and eviction statistics; recorded where asked for.
+        """Return log(1 - alpha) by key, or None, and eviction statistics; record them on request.
 
         `like` is any tensor [s, b, g, ...] of the layer.
         """
@@ -276,18 +278,8 @@ class DMSSelfAttention(SelfAttention):
             self.held = self.held.to(decided.held.device) + decided.held.sum(0)
         return decided.log_keep, decided.stats
 
-    def _decide(self, eviction_channel: Tensor) -> tuple[Tensor | None, Tensor]:
-        """`_account` of the decisions of DMS; in training by a kernel where kernels are fused."""
-        layer, step = self.method.layer, self._pass(None)
-        assert isinstance(layer, DMSLayer)
-        if self.method.fused and step.plan.eviction == "soft" and not step.recorded:
-            from dms_train.kernels.layers.triton_decide import decide
-
-            return decide(eviction_channel, step.options, step.noise, self.documents)
-        return self._account(layer.decide(eviction_channel, step), eviction_channel)
-
     def _noise(self) -> LayerNoise | None:
-        """Of this rank's heads; None where the plan has none."""
+        """Return the noise of this rank's heads; None if the plan has none."""
         plan = self.method.plan
         if plan.eviction != "soft" or not plan.noise:
             return None
@@ -298,5 +290,12 @@ class DMSSelfAttention(SelfAttention):
 
 
 def _sum_ranks(x: Tensor, group: Any) -> Tensor:
-    """The sum over tensor-parallel ranks; its gradient is summed over them too."""
+    """Sum over tensor-parallel ranks; the gradient is summed over them, too."""
     return x if group.size() == 1 else all_reduce(x.contiguous(), group=group)
+
+
+def _layer_kernels() -> LayerKernels:
+    from dms_train.kernels.layers.triton_decide import decide, decide_merges
+    from dms_train.kernels.layers.triton_merge import merge
+
+    return LayerKernels(decide, decide_merges, merge)

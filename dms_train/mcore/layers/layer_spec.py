@@ -1,4 +1,4 @@
-"""The ModuleSpec of a Llama-like block with our attention between chosen layers."""
+"""ModuleSpec of a Llama-like block with this package's attention."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from dms_train.mcore.layers.attention import CoreAttention, DMSSelfAttention, MethodState
+from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
 from dms_train.mcore.layers.backend import LayerBackend
 
 
 def _swiglu() -> Callable[[Tensor], Tensor]:
-    """The activation as one kernel; megatron's slot for it takes functions too."""
+    """Return the activation as one kernel; Megatron's slot for it accepts functions."""
     from dms_train.kernels.layers.triton_swiglu import swiglu
 
     return swiglu
@@ -44,13 +44,13 @@ FUSED_NAMES = {
 def layer_spec(
     method: MethodState, layer_backend: LayerBackend, *, qk_layernorm: bool
 ) -> ModuleSpec:
-    """One decoder layer."""
+    """Describe one decoder layer."""
     inner, outer = (
         layer_backend.norm if qk_layernorm else IdentityOp,
         IdentityOp if layer_backend.fuses_norm else layer_backend.norm,
     )
     attention = ModuleSpec(
-        module=DMSSelfAttention,
+        module=MethodSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "method": method},
         submodules=SelfAttentionSubmodules(
             linear_qkv=layer_backend.norm_linear,
@@ -85,7 +85,7 @@ def block_spec(
     layer_backend: LayerBackend,
     vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline chunk and the final norm."""
+    """Describe the layers of this pipeline chunk and the final norm."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = get_num_layers_to_build(config, vp_stage, stage)
     spec = layer_spec(method, layer_backend, qk_layernorm=config.qk_layernorm)

@@ -7,9 +7,6 @@ of DMS with a window of 0 and a shift of 1. Shape letters are those of `method.l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,30 +17,12 @@ from dms_train.method.dmc.merge import merge
 from dms_train.method.dmc.spec import DMCOptions, DMCSpec
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.eviction_stats import EvictionStats
-from dms_train.method.layer import Decided, Heads, LayerPass
+from dms_train.method.layer import Decided, Heads, LayerKernels, LayerPass, MethodLayer
 from dms_train.method.losses import compression_hinge
 from dms_train.method.noise import LayerNoise
 from dms_train.method.visibility import align_to_keys
 
 SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
-Decide = Callable[
-    [Tensor, MethodOptions, LayerNoise | None, PackedDocuments | None],
-    tuple[Tensor, Tensor, Tensor],
-]
-Merge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-
-
-class Kernels(NamedTuple):
-    """Fused kernels of a layer.
-
-    Attributes:
-        decide: Relax decisions: from the eviction channel, float32 [s, b, g], to alpha [s, b, g],
-            0 where a token has no predecessor, log(1 - alpha) by key and statistics.
-        merge: As `merge`.
-    """
-
-    decide: Decide
-    merge: Merge
 
 
 def _options(options: MethodOptions) -> DMCOptions:
@@ -88,14 +67,14 @@ def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:
     return (numbers == documents.first.t())[..., None]
 
 
-class DMCLayer:
+class DMCLayer(MethodLayer):
     """Decisions of each KV head whether a token continues the slot of its predecessor."""
 
-    def __init__(self, spec: MethodSpec, kernels: Kernels | None = None) -> None:
+    def __init__(self, spec: MethodSpec, kernels: LayerKernels | None = None) -> None:
         assert isinstance(spec, DMCSpec)
         self.spec: DMCSpec = spec
-        self.merge: Merge = merge if kernels is None else kernels.merge
-        self.decide = None if kernels is None else kernels.decide
+        self.merge = merge if kernels is None else kernels.merge
+        self.decide = None if kernels is None else kernels.decide_merges
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
         """Return merged heads with RoPE at each token's own position, and the decisions."""

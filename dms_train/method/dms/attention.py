@@ -12,22 +12,36 @@ from dms_train.method import decisions
 from dms_train.method.accounting import slots_held_and_read
 from dms_train.method.base import MethodOptions, MethodSpec
 from dms_train.method.eviction_stats import EvictionStats
-from dms_train.method.layer import Decided, Heads, LayerPass
+from dms_train.method.layer import Decided, Heads, LayerKernels, LayerPass, MethodLayer, Projection
 from dms_train.method.losses import compression_hinge
 from dms_train.method.visibility import align_to_keys
 
 
-class DMSLayer:
+class DMSLayer(MethodLayer):
     """Decisions of each KV head about every token, read from its first query head."""
 
-    def __init__(self, spec: MethodSpec) -> None:
+    scale_on_device = True
+
+    def __init__(self, spec: MethodSpec, kernels: LayerKernels | None = None) -> None:
         self.spec = spec
+        self._kernels = kernels
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
         """Return rotated heads with a scaled eviction channel, and the decisions if any."""
         channel = decisions.eviction_channel(heads.query, self.spec.channel)
         query, key = self.rotate(heads.query, heads.key, step)
         return Heads(query, key, heads.value), self.decide(channel, step)
+
+    def prepare_fused(
+        self, projection: Projection, step: LayerPass
+    ) -> tuple[Heads, Decided | None]:
+        """Do what `prepare` does; in training with a kernel for the decisions, too."""
+        spec = self.spec
+        heads, channel = projection.rotated(spec.channel, clear_after_rope=spec.clear_after_rope)
+        if self._kernels is None or step.plan.eviction != "soft" or step.recorded:
+            return heads, self.decide(channel, step)
+        made = self._kernels.decide(channel, step.options, step.noise, step.documents)
+        return heads, Decided(*made)
 
     def rotate(self, query: Tensor, key: Tensor, step: LayerPass) -> tuple[Tensor, Tensor]:
         """Apply RoPE with the eviction channel multiplied by the plan's factor.

@@ -14,13 +14,15 @@ if torch.cuda.is_available():
 
 from dms_train.kernels.layers import triton_decide, triton_merge
 from dms_train.method.base import LayerSizes
-from dms_train.method.dmc.attention import DMCLayer, Kernels
+from dms_train.method.dmc.attention import DMCLayer
 from dms_train.method.dmc.merge import merge
-from dms_train.method.layer import Heads
+from dms_train.method.layer import Heads, LayerKernels
 from dms_train.method.noise import LayerNoise
 from dms_train.method.spec import PRESETS
 from tests.support.eviction_channel_cases import documents, layer_pass
 from tests.support.live_memory import saved_bytes
+
+KERNELS = LayerKernels(triton_decide.decide, triton_decide.decide_merges, triton_merge.merge)
 
 
 @pytest.mark.parametrize("hard", [True, False], ids=["hard", "soft"])
@@ -55,7 +57,7 @@ def test_a_layer_of_kernels_computes_what_the_layer_of_torch_computes(packed: bo
     where = documents(s, torch.device("cpu"))[0] if packed else None
     results = []
     for kernels, dtype in (
-        (Kernels(triton_decide.decide_merges, triton_merge.merge), torch.float32),
+        (KERNELS, torch.float32),
         (None, torch.float64),
     ):
         inputs = [x.to(dtype).requires_grad_() for x in given]
@@ -74,8 +76,7 @@ def test_a_layer_of_kernels_computes_what_the_layer_of_torch_computes(packed: bo
 @pytest.mark.parametrize("changes", [{}, {"merge_window": 3}], ids=["12", "3"])
 def test_the_plan_counts_what_a_layer_keeps_of_the_method(changes: dict, fused: bool) -> None:
     spec = PRESETS["dmc"].override(**changes)
-    kernels = Kernels(triton_decide.decide_merges, triton_merge.merge)
-    layer = DMCLayer(spec, kernels if fused else None)
+    layer = DMCLayer(spec, KERNELS if fused else None)
     s, b, g, r, d = 40, 2, 3, 2, 16
     shapes = ((s, b, g, r, d), (s, b, g, d), (s, b, g, d))
     heads = Heads(*(torch.ones(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes))

@@ -56,7 +56,9 @@ def counted_alpha(engine: McoreEngine) -> tuple[float, float]:
     length, samples, heads = 2048, 128, 4
     attention.noise_keys = sample_keys(7, 0, torch.arange(samples))
     with torch.no_grad():
-        _, eviction_stats = attention._decide(torch.zeros(length, samples, heads))
+        channel = torch.zeros(length, samples, heads)
+        decided = attention.method.layer.decide(channel, attention._pass(None))
+        _, eviction_stats = attention._account(decided, channel)
     means = eviction_stats[:, 0].double() / (length * heads)
     return means.mean().item(), (means.std() / math.sqrt(samples)).item()
 

@@ -1,10 +1,12 @@
 """Models retrofitted with Dynamic Memory Compression (DMC), for transformers.
 
-This file is shipped with the weights and needs only torch and transformers (4.57 or later). An
-export adds the classes of its family at the end. The cache keeps one entry of every token: the
-merged state of its slot, and beside the value what later tokens merge; states that a token
-continues are masked. It follows the tokens through everything transformers does with a cache, and
-saves no memory; the engine of the package that wrote this file keeps the slots alone.
+This file is shipped with the weights and needs only torch and transformers (4.57 or later).
+`modeling_<family>_dmc.py` defines the classes of the model family.
+
+The cache keeps one entry for every token: the merged state of its slot, and, next to the value,
+what later tokens merge. The state of a slot that a later token continues is masked. Transformers
+moves all of it with the token. This saves no memory; the engine of the package that wrote this file
+keeps the slots alone.
 """
 
 from __future__ import annotations
@@ -19,19 +21,21 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager
 
 from .configuration_dmc import DMCNumbers, dmc_numbers
 
-_Mixed: Any = object  # stands for the class of transformers that a mixin precedes
+__all__ = ["DMCAttention", "DMCForCausalLM"]
+
+_Mixed: Any = object  # a mixin precedes a class of transformers, whose type is not known here
 _SMALLEST_WEIGHT = 1e-6
 
 
 class DMCDecision(nn.Module):
-    """Decision logits from the key states; hook it to observe decisions."""
+    """Decision logits from the key states. A forward hook observes them."""
 
     def __init__(self, numbers: DMCNumbers) -> None:
         super().__init__()
         self.numbers = numbers
 
     def forward(self, key: Tensor) -> Tensor:
-        """key [batch, kv_heads, T, d] before RoPE. Returns float32 [batch, kv_heads, T]."""
+        """Map key [batch, kv_heads, T, d] before RoPE to float32 [batch, kv_heads, T]."""
         activation = key[..., self.numbers.channel]
         if self.numbers.shared:
             activation = activation[:, :1].expand_as(activation)
@@ -39,7 +43,7 @@ class DMCDecision(nn.Module):
         return self.numbers.scale * wide - self.numbers.offset
 
     def weights(self, query: Tensor) -> Tensor:
-        """Importance [batch, kv_heads, T] from query [batch, kv_heads, group, T, d] before RoPE."""
+        """Map query [batch, kv_heads, group, T, d] before RoPE to weights [batch, kv_heads, T]."""
         activation = query[..., self.numbers.channel].mean(2)
         if self.numbers.shared:
             activation = activation[:, :1].expand_as(activation)
@@ -49,20 +53,21 @@ class DMCDecision(nn.Module):
         return torch.sigmoid(wide + self.numbers.weight_offset) + _SMALLEST_WEIGHT
 
     def clear(self, x: Tensor) -> Tensor:
-        """A copy of x [..., d] in which the borrowed channel is zero."""
+        """Copy x [..., d] with zeros in the eviction channel."""
         x = x.clone()
         x[..., self.numbers.channel] = 0
         return x
 
 
 def merged(raw: Tensor, alpha: Tensor, weight: Tensor, width: int) -> Tensor:
-    """Every token's average with those before it.
+    """Average every token with the earlier tokens of its slot.
 
     Args:
         raw: [batch, kv_heads, T, n].
-        alpha: 1 where a token continues its predecessor's slot, [batch, kv_heads, T].
-        weight: Likewise; 0 for padding.
-        width: Tokens of an average.
+        alpha: 1 for a token that continues the slot of the token before it,
+            [batch, kv_heads, T].
+        weight: Weights of the same shape; 0 for padding.
+        width: Most tokens of an average.
     """
     wide = weight.dtype
     share, total = torch.ones_like(weight), weight
@@ -75,22 +80,22 @@ def merged(raw: Tensor, alpha: Tensor, weight: Tensor, width: int) -> Tensor:
     return (result / total.clamp(min=torch.finfo(wide).tiny)[..., None]).to(raw.dtype)
 
 
-class _AttentionMixin(_Mixed):
-    """Attention over merged states, with a mask that differs between KV heads."""
+class DMCAttention(_Mixed):
+    """Mixin for the attention class of a family: merged states, a mask for each KV head."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.dmc = DMCDecision(dmc_numbers(config))
 
     def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
-        """Projected, normalised if the family does so: [batch, heads, T, d]."""
+        """Project, and normalise if the family does: [batch, heads, T, d]."""
         states = projection(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
         if hasattr(self, norm):
             states = getattr(self, norm)(states)
         return states.transpose(1, 2)
 
     def _before(self, cache: Cache | None, like: Tensor) -> Tensor:
-        """What the newest cached tokens left to be merged, [batch, kv_heads, tokens, 2 d + 2]."""
+        """Read what new tokens merge from the cache, [batch, kv_heads, tokens, 2 d + 2]."""
         if cache is None or cache.get_seq_length(self.layer_idx) == 0:
             return like[:, :, :0]
         if not isinstance(cache, DynamicCache):
@@ -102,7 +107,7 @@ class _AttentionMixin(_Mixed):
         return cache.layers[self.layer_idx].values[:, :, first:, self.head_dim :]
 
     def _mask(self, causal: Tensor, alpha: Tensor) -> Tensor:
-        """Additive mask [batch, heads, queries, keys]; states that a later token continues go."""
+        """Hide the states that a later token continues: additive [batch, heads, queries, keys]."""
         queries, keys = causal.shape[-2:]
         continued = F.pad(alpha[..., 1:], (0, 1)) > 0.5
         at = torch.arange(keys - queries, keys, device=causal.device)
@@ -119,7 +124,7 @@ class _AttentionMixin(_Mixed):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the family's attention; attention_mask is the 4D mask of eager attention."""
+        """Attend to merged states; attention_mask is the 4D mask of eager attention."""
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMC needs a 4D mask: load with attn_implementation='eager'")
         query = self._heads(self.q_proj, hidden_states, "q_norm")
@@ -153,14 +158,12 @@ class _AttentionMixin(_Mixed):
         return self.o_proj(output.flatten(2)), weights
 
 
-def attention_with_dmc(base: type) -> type:
-    """A family's attention class of transformers (`LlamaAttention`) with DMC."""
-    values = {"__doc__": f"{base.__name__} with DMC."}
-    return type(f"{base.__name__}DMC", (_AttentionMixin, base), values)
+class DMCForCausalLM(_Mixed):
+    """Mixin for the model class of a family: other attention layers, and access to decisions.
 
-
-class _CausalLMMixin(_Mixed):
-    """Replaces the attention layers and lets decisions be observed."""
+    Attributes:
+        attention_class: Attention of every layer: `DMCAttention` with the family's class.
+    """
 
     _supports_sdpa = False
     _supports_flash_attn = False
@@ -176,7 +179,7 @@ class _CausalLMMixin(_Mixed):
 
     @torch.no_grad()
     def dmc_decision_logits(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Decision logits of every token; it is merged with the one before it if its logit is > 0.
+        """Compute decision logits; a token is merged with the one before it if its logit is > 0.
 
         Args:
             input_ids: int64 [batch, T].
@@ -196,22 +199,3 @@ class _CausalLMMixin(_Mixed):
             for hook in hooks:
                 hook.remove()
         return torch.stack([logits.to(seen[0].device) for logits in seen])
-
-
-def model_with_dmc(base: type, config: type, attention: type) -> type:
-    """A family's model class with DMC.
-
-    Args:
-        base: A class of transformers such as `LlamaForCausalLM`.
-        config: From `config_with_dmc`.
-        attention: From `attention_with_dmc`; replaces the attention of every layer.
-
-    Returns:
-        `LlamaForCausalLMDMC`.
-    """
-    values = {
-        "__doc__": f"{base.__name__} with DMC.",
-        "config_class": config,
-        "attention_class": attention,
-    }
-    return type(f"{base.__name__}DMC", (_CausalLMMixin, base), values)

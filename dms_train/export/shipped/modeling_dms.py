@@ -1,20 +1,20 @@
 """Llama-like decoders with Dynamic Memory Sparsification (DMS).
 
 This file and those it imports are shipped with the weights and need only torch and transformers
-(4.57 or later). An export adds the classes of its family at the end.
+(4.57 or later). `modeling_<family>_dms.py` defines the classes of the model family.
 
-Each KV head decides per token whether the token is dropped from its cache once it
-leaves a sliding window. The decision is read from one borrowed channel of a query head, so the
-model has exactly the weights of its dense original.
+Each KV head decides for every token whether the token is evicted once it leaves a sliding window.
+The decision is read from one channel of a query head, so that the model has exactly the weights of
+its dense original.
 
 `generate` frees what is evicted: greedy search, sampling and beam search run on `DMSCache`.
 Everything else (assisted generation, which takes tokens back; a plain `forward`;
-`cache_implementation="dynamic"`) keeps a DynamicCache of full length in which evicted tokens are
-masked; each token's decision is stored as one more channel of its value vector, so it follows the
-token through everything transformers does with a cache.
+`cache_implementation="dynamic"`) keeps a DynamicCache of full length and masks evicted tokens.
+There each token's decision is stored as one more channel of its value vector, so that transformers
+moves it with the token.
 
-Queries attend in blocks, so that no tensor of [T, T] exists. Attention weights that are asked for,
-packed sequences and 4D masks of the caller take the masks of transformers instead.
+Queries attend in blocks, so that no tensor of [T, T] exists. The masks of transformers are used for
+packed sequences, for 4D masks of the caller, and when attention weights are requested.
 """
 
 from __future__ import annotations
@@ -28,23 +28,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-# transformers 4 copies only the files imported here, not those that they import.
-from dms_train.inference.cache.allocator import PageAllocator  # noqa: F401
-from dms_train.inference.cache.base import Attended  # noqa: F401
-from dms_train.inference.cache.compact import CompactCache  # noqa: F401
-from dms_train.inference.cache.policy_hooks import join  # noqa: F401
-from dms_train.inference.cache.policy_state import PolicyState  # noqa: F401
-from dms_train.inference.cache.pool import PagePool  # noqa: F401
-from dms_train.inference.cache.pool_attention import attend_pages  # noqa: F401
-from dms_train.inference.policies.base import Arrival  # noqa: F401
-from dms_train.inference.policies.dms import DMSPolicy  # noqa: F401
-from dms_train.inference.policies.rotation import moved_by  # noqa: F401
-from dms_train.kernels.decode.slots import attend_slots  # noqa: F401
-
 from .configuration_dms import DMSNumbers, dms_numbers
-from .generation_dms import DMSCache, block_queries
+from .generation_dms import DMSCache
+from .pages_dms import block_queries
 
-_Mixed: Any = object  # stands for the class of transformers that a mixin precedes
+__all__ = ["DMSAttention", "DMSForCausalLM"]
+
+_Mixed: Any = object  # a mixin precedes a class of transformers, whose type is not known here
 _SHRINKING = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,
@@ -54,7 +44,7 @@ _SHRINKING = (
 
 
 def evicted_tokens(decisions: Tensor, shift: int) -> Tensor:
-    """Move decisions to the tokens they govern; a token without a decision yet is kept.
+    """Move decisions to the tokens they govern; tokens without a decision are kept.
 
     Args:
         decisions: bool [..., T] by deciding position.
@@ -65,7 +55,7 @@ def evicted_tokens(decisions: Tensor, shift: int) -> Tensor:
 
 
 class DMSDecision(nn.Module):
-    """Decision logits from the query states; hook it to observe decisions."""
+    """Decision logits from the query states. A forward hook observes them."""
 
     def __init__(self, numbers: DMSNumbers, group: int) -> None:
         super().__init__()
@@ -73,7 +63,7 @@ class DMSDecision(nn.Module):
         self.group = group
 
     def forward(self, query: Tensor) -> Tensor:
-        """query [batch, heads, T, d] before RoPE. Returns float32 [batch, kv_heads, T]."""
+        """Map query [batch, heads, T, d] before RoPE to float32 [batch, kv_heads, T]."""
         eviction_channel = query[:, :: self.group, :, self.numbers.channel]
         eviction_channel = (
             eviction_channel
@@ -83,21 +73,21 @@ class DMSDecision(nn.Module):
         return self.numbers.scale * eviction_channel - self.numbers.offset
 
     def clear(self, query: Tensor) -> Tensor:
-        """A copy of query [batch, heads, T, d] in which the eviction channel is zero."""
+        """Copy query [batch, heads, T, d] with zeros in the eviction channel."""
         query = query.clone()
         query[:, :: self.group, :, self.numbers.channel] = 0
         return query
 
 
-class _AttentionMixin(_Mixed):
-    """Attention whose mask differs between KV heads."""
+class DMSAttention(_Mixed):
+    """Mixin for the attention class of a family, whose mask then differs between KV heads."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.dms = DMSDecision(dms_numbers(config), self.num_key_value_groups)
 
     def _heads(self, projection: nn.Linear, hidden: Tensor, norm: str) -> Tensor:
-        """Projected, normalised if the family does so: [batch, heads, T, d]."""
+        """Project, and normalise if the family does: [batch, heads, T, d]."""
         states = projection(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
         if hasattr(self, norm):
             states = getattr(self, norm)(states)
@@ -106,7 +96,7 @@ class _AttentionMixin(_Mixed):
     def _remember(
         self, key: Tensor, value: Tensor, decisions: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Append to the cache; all keys, values and decisions (bool [batch, kv_heads, T])."""
+        """Append to the cache; return all of it, decisions as bool [batch, kv_heads, T]."""
         if cache is None:
             return key, value, decisions
         if not isinstance(cache, DynamicCache):
@@ -119,18 +109,18 @@ class _AttentionMixin(_Mixed):
         return key, marked[..., :-1], marked[..., -1] > 0.5
 
     def _gone(self, evicted: Tensor, queries: Tensor) -> Tensor:
-        """Keys that queries at these positions do not read: bool [batch, kv_heads, queries, keys].
+        """Find the keys that queries do not read: bool [batch, kv_heads, queries, keys].
 
         Args:
-            evicted: bool [batch, kv_heads, keys], whether a key is dropped behind the window.
-            queries: int64 [queries].
+            evicted: bool [batch, kv_heads, keys], True for a key that is hidden beyond the window.
+            queries: Positions of the queries, int64 [queries].
         """
         keys = torch.arange(evicted.shape[-1], device=evicted.device)
         late = queries[:, None] - keys[None, :] > self.dms.numbers.window
         return evicted[:, :, None, :] & late
 
     def _mask(self, causal: Tensor, evicted: Tensor) -> Tensor:
-        """Additive mask [batch, heads, queries, keys] from the causal one and the evictions."""
+        """Add evictions to the causal mask: additive [batch, heads, queries, keys]."""
         queries, keys = causal.shape[-2:]
         gone = self._gone(evicted, torch.arange(keys - queries, keys, device=causal.device))
         mask = causal.masked_fill(gone, torch.finfo(causal.dtype).min)
@@ -139,7 +129,7 @@ class _AttentionMixin(_Mixed):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, evicted: Tensor, real: Tensor
     ) -> Tensor:
-        """Attention of the last tokens in blocks of queries.
+        """Compute attention of the last tokens in blocks of queries.
 
         Args:
             query: [batch, heads, T, d].
@@ -176,10 +166,10 @@ class _AttentionMixin(_Mixed):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the family's attention; attention_mask is 4D.
+        """Compute what the family's attention computes, with evicted tokens hidden.
 
-        bool [batch or 1, 1, 1, keys] from `_columns_only`, or the additive mask of eager attention,
-        with which the attention weights are returned too.
+        attention_mask is 4D: bool [batch or 1, 1, 1, keys] from `_columns_only`, or the additive
+        mask of eager attention. With the latter, attention weights are returned too.
         """
         if attention_mask is None or attention_mask.dim() != 4:
             raise ValueError("DMS needs a 4D mask: load with attn_implementation='eager'")
@@ -211,19 +201,14 @@ class _AttentionMixin(_Mixed):
         return self.o_proj(output.flatten(2)), weights
 
 
-def attention_with_dms(base: type) -> type:
-    """A family's attention class of transformers (`LlamaAttention`) with DMS."""
-    values = {"__doc__": f"{base.__name__} with DMS."}
-    return type(f"{base.__name__}DMS", (_AttentionMixin, base), values)
-
-
 def _columns_only(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the mask by which columns are real, bool [batch or 1, 1, 1, keys].
+    """Replace the mask by bool [batch or 1, 1, 1, keys], True for columns that are no padding.
 
-    A hook before `forward` of the decoder, which passes a 4D mask on as it is. Otherwise it makes
-    an additive mask [batch, 1, T, keys]; that is left to it where more than causality is asked for.
+    A hook before `forward` of the decoder. The decoder passes a 4D mask on as it is; without the
+    hook it would make an additive mask [batch, 1, T, keys]. It still does when more than causality
+    is needed.
     """
     mask, past = kwargs.get("attention_mask"), kwargs.get("past_key_values")
     tokens = kwargs.get("input_ids")
@@ -241,12 +226,13 @@ def _columns_only(
     return args, {**kwargs, "attention_mask": mask.to(tokens.device).bool()[:, None, None]}
 
 
-class _CausalLMMixin(_Mixed):
-    """Replaces the attention layers and lets decisions be observed.
+class DMSForCausalLM(_Mixed):
+    """Mixin for the model class of a family: other attention layers, and access to decisions.
 
     `forward` stays the family's: `generate` reads its signature.
 
     Attributes:
+        attention_class: Attention of every layer: `DMSAttention` with the family's class.
         dms_kernels: The `kernels` of the caches that `generate` makes; see `DMSCache`.
     """
 
@@ -268,7 +254,7 @@ class _CausalLMMixin(_Mixed):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *rest: Any
     ) -> Any:
-        """As in transformers, with a DMSCache where no option requires a cache of full length.
+        """Make a DMSCache unless an option requires a cache of full length.
 
         Raises:
             ValueError: A DMSCache is given for assisted generation.
@@ -293,7 +279,7 @@ class _CausalLMMixin(_Mixed):
 
     @torch.no_grad()
     def dms_decision_logits(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Decision logits of every token; a token position evicts if its logit is > 0.
+        """Compute the decision logits of every token; a position evicts if its logit is > 0.
 
         Args:
             input_ids: int64 [batch, T].
@@ -315,12 +301,12 @@ class _CausalLMMixin(_Mixed):
         return torch.stack([logits.to(seen[0].device) for logits in seen])
 
     def dms_live_slots(self, past_key_values: Cache) -> Tensor:
-        """Tokens each KV head still needs after the last query, counting the window.
+        """Count the tokens that each KV head needs after the last query, including the window.
 
-        A DynamicCache counts padding, a DMSCache holds none.
+        In a DynamicCache padding counts; a DMSCache holds none.
 
         Returns:
-            int64 [layers, batch, kv_heads]; sequence length / mean of it is the compression.
+            int64 [layers, batch, kv_heads]. Compression is the sequence length over their mean.
         """
         if isinstance(past_key_values, DMSCache):
             return past_key_values.live()
@@ -331,22 +317,3 @@ class _CausalLMMixin(_Mixed):
             outside = max(0, gone.shape[-1] - numbers.window - 1)
             counts.append(gone.shape[-1] - gone[..., :outside].sum(-1))
         return torch.stack([count.to(counts[0].device) for count in counts])
-
-
-def model_with_dms(base: type, config: type, attention: type) -> type:
-    """A family's model class with DMS.
-
-    Args:
-        base: A class of transformers such as `LlamaForCausalLM`.
-        config: From `config_with_dms`.
-        attention: From `attention_with_dms`; replaces the attention of every layer.
-
-    Returns:
-        `LlamaForCausalLMDMS`.
-    """
-    values = {
-        "__doc__": f"{base.__name__} with DMS.",
-        "config_class": config,
-        "attention_class": attention,
-    }
-    return type(f"{base.__name__}DMS", (_CausalLMMixin, base), values)

@@ -1,7 +1,7 @@
 """The cache of `generate`, which frees what Dynamic Memory Sparsification (DMS) evicts.
 
-This file is shipped with the weights and needs only torch and transformers (4.57 or later). Where
-the package that wrote it is installed too, its kernels decode on GPUs.
+This file is shipped with the weights and needs only torch and transformers (4.57 or later). If the
+package that wrote it is installed too, its kernels decode on GPUs.
 """
 
 from __future__ import annotations
@@ -14,75 +14,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dms_train.inference.cache.compact import CompactCache
-from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import Arrival
-from dms_train.inference.policies.dms import DMSPolicy
-
 from .configuration_dms import DMSNumbers
+from .pages_dms import NewTokens, Pages
+from .pool_dms import PagePool
 
-BLOCK_SCORES = 2**25  # attention scores that are computed at once
-BLOCK_QUERIES = 16  # and queries, if that is more
+__all__ = ["DMSCache"]
+
 KERNELS = ("auto", "triton", "reference")
-_PACKAGE = "dms_train.inference.export_pages"  # has kernels; need not be there
+_PACKAGE = "dms_train.inference.export_pages"  # has the kernels; may be absent
 # transformers 4 says how many tokens `crop` keeps, transformers 5 how many it removes
 _CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
-
-
-def block_queries(lists: int, keys: int) -> int:
-    """Queries that attend at once, so that scores [lists, queries, keys] stay small."""
-    return max(BLOCK_QUERIES, BLOCK_SCORES // max(1, lists * keys))
-
-
-class Pages(CompactCache):
-    """One layer: pages of live tokens that can be copied and cropped."""
-
-    def queries_at_once(self, lists: int, keys: int) -> int:
-        """Most tokens of one `attend`, for this many heads of the batch and keys."""
-        return block_queries(lists, keys)
-
-    def taken(self, rows: Tensor) -> Pages:
-        """A cache of copies of these rows, int64 [b], which may repeat."""
-        return self._copied(rows, None)
-
-    def cropped(self, length: int) -> Pages:
-        """A cache of the tokens before position `length`.
-
-        A mark that a later token has set stays until another token at its position replaces it,
-        which happens before the mark counts.
-        """
-        return self._copied(torch.arange(self.rows, device=self.pool.device), length)
-
-    def missing(self, real: Tensor, length: int) -> int:
-        """Tokens that a later query may read after a crop to `length` and that are gone.
-
-        Args:
-            real: bool [rows, length], False for padding.
-            length: Tokens that stay.
-        """
-        assert isinstance(self.policy, DMSPolicy)
-        # in the window of the next query, or undecided when it arrives
-        first = max(0, length - max(self.policy.window, self.policy.shift))
-        rows = torch.arange(self.rows, device=self.pool.device)
-        numbers = self._numbers(*self._kv_lists(0, rows))
-        position = self._stored(0, numbers, content=False).position
-        held = ((position >= first) & (position < length)).sum(-1)
-        return int((real[:, first:length].sum(1)[:, None].to(held.device) - held).sum())
-
-    def _copied(self, rows: Tensor, length: int | None) -> Pages:
-        numbers = self._numbers(*self._kv_lists(0, rows))
-        slots = self._stored(0, numbers, content=True)
-        if length is not None:
-            stays = slots.position.masked_fill(slots.position >= length, -1)
-            slots = slots._replace(position=stays)
-        b, heads, _ = numbers.shape
-        copy = Pages(self.pool, self.policy, layers=1, rows=b, heads=heads)
-        assert slots.key is not None
-        assert slots.value is not None
-        nothing = Arrival(numbers.new_full((b, 1), -1), slots.key, slots.value, None)
-        places = torch.arange(b, device=rows.device)
-        copy._settle(places, numbers[..., :0], slots, slots.state[:, :, :0], nothing)
-        return copy
 
 
 class _Layer(CacheLayerMixin):
@@ -94,18 +35,18 @@ class _Layer(CacheLayerMixin):
         self.store: Any = None
 
     def lazy_initialization(self, *args: Any) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: evicted keys cannot be returned."""
+        """Raise ValueError, because evicted keys cannot be returned."""
         raise ValueError("a DMSCache serves DMS attention only")
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Length and offset of the mask; query is a length or a tensor of positions."""
+        """Return length and offset of the mask; query is a length or a tensor of positions."""
         return self.length + (query if isinstance(query, int) else query.shape[0]), 0
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens seen, padding and evicted ones included."""
+        """Number of tokens seen, padding and evicted ones included."""
         return self.length
 
     def get_max_length(self) -> int:
@@ -121,7 +62,7 @@ class _Layer(CacheLayerMixin):
         self.length, self.store = 0, None
 
     def replace(self, store: Any) -> None:
-        """Give the pages of the old store back and use another one."""
+        """Release the pages of the old store and use another one."""
         self.store.free(torch.arange(self.store.rows, device=self.store.pool.device))
         self.store = store
 
@@ -130,11 +71,10 @@ class _Columns(NamedTuple):
     """Tokens of one forward pass.
 
     Attributes:
-        mask: As the attention layers got it.
-        start: Tokens before it.
+        mask: Mask that the attention layers received.
+        start: Number of tokens before the pass.
         real: bool [batch, T], False for padding.
-        holes: Whether padding stands behind a token of the same sequence; False if the kernels
-            cannot be in use.
+        holes: Whether padding follows a token of the same sequence. False if no kernels are used.
     """
 
     mask: Tensor
@@ -146,13 +86,13 @@ class _Columns(NamedTuple):
 class DMSCache(Cache):
     """A cache that frees what is evicted. Memory comes from one pool per device.
 
-    Evicted tokens cannot return: `crop` raises ValueError when the rest would need one.
+    Evicted tokens cannot return: `crop` raises ValueError if the remaining tokens need one.
 
     Args:
-        numbers: Of the model.
-        layers: Attention layers.
+        numbers: Constants of the model.
+        layers: Number of attention layers.
         kernels: `triton` computes with the kernels of the package, `reference` with torch
-            operations; `auto` takes kernels on a GPU if the package is installed.
+            operations; `auto` uses the kernels on a GPU if the package is installed.
 
     Raises:
         ValueError: `kernels` is something else.
@@ -163,18 +103,18 @@ class DMSCache(Cache):
             raise ValueError(f"kernels={kernels!r}: choose one of {', '.join(KERNELS)}")
         super().__init__(layers=[_Layer() for _ in range(layers)])
         self._kernels = kernels
-        self._policy = DMSPolicy(numbers.window, numbers.shift)
+        self._numbers = numbers
         self._real: Tensor | None = None  # bool [batch, T] of all tokens seen
-        self._columns: _Columns | None = None  # of the last forward pass
+        self._columns: _Columns | None = None  # of the newest forward pass
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes taken from the system now, without page tables."""
+        """Bytes of all pools now, without page tables."""
         pools = {id(store.pool): store.pool for store in self._stores()}
         return sum(pool.allocated_bytes for pool in pools.values())
 
     def live(self) -> Tensor:
-        """Tokens held, int64 [layers, batch, kv_heads]."""
+        """Count the tokens held, int64 [layers, batch, kv_heads]."""
         return torch.stack(
             [store.live(torch.arange(store.rows))[0].cpu() for store in self._stores()]
         )
@@ -187,7 +127,7 @@ class DMSCache(Cache):
             query: [batch, heads, T, d] with RoPE applied.
             tokens: Keys and values, [batch, kv_heads, T, d], and decisions,
                 bool [batch, kv_heads, T].
-            mask: 4D; its last row says which columns are real: True, or 0 in an additive mask.
+            mask: 4D; its last row is True, or 0 in an additive mask, for columns without padding.
 
         Returns:
             [batch, heads, T, d].
@@ -200,8 +140,8 @@ class DMSCache(Cache):
             ours.store = self._open(key, columns)
         if columns.holes and not isinstance(ours.store, Pages):
             raise ValueError(
-                "the kernels take padding before a sequence only; leave padding between tokens "
-                "out, or set model.dms_kernels='reference' before generate()"
+                "the kernels accept padding only before a sequence; remove padding between tokens, "
+                "or set model.dms_kernels='reference' before generate()"
             )
         position = torch.arange(ours.length, ours.length + n, device=query.device)
         position = torch.where(columns.real.to(query.device), position, -1)
@@ -209,7 +149,7 @@ class DMSCache(Cache):
         outputs, size = [], ours.store.queries_at_once(batch * heads, ours.length + n)
         for first in range(0, n, size):
             part = slice(first, first + size)
-            chunk = Arrival(
+            chunk = NewTokens(
                 position[:, part], key[:, :, part], value[:, :, part], decisions[:, :, part]
             )
             outputs.append(ours.store.attend(0, rows, query[:, :, part], chunk).output)
@@ -217,21 +157,21 @@ class DMSCache(Cache):
         return torch.cat(outputs, 2)
 
     def reset(self) -> None:
-        """Drop all tokens; the next ones may be of another batch size."""
+        """Drop all tokens; the next batch may have another size."""
         super().reset()
         self._real = self._columns = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, as a DynamicCache of the installed transformers does.
+        """Drop the last tokens; the argument means what it means to a DynamicCache.
 
         Args:
-            tokens_to_remove: Below 0, minus the number of tokens that are forgotten. In
-                transformers 4, any other value is the number of first tokens that stay.
+            tokens_to_remove: If negative, the number of tokens to remove, negated. Otherwise, in
+                transformers 4, the number of first tokens to keep.
 
         Raises:
-            ValueError: A later query would read a token that was evicted since; the cache is
-                unchanged. Or the kernels hold the tokens, without their positions. Or, in
-                transformers 5, the number is above 0.
+            ValueError: A later query would read a token that was evicted since, or the kernels
+                hold the tokens without their positions, or, in transformers 5, the number is
+                positive. The cache is unchanged.
         """
         length = self.get_seq_length()
         stay = _tokens_left(tokens_to_remove, length)
@@ -259,7 +199,7 @@ class DMSCache(Cache):
         self._real, self._columns = self._real[:, :stay], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was, int64 [batch]."""
+        """Replace row i by row beam_idx[i], int64 [batch]."""
         self._take(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -268,7 +208,7 @@ class DMSCache(Cache):
             self._take(torch.arange(len(self._real)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows: indices or a mask."""
+        """Keep the rows that indices or a mask select."""
         if self._real is not None:
             self._take(torch.arange(len(self._real), device=indices.device)[indices])
 
@@ -284,7 +224,7 @@ class DMSCache(Cache):
         return [layer.store for layer in self.layers if layer.store is not None]
 
     def _enter(self, mask: Tensor, start: int, batch: int, n: int) -> _Columns:
-        """The columns of a forward pass, which are the same for all layers.
+        """Describe the columns of a forward pass, once for all layers.
 
         Raises:
             ValueError: The cache holds another number of sequences.
@@ -303,28 +243,28 @@ class DMSCache(Cache):
         self._real = torch.cat([before, real], 1)
         begun = before.any(1, keepdim=True) | (real.cumsum(1) > 0)
         watched = self._kernels == "triton" or (self._kernels == "auto" and real.is_cuda)
-        holes = watched and bool((begun & ~real).any())  # the only wait of the host
+        holes = watched and bool((begun & ~real).any())  # the only place where the host waits
         self._columns = _Columns(mask, start, real, holes)
         return self._columns
 
     def _open(self, key: Tensor, columns: _Columns) -> Any:
-        """An empty store for one layer."""
+        """Make an empty store for one layer."""
         batch, heads, _, size = key.shape
+        window, shift = self._numbers.window, self._numbers.shift
         pools = (store.pool for store in self._stores())
         pool = next((pool for pool in pools if pool.device == key.device), None)
         package = None if columns.holes else _kernels_for(self._kernels, key)
         if package is not None:
-            policy = self._policy
-            return package.open_pages(key, window=policy.window, shift=policy.shift, pool=pool)
-        pool = pool or PagePool(head_size=size, state_width=1, dtype=key.dtype, device=key.device)
-        return Pages(pool, self._policy, layers=1, rows=batch, heads=heads)
+            return package.open_pages(key, window=window, shift=shift, pool=pool)
+        pool = pool or PagePool(head_size=size, dtype=key.dtype, device=key.device)
+        return Pages(pool, window=window, shift=shift, rows=batch, heads=heads)
 
 
 def _kernels_for(wanted: str, key: Tensor) -> Any:
-    """The package's module with kernels for these keys, or None.
+    """Return the package's module with kernels for these keys, or None.
 
     Raises:
-        ValueError: They are wanted but cannot be had.
+        ValueError: `wanted` is `triton` and there are no kernels.
     """
     if wanted == "reference" or (wanted == "auto" and not key.is_cuda):
         return None
@@ -343,11 +283,11 @@ def _kernels_for(wanted: str, key: Tensor) -> Any:
 
 
 def _tokens_left(given: int, length: int) -> int:
-    """Tokens that stay after `crop(given)`."""
+    """Number of tokens that stay after `crop(given)`."""
     if given < 0:
         return max(0, length + given)
     if not _CROP_REMOVES:
         return min(given, length)
     if given > 0:
-        raise ValueError(f"crop({given}): give the number of tokens to remove, below 0")
+        raise ValueError(f"crop({given}): must be negative, for example crop(-{given})")
     return length

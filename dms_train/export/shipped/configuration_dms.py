@@ -1,8 +1,9 @@
 """Configurations of models retrofitted with Dynamic Memory Sparsification (DMS).
 
-This file is shipped with the weights and needs only transformers (4.57 or later). An export adds
-the class of its family at the end. It reads two layouts of config.json: one nested `dms` key with
-`model_type: dms_<family>`, or flat `dms_*` keys with the family's own model_type.
+This file is shipped with the weights and needs only transformers (4.57 or later).
+`configuration_<family>_dms.py` defines the class of the model family. Two layouts of config.json
+are read: one nested `dms` key with `model_type: dms_<family>`, or flat `dms_*` keys with the
+family's own model_type.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_NEVER = 2**62  # a window no sequence leaves
-_Mixed: Any = object  # stands for the class of transformers that a mixin precedes
+__all__ = ["DMSConfig", "DMSNumbers", "dms_numbers"]
+
+_NEVER = 2**62  # a window that is longer than any sequence
+_Mixed: Any = object  # a mixin precedes a class of transformers, whose type is not known here
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class DMSNumbers:
     """Constants of the attention layers.
 
     Attributes:
-        channel: Borrowed channel of the first query head of each group (0 first, -1 last).
-        scale: Factor on the borrowed activation.
-        offset: Subtracted from the scaled activation; a token is evicted if the result is > 0.
+        channel: Eviction channel, in the first query head of each group (0 first, -1 last).
+        scale: Factor on the eviction channel.
+        offset: Subtracted from the product; a token is evicted if the result is > 0.
         shift: Token j is governed by the decision made at position j + shift.
         window: Token j stays visible to query i while i - j <= window.
         clear_after_rope: Whether the eviction channel is cleared again after RoPE.
@@ -66,7 +69,7 @@ def _from_flat(config: Any) -> DMSNumbers:
 
 
 def dms_numbers(config: Any) -> DMSNumbers:
-    """Normalise either layout; raises ValueError if the config describes no DMS model."""
+    """Read the constants from either layout; ValueError if the config describes no DMS model."""
     nested = getattr(config, "dms", None)
     if nested is not None:
         return _from_nested(nested["spec"])
@@ -76,10 +79,10 @@ def dms_numbers(config: Any) -> DMSNumbers:
 
 
 def _with_rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a config.json with `rope_scaling` for transformers 4, which needs that key.
+    """Add `rope_scaling` to the values of a config.json, because transformers 4 needs that key.
 
-    Exports state the rule in `rope_parameters` alone. With both keys AutoTokenizer of transformers
-    5 cannot read their config.json without this code.
+    Exports state the rule in `rope_parameters` alone: with both keys, AutoTokenizer of
+    transformers 5 could not read their config.json without this code.
     """
     rule = {k: v for k, v in (values.get("rope_parameters") or {}).items() if k != "rope_theta"}
     if values.get("rope_scaling") is None and rule.get("rope_type", "default") != "default":
@@ -87,8 +90,8 @@ def _with_rope_scaling(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-class _DMSConfigMixin(_Mixed):
-    """Keeps the layout a config was read in, and answers to both model types."""
+class DMSConfig(_Mixed):
+    """Mixin for the configuration class of a family; writes the layout that it read."""
 
     # Accepted by `from_pretrained` because other loaders of the flat layout take them; they
     # choose kernels and buffers there and have no effect here.
@@ -102,28 +105,15 @@ class _DMSConfigMixin(_Mixed):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As in transformers, with the native model type read as this class's own."""
+        """Read as transformers does; the family's model type counts as this class's own."""
         values, rest = super().get_config_dict(*args, **kwargs)
         if values.get("model_type") == cls.model_type.removeprefix("dms_"):
             values["model_type"] = cls.model_type
         return values, rest
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers; the flat layout keeps the native model type."""
+        """Convert as transformers does; the flat layout keeps the family's model type."""
         values = super().to_dict()
         if getattr(self, "dms", None) is None:
             values["model_type"] = type(self).model_type.removeprefix("dms_")
         return values
-
-
-def config_with_dms(base: type[Any]) -> type:
-    """A family's configuration class with DMS.
-
-    Args:
-        base: A class of transformers such as `LlamaConfig`.
-
-    Returns:
-        `LlamaConfigDMS`, whose model_type is `dms_llama`.
-    """
-    values = {"model_type": f"dms_{base.model_type}", "__doc__": f"{base.__name__} with DMS."}
-    return type(f"{base.__name__}DMS", (_DMSConfigMixin, base), values)
