@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dms_train.cli.generate import main
-from dms_train.data_prep.token_documents import write_word_tokenizer
+from tests.support.word_tokenizer import write_word_tokenizer
 from tests.unit.inference.conftest import small_spec
 
 
