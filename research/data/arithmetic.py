@@ -42,7 +42,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from research.data.token_documents import EOD, Drawn, Tokens
+from benchmarks.word_tokenizer import EOD
+from research.data.token_documents import Drawn, Tokens
 from research.data.words import ID, LETTER, NUMBER, decoded
 
 PRIME = 61

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.word_tokenizer import write_word_tokenizer
 from dms_train.cli.errors import run_main
 from dms_train.data.errors import DataError
 from dms_train.data.writer import refuse_existing
@@ -31,7 +32,6 @@ from research.data.token_documents import (
     TokenShard,
     TokenTask,
     write_token_shard,
-    write_word_tokenizer,
 )
 from research.data.words import WORDS
 

@@ -35,8 +35,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.word_tokenizer import EOD
 from dms_train.data.errors import DataError
-from research.data.token_documents import EOD, Drawn, Tokens
+from research.data.token_documents import Drawn, Tokens
 from research.data.words import ID, LARGEST, MARK, MOST_MARKS, NUMBER, OPERATORS, decoded
 
 Split = Literal["train", "held_out"]

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from benchmarks.word_tokenizer import EOD
 from dms_train.data.errors import DataError
-from research.data.token_documents import EOD, Tokens
+from research.data.token_documents import Tokens
 from research.data.words import ADJECTIVES, ADVERBS, ID, LETTERS, NOUNS, VERBS, encoded
 
 Name = tuple[int, int]  # token ids

@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.word_tokenizer import EOD
 from dms_train.data.errors import DataError
-from research.data.token_documents import EOD, Drawn
+from research.data.token_documents import Drawn
 from research.data.words import ID, LARGEST, LETTERS, NUMBER, decoded
 
 FEWEST_TERMS, MOST_TERMS = 2, 20  # of each kind

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import string
 
-from research.data.token_documents import EOD, Tokens
+from benchmarks.word_tokenizer import EOD
+from research.data.token_documents import Tokens
 
 LARGEST = 100  # of numbers
 MOST_MARKS = 40

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.word_tokenizer import write_word_tokenizer
 from dms_train.export.writer import write_export
 from dms_train.method.base import MethodSpec
-from research.data.token_documents import write_word_tokenizer
 from research.data.words import WORDS
 from tests.unit.inference import conftest as inference
 

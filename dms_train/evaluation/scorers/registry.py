@@ -12,7 +12,7 @@ from dms_train.evaluation.registry import Registry
 from dms_train.evaluation.scorers.base import Scorer
 
 GROUP = "dms_train.scorers"
-_SCORERS = Registry(Scorer, scorers, GROUP, "scorer")
+_SCORERS = Registry(Scorer, scorers, GROUP, "scorer")  # type: ignore[type-abstract]
 
 
 def register_scorer(scorer: type[Scorer]) -> None:

@@ -11,7 +11,7 @@ from dms_train.evaluation.registry import Registry
 from dms_train.evaluation.tasks.base import Task
 
 GROUP = "dms_train.tasks"
-_TASKS = Registry(Task, tasks, GROUP, "task.name")
+_TASKS = Registry(Task, tasks, GROUP, "task.name")  # type: ignore[type-abstract]
 
 
 def register_task(task: type[Task]) -> None:
