@@ -1,4 +1,4 @@
-"""Accuracy of the `ablation_*` experiments' exports, as tables and figures.
+"""Evaluate the exports of the `ablation_*` experiments; print tables and draw figures.
 
     python -m research ablations solve FOLDER --problems PROBLEMS.jsonl
     python -m research ablations report FOLDER [--output outputs/ablations]
@@ -58,7 +58,7 @@ def greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[i
 
 
 def solve_run(run: Path, sheets: list[Sheet], max_tokens: int, device: str) -> dict[str, Any]:
-    """Answers of a run's final export, beside its settings and its last evaluation."""
+    """Solve sheets with a run's final export; return the hits and its last evaluation."""
     from transformers import AutoModelForCausalLM
 
     export = run / _EXPORT
@@ -100,14 +100,14 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def _accuracy(found: list[dict[str, Any]]) -> Estimate:
-    """Over the sheets of all seeds; a sheet keeps its seeds together when it is drawn."""
+    """Estimate accuracy over sheets; resampling draws a sheet together with all of its seeds."""
     hits = [sum(column) for column in zip(*(f["hits"] for f in found), strict=True)]
     problems = [sum(column) for column in zip(*(f["problems"] for f in found), strict=True)]
     return ratio([float(h) for h in hits], [float(p) for p in problems])
 
 
 def _results(folder: Path) -> dict[str, Results]:
-    """Results by ablation and setting; the last folder of a run is its seed."""
+    """Read results by ablation and setting; the last folder of a run is its seed."""
     found: dict[str, Results] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob(f"*/**/{_RESULT}")):
         ablation, *settings, _ = path.parent.relative_to(folder).parts
@@ -118,7 +118,7 @@ def _results(folder: Path) -> dict[str, Results]:
 
 
 def table(name: str, results: Results) -> str:
-    """Markdown of one ablation: means over seeds, accuracy also least to most of a seed."""
+    """Return one ablation as Markdown: means over seeds, and the range of the seeds' accuracy."""
     lines = [
         f"| {name} | seeds | accuracy [95 % interval] | least to most | KL | cr_factor | tokens |",
         "|---|---|---|---|---|---|---|",
@@ -136,7 +136,7 @@ def table(name: str, results: Results) -> str:
 
 
 def draw(curves: dict[str, Results], axis: Callable[[dict[str, Any]], float], where: Path) -> None:
-    """Accuracy of each curve's settings against `axis`, with its interval."""
+    """Draw the accuracy of each curve's settings against `axis`, with its interval."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
@@ -174,7 +174,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def best_rate(results: Results) -> Results:
-    """Of settings `eviction ratio rate`, the rate with the best accuracy for each ratio."""
+    """Return, for each ratio of settings `eviction ratio rate`, the rate with the best accuracy."""
     best: Results = {}
     for setting, runs in results.items():
         ratio_name = setting.split()[1]
@@ -184,7 +184,7 @@ def best_rate(results: Results) -> Results:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m research ablations",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Exam problems that a model solves greedily.
+"""Solve exam problems greedily.
 
 python -m research exam MODEL PROBLEMS.jsonl ...
 """
@@ -31,7 +31,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m research exam",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Adds the tasks and scorers of the experiments to those of `dms-eval`, in this process."""
+"""Add the tasks and scorers of the experiments to those of `dms-eval`, in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCORERS = (CountdownScorer, WordsScorer)
 
 
 def register() -> None:
-    """Register all of them."""
+    """Register all tasks and scorers."""
     for task in TASKS:
         register_task(task)
     for scorer in SCORERS:

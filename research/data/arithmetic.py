@@ -1,6 +1,6 @@
 """Modular arithmetic with spot checks: a search for a common root whose answer may be wrong.
 
-A document is a prompt, a trace and an answer, in words that are one token each (`lab_words`):
+A document is a prompt, a trace and an answer, in words that are one token each (`research.data.words`):
 
     M a = 40 * 7 , b = a + 31 , c = a * 12 , d = c + 5 , ... , i = e * 4 :
     a = 40 * 7 = 36 , b = 36 + 31 = 6 , c = 36 * 12 = 5 , ... , i = 17 * 4 = 7 :
@@ -63,7 +63,7 @@ class System(NamedTuple):
 
     Attributes:
         root: The common root.
-        others: Of each equation, two further roots; all seven differ.
+        others: Two further roots of each equation; all seven roots differ.
     """
 
     root: int
@@ -71,14 +71,14 @@ class System(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether training never shows these equations, in any order."""
+        """True if no training document has these equations, in any order."""
         parts = sorted(",".join(map(str, sorted(roots))) for roots in self.others)
         key = f"{self.root}:{';'.join(parts)}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 16 == 0
 
     @property
     def coefficients(self) -> list[int]:
-        """Of the powers 2, 1 and 0 of x in each equation."""
+        """Coefficients of the powers 2, 1 and 0 of x in each equation."""
         found = []
         for b, c in self.others:
             a = self.root
@@ -87,10 +87,10 @@ class System(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A system and how a prompt defines its coefficients.
+    """System with the definitions of its coefficients in a prompt.
 
     Attributes:
-        system: What must be solved.
+        system: System to solve.
         prompt: Token ids that a trace follows.
         work: Token ids of the coefficients worked out, up to the first trial.
     """
@@ -163,7 +163,7 @@ def trace(rng: random.Random, problem: Problem) -> tuple[Tokens, int]:
 def _trials(
     coefficients: list[int], candidates: Sequence[int], checked: Sequence[int]
 ) -> npt.NDArray[np.uint16]:
-    """Lines of candidates in equations; uint16 [trials, tokens of a line]."""
+    """Return lines of candidates in equations; uint16 [trials, tokens of a line]."""
     x, equation = np.array(candidates), np.array(checked)
     of_equations = np.array(coefficients).reshape(EQUATIONS, DEGREE)[equation]
     values = {"x": x}
@@ -192,12 +192,12 @@ class Arithmetic:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the documents besides the seed."""
+        """Values that determine the documents, besides the seed."""
         sizes = {"prime": PRIME, "equations": EQUATIONS, "degree": DEGREE}
         return {"task": "arithmetic", **sizes}
 
     def draw(self, rng: random.Random) -> Drawn:
-        """A document, of which `RIGHT` is counted."""
+        """Draw a document, whose trait is `RIGHT` if its answer is the common root."""
         drawn = problem(rng, system(rng))
         tokens, answer = trace(rng, drawn)
         right = answer == drawn.system.root
@@ -205,10 +205,10 @@ class Arithmetic:
 
 
 def held_out_problems(count: int, seed: int) -> list[dict[str, Any]]:
-    """Different systems that training never shows, with the common root of each.
+    """Draw different held-out systems, with the common root of each.
 
     Args:
-        count: How many.
+        count: Number of systems.
         seed: The same seed gives the same problems.
     """
     rng, found = random.Random(seed), dict[System, dict[str, Any]]()

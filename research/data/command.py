@@ -141,7 +141,7 @@ def _add_haystacks(commands: Commands, shared: Parser) -> None:
     most = lab_variable_tracking.MOST_ASSIGNMENTS
     add("--chains", type=count, default=most, help="of assignments in a text (%(default)s)")
     hops = range(lab_variable_tracking.MOST_HOPS + 1)
-    told = "assignments behind the first of a chain (%(default)s)"
+    told = "assignments after the first of a chain (%(default)s)"
     add("--hops", type=int, choices=hops, default=0, help=told)
     problems.set_defaults(run=_run_variable_problems)
 
@@ -159,7 +159,7 @@ def _documents(
     add("--documents", type=count, required=True, help="documents to write")
     add("--document-tokens", type=count, help="fill documents of this length with drawn ones")
     add("--long-share", type=_share, default=0.0, help="of them, that begin with a long one")
-    told = "tokens that the loss counts; answer: those behind prompts (%(default)s)"
+    told = "tokens that the loss counts; answer: those after prompts (%(default)s)"
     add("--loss-on", choices=("all", "answer"), default="all", help=told)
     add("--seed", type=int, default=0)
     return parser
@@ -201,7 +201,7 @@ def _share(text: str) -> float:
 
 
 def _rule(args: argparse.Namespace, given: CountdownRule) -> CountdownRule:
-    """A rule with the limits of the arguments."""
+    """Return a rule with the limits of the arguments."""
     fewest = args.fewest_solving or given.fewest_solving
     most = args.most_solving or max(fewest, given.most_solving)
     if fewest > MOST_FIRST_MOVES:

@@ -1,7 +1,7 @@
 """Countdown: reach a target with all of some numbers, by a search that is written out.
 
 A document is a prompt, a depth-first search and the answer, in words that are one token each
-(`lab_words`):
+(`research.data.words`):
 
     P 4 1 4 3 T 44
     R #1 4 + 3 = 7 : 1 4 7
@@ -62,16 +62,16 @@ class Move(NamedTuple):
 
     @property
     def words(self) -> tuple[str, str, str]:
-        """Without the result."""
+        """Words of the move without its result."""
         return str(self.left), self.operator, str(self.right)
 
 
 class Instance(NamedTuple):
-    """A problem.
+    """Numbers and the target that all of them must give.
 
     Attributes:
-        numbers: In the order of the prompt.
-        target: What all of them must give.
+        numbers: Numbers in the order of the prompt.
+        target: Result that all of them must give.
     """
 
     numbers: State
@@ -79,24 +79,24 @@ class Instance(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether training never shows these numbers with this target."""
+        """True if no training document has these numbers with this target."""
         key = f"{','.join(map(str, sorted(self.numbers)))}:{self.target}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 16 == 0
 
     @property
     def prompt(self) -> str:
-        """Words that a search follows."""
+        """Prompt of a search."""
         return f"P {' '.join(map(str, self.numbers))} T {self.target}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountdownRule:
-    """Which instances are drawn.
+    """Rule that decides which instances are drawn.
 
     Attributes:
-        numbers: How many a prompt has.
-        fewest_solving: First moves from which the target can be reached, at least.
-        most_solving: Likewise, at most.
+        numbers: Numbers in a prompt.
+        fewest_solving: Least number of first moves from which the target can be reached.
+        most_solving: Most such first moves.
     """
 
     numbers: int = 4
@@ -120,7 +120,7 @@ PROBLEMS = {
 
 
 class Hit(NamedTuple):
-    """Where a search meets a target.
+    """First line of a search that meets a target.
 
     Attributes:
         end: Tokens of the block up to the target itself.
@@ -133,12 +133,12 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The whole search below a state.
+    """Whole search below a state.
 
     Attributes:
         tokens: uint16 [tokens].
-        marks: Places of the number of the first move, int64 [lines].
-        hits: The first place of each target.
+        marks: Indices of the number of the first move, int64 [lines].
+        hits: First hit of each target.
     """
 
     tokens: Tokens
@@ -146,14 +146,14 @@ class Block:
     hits: dict[int, Hit] = field(default_factory=dict)
 
     def numbered(self, number: int, end: int | None = None) -> Tokens:
-        """A copy of the first `end` tokens below the first move of this number."""
+        """Return a copy of the first `end` tokens below the first move of this number."""
         tokens = self.tokens.copy()
         tokens[self.marks] = MARK + number
         return tokens[:end]
 
 
 def results(left: int, right: int) -> list[int | None]:
-    """Sum, difference, product and quotient of `left >= right`; None where there is none."""
+    """Return sum, difference, product and quotient of `left >= right`; None where undefined."""
     found = (
         left + right,
         left - right,
@@ -164,7 +164,7 @@ def results(left: int, right: int) -> list[int | None]:
 
 
 def moves(state: State) -> Iterator[tuple[Move, State]]:
-    """Every move from a state, and what is left; the same move of equal numbers once."""
+    """Yield every move from a state with the numbers it leaves; equal numbers give a move once."""
     seen = set[tuple[int, int]]()
     for high in range(len(state)):
         for low in range(high):
@@ -180,7 +180,7 @@ def moves(state: State) -> Iterator[tuple[Move, State]]:
 
 @lru_cache(_STATES)
 def reachable(state: State) -> int:
-    """Bit n is set if n can be made of all numbers of the state."""
+    """Return a bit mask whose bit n is set if all numbers of the state can give n."""
     if len(state) == 2:
         found = (value for value in results(state[1], state[0]) if value is not None)
         return sum(1 << value for value in set(found))
@@ -192,7 +192,7 @@ def reachable(state: State) -> int:
 
 @lru_cache(_BLOCKS)
 def _last_moves(state: State) -> Block:
-    """The search below a state of three numbers."""
+    """Return the search below a state of three numbers."""
     return _searched(state)
 
 
@@ -224,7 +224,7 @@ def _searched(state: State) -> Block:
 
 
 def _last_results(pair: State) -> Block:
-    """What follows the numbers that are left, such as `> 15 7 44 .` behind `11 4`."""
+    """Return the results of the last two numbers, such as `> 15 7 44 .` after `11 4`."""
     right, left = pair
     tokens, hits = [ID[">"]], dict[int, Hit]()
     for operator, result in zip(OPERATORS, results(left, right), strict=True):
@@ -235,12 +235,12 @@ def _last_results(pair: State) -> Block:
 
 
 def _left(state: State) -> list[int]:
-    """The numbers that are left; the larger one of two comes first, as in a move."""
+    """Return the remaining numbers; the larger one of two comes first, as in a move."""
     return [NUMBER + number for number in (state if len(state) > 2 else state[::-1])]
 
 
 def _stated(move: Move) -> list[int]:
-    """Of a line, such as `4 * 3 = 12 :`."""
+    """Return the move of a line, such as `4 * 3 = 12 :`."""
     left, operator, right, result = move
     return [
         *(NUMBER + left, ID[operator], NUMBER + right),
@@ -250,12 +250,12 @@ def _stated(move: Move) -> list[int]:
 
 @lru_cache(_BLOCKS)
 def _first_moves(state: State) -> tuple[tuple[Move, State, int], ...]:
-    """Moves, what they leave, and what can be reached from there."""
+    """Return moves, the states they lead to, and the targets reachable from there."""
     return tuple((move, rest, reachable(rest)) for move, rest in moves(state))
 
 
 def solving_moves(instance: Instance) -> int:
-    """First moves from which the target can be reached."""
+    """Count the first moves from which the target can be reached."""
     found = _first_moves(tuple(sorted(instance.numbers)))
     return sum(bits >> instance.target & 1 for _, _, bits in found)
 
@@ -264,7 +264,7 @@ def instance(rng: random.Random, rule: CountdownRule, split: Split) -> Instance:
     """Draw an instance of a split: uniform numbers and targets that the rule keeps.
 
     Raises:
-        DataError: The rule keeps none of many.
+        DataError: The rule keeps none of many drawn instances.
     """
     for _ in range(_TRIES):
         drawn = _drawn(rng, rule)
@@ -299,28 +299,28 @@ class Countdown:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the documents besides the seed."""
+        """Values that determine the documents, besides the seed."""
         if len(self.rules) == 1:
             return {"task": "countdown", **asdict(self.rules[0])}
         return {"task": "countdown", "rules": [asdict(rule) for rule in self.rules]}
 
     def draw(self, rng: random.Random) -> Drawn:
-        """A document of an instance that is not held out."""
+        """Draw a document of an instance that is not held out."""
         rule = self.rules[0] if len(self.rules) == 1 else rng.choice(self.rules)
         drawn = instance(rng, rule, "train")
         return Drawn(search(rng, drawn), prompt=len(drawn.prompt.split()))
 
 
 def held_out_problems(count: int, rule: CountdownRule, seed: int) -> list[dict[str, Any]]:
-    """Different instances that training never shows, with an answer each.
+    """Draw different held-out instances, each with an answer.
 
     Args:
-        count: How many.
-        rule: Which are drawn.
+        count: Number of instances.
+        rule: Rule of the drawn instances.
         seed: The same seed gives the same problems.
 
     Raises:
-        DataError: So many are not found.
+        DataError: Not enough instances are found.
     """
     rng, seen = random.Random(seed), dict[tuple[State, int], dict[str, Any]]()
     rejected = 0
@@ -350,7 +350,7 @@ def _problem(rng: random.Random, drawn: Instance) -> dict[str, Any]:
 
 
 def search(rng: random.Random, instance: Instance) -> Tokens:
-    """Prompt, search, answer and `<eod>`, with first moves in random order; uint16 [tokens].
+    """Return prompt, search, answer and `<eod>`, first moves in random order; uint16 [tokens].
 
     Raises:
         ValueError: The target cannot be reached.

@@ -1,4 +1,4 @@
-"""What the lab hides things in, and the names it gives them.
+"""Filler texts of the lab, and the names of what is hidden in them.
 
 A name is two letters. One name in sixteen is held out by a hash: training documents never have it,
 problems ask for it, and everything else in a problem has names of the training documents.
@@ -23,7 +23,7 @@ Name = tuple[int, int]  # token ids
 
 
 def held_out(name: str) -> bool:
-    """Whether training never shows this name, such as `q d`."""
+    """Return whether no training document has this name, such as `q d`."""
     digest = hashlib.sha256(f"name:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 16 == 0
 
@@ -56,7 +56,7 @@ NOISE = np.array(
 
 
 def problem_names(rng: random.Random, asked: int, others: int) -> list[Name]:
-    """Different names of a problem: held-out ones that are asked for, then others.
+    """Draw different names of a problem: held-out ones for the question, then others.
 
     Raises:
         DataError: There are not as many.
@@ -70,11 +70,11 @@ def problem_names(rng: random.Random, asked: int, others: int) -> list[Name]:
 def drawn_counts(
     rng: random.Random, most: int, fits: Callable[[int, int], bool]
 ) -> tuple[int, int]:
-    """How many things a document hides, with a uniform logarithm, and how many it asks for.
+    """Draw how many things a document hides (log-uniform) and how many it asks for.
 
     Args:
         rng: Draws both, from 1 on.
-        most: Of the hidden ones.
+        most: Most hidden things.
         fits: Whether a document is long enough for so many and for questions about so many of them;
             for one it is.
     """
@@ -84,7 +84,7 @@ def drawn_counts(
 
 
 def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
-    """Lines of filler of a training document, from none to a full context.
+    """Draw the number of filler lines of a training document, from none to a full context.
 
     Short documents are the most frequent ones, because a model learns from them first what to look
     for: between the length without filler and the context, the logarithm of a document's length is
@@ -105,7 +105,7 @@ def drawn_lines(rng: random.Random, context: int, taken: int, line: int) -> int:
 
 
 def lines_that_fit(context: int, taken: int, line: int) -> int:
-    """Lines of filler beside `taken` tokens.
+    """Return the number of filler lines that fit beside `taken` tokens.
 
     Raises:
         DataError: What must be hidden does not fit.
@@ -119,7 +119,7 @@ def lines_that_fit(context: int, taken: int, line: int) -> int:
 
 
 def scattered(filler: Tokens, hidden: Sequence[Sequence[int]], places: Sequence[int]) -> Tokens:
-    """Filler with lines in between.
+    """Return filler with lines in between.
 
     Args:
         filler: uint16 [lines, tokens].
@@ -137,18 +137,18 @@ def scattered(filler: Tokens, hidden: Sequence[Sequence[int]], places: Sequence[
 
 
 def asked(marker: str, text: Tokens, parts: Sequence[Sequence[int]]) -> Tokens:
-    """A prompt: the word of the task, a text, and the parts of a question; uint16 [tokens]."""
+    """Return a prompt: the task's word, a text, and the parts of a question; uint16 [tokens]."""
     start = np.array([ID[marker]], dtype=np.uint16)
     question = [ID["?"], *joined(parts), ID[":"]]
     return np.concatenate([start, text, np.array(question, dtype=np.uint16)])
 
 
 def answered(prompt: Tokens, parts: Sequence[Sequence[int]]) -> Tokens:
-    """A prompt with the parts of its answer and `<eod>`; uint16 [tokens]."""
+    """Return a prompt with the parts of its answer and `<eod>`; uint16 [tokens]."""
     answer = [ID["ANS"], *joined(parts), ID[EOD]]
     return np.concatenate([prompt, np.array(answer, dtype=np.uint16)])
 
 
 def joined(parts: Sequence[Sequence[int]]) -> list[int]:
-    """Token ids with commas between the parts."""
+    """Join token ids with commas between the parts."""
     return [token for part in parts for token in (*part, ID[","])][:-1]

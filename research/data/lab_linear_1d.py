@@ -40,7 +40,7 @@ _EQUALS, _STOP, _COLON = ID["="], ID["."], ID[":"]
 
 
 def _sums(rng: random.Random, count: int, last: int) -> list[int]:
-    """Sums of the first 1 to `count` terms, from 1 to 100; neighbours differ."""
+    """Draw the sums of the first 1 to `count` terms, from 1 to 100; neighbours differ."""
     found = [last]
     while len(found) < count:
         drawn = rng.randint(1, LARGEST - 1)
@@ -49,17 +49,17 @@ def _sums(rng: random.Random, count: int, last: int) -> list[int]:
 
 
 def _terms(sums: list[int]) -> list[int]:
-    """Numbers other than 0 that have these sums."""
+    """Return the numbers other than 0 that have these sums."""
     return [sums[0], *(after - before for before, after in pairwise(sums))]
 
 
 def _equation(rng: random.Random, factors: list[int], numbers: list[int]) -> list[int]:
-    """A prompt whose terms stand in any order, each kind in the order that is given.
+    """Draw a prompt whose terms are mixed; each kind keeps the given order.
 
     Args:
         rng: Draws the unknown, the order and the sides.
-        factors: Of the unknown, what they add to the left side.
-        numbers: What they add to the right side.
+        factors: Factors of the unknown, as they add to the left side.
+        numbers: Numbers, as they add to the right side.
     """
     unknown = ID[rng.choice(LETTERS)]
     kinds = [False] * len(numbers) + [True] * len(factors)
@@ -79,7 +79,7 @@ def _equation(rng: random.Random, factors: list[int], numbers: list[int]) -> lis
 
 
 def _collected(sums: list[int]) -> list[int]:
-    """`7 + 2 = 9 . 9 - 4 = 5 :`."""
+    """Return the working of one side, such as `7 + 2 = 9 . 9 - 4 = 5 :`."""
     words: list[int] = []
     for before, after in pairwise(sums):
         sign, size = (_PLUS if after > before else _MINUS), abs(after - before)
@@ -89,7 +89,7 @@ def _collected(sums: list[int]) -> list[int]:
 
 
 def _document(rng: random.Random, terms: int) -> tuple[list[int], list[int], int]:
-    """Prompt, working and answer of an equation, and the solution."""
+    """Draw prompt, working and answer of an equation; also return its solution."""
     factor = rng.randint(1, 20)
     solution = rng.randint(1, LARGEST // factor)
     lefts, rights = _sums(rng, terms, factor), _sums(rng, terms, factor * solution)
@@ -102,7 +102,7 @@ def _document(rng: random.Random, terms: int) -> tuple[list[int], list[int], int
 def _drawn(
     rng: random.Random, terms: int, *, held_out: bool = False
 ) -> tuple[list[int], list[int], int]:
-    """The next drawn document of the split."""
+    """Draw documents until one belongs to the split."""
     while True:
         found = _document(rng, terms)
         if is_held_out(" ".join(decoded(np.array(found[0])))) == held_out:
@@ -110,33 +110,33 @@ def _drawn(
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether training never shows this equation."""
+    """Return whether no training document has this equation."""
     digest = hashlib.sha256(f"equation:{prompt}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 16 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class LabLinear1d:
-    """Training documents."""
+    """Training documents of equations that are not held out."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the documents besides the seed."""
+        """Values that determine the documents, besides the seed."""
         return {"task": "lab_linear_1d", "fewest_terms": FEWEST_TERMS, "most_terms": MOST_TERMS}
 
     def draw(self, rng: random.Random) -> Drawn:
-        """A document that is not held out."""
+        """Draw a document that is not held out."""
         prompt, working, _ = _drawn(rng, rng.randint(FEWEST_TERMS, MOST_TERMS))
         return Drawn(np.array([*prompt, *working], dtype=np.uint16), prompt=len(prompt))
 
 
 def held_out_problems(count: int, seed: int, *, terms: int = MOST_TERMS) -> list[dict[str, Any]]:
-    """Different equations that training never shows.
+    """Draw different held-out equations.
 
     Args:
-        count: How many.
+        count: Number of equations.
         seed: The same seed gives the same problems.
-        terms: Of each kind.
+        terms: Terms of each kind.
 
     Raises:
         DataError: Training documents have other numbers of terms.

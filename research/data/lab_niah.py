@@ -46,19 +46,19 @@ _VALUES = range(NUMBER, NUMBER + 100)
 
 
 class Needle(NamedTuple):
-    """What is hidden, as token ids."""
+    """Hidden key and value, as token ids."""
 
     key: Name
     value: tuple[int, ...]
 
     @property
     def line(self) -> list[int]:
-        """A sentence of its own."""
+        """Sentence that states the needle."""
         return [_KEY, *self.answer, _STOP]
 
     @property
     def answer(self) -> list[int]:
-        """The key with its value."""
+        """Key with its value."""
         return [*self.key, _EQUALS, *self.value]
 
 
@@ -67,20 +67,20 @@ def _needles(rng: random.Random, keys: list[Name]) -> list[Needle]:
 
 
 def _text(rng: random.Random, needles: list[Needle], places: list[int], lines: int) -> Tokens:
-    """Sentences with needles behind so many of them; uint16 [tokens]."""
+    """Return filler sentences with needles after the given numbers of them; uint16 [tokens]."""
     filler = SENTENCES[rng.choices(range(len(SENTENCES)), k=lines)]
     order = sorted(zip(places, [needle.line for needle in needles], strict=True))
     return scattered(filler, [line for _, line in order], [place for place, _ in order])
 
 
 def _tokens(needles: int, questions: int) -> int:
-    """Of a document without its sentences."""
+    """Return the tokens of a document without its filler."""
     return 1 + 8 * needles + (3 * questions + 1) + (7 * questions + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabNiah:
-    """Training documents.
+    """Training documents without held-out keys.
 
     Attributes:
         context: Most tokens of a document.
@@ -90,11 +90,11 @@ class LabNiah:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the documents besides the seed."""
+        """Values that determine the documents, besides the seed."""
         return {"task": "lab_niah", **asdict(self), "most_needles": MOST_NEEDLES}
 
     def draw(self, rng: random.Random) -> Drawn:
-        """A document without held-out keys.
+        """Draw a document without held-out keys.
 
         Raises:
             DataError: The context is too short.
@@ -114,10 +114,10 @@ class LabNiah:
 def held_out_problems(
     count: int, seed: int, *, context: int, needles: int = 1
 ) -> list[dict[str, Any]]:
-    """Texts that ask for one needle with a key that training never shows.
+    """Draw texts that ask for one needle with a held-out key.
 
     Args:
-        count: How many.
+        count: Number of texts.
         seed: The same seed gives the same problems.
         context: Tokens of a prompt and its answer, less than a sentence under it.
         needles: In each text.

@@ -52,7 +52,7 @@ class Chain(NamedTuple):
     """Variables of one value, as token ids.
 
     Attributes:
-        names: In the order of the assignments.
+        names: Variables in the order of the assignments.
         value: Two numbers.
     """
 
@@ -61,32 +61,32 @@ class Chain(NamedTuple):
 
     @property
     def lines(self) -> list[list[int]]:
-        """The assignments."""
+        """Assignments of the chain."""
         sources = [self.value, *self.names]
         pairs = zip(self.names, sources, strict=False)
         return [[_VAR, *source, _TO, *name, _STOP] for name, source in pairs]
 
     @property
     def answer(self) -> list[int]:
-        """The value and all names."""
+        """Value and all names."""
         return [*self.value, *(token for name in self.names for token in (_TO, *name))]
 
 
 def _values(rng: random.Random, count: int) -> list[tuple[int, int]]:
-    """Different ones."""
+    """Draw different values."""
     drawn = rng.sample(range(_BASE**2), count)
     return [(NUMBER + value // _BASE, NUMBER + value % _BASE) for value in drawn]
 
 
 def _chains(rng: random.Random, names: list[Name], length: int) -> list[Chain]:
-    """Chains of `length` names each."""
+    """Draw chains of `length` names each."""
     groups = [names[start : start + length] for start in range(0, len(names), length)]
     values = _values(rng, len(groups))
     return [Chain(group, value) for group, value in zip(groups, values, strict=True)]
 
 
 def _text(rng: random.Random, chains: list[Chain], noise: int) -> Tokens:
-    """Assignments at random lines of noise, those of a chain in order; uint16 [tokens]."""
+    """Place assignments at random lines of noise, each chain in order; uint16 [tokens]."""
     length = len(chains[0].names)
     turns = [number for number in range(len(chains)) for _ in range(length)]
     rng.shuffle(turns)
@@ -97,14 +97,14 @@ def _text(rng: random.Random, chains: list[Chain], noise: int) -> Tokens:
 
 
 def _tokens(chains: int, length: int, questions: int) -> int:
-    """Of a document without its noise."""
+    """Return the tokens of a document without its noise."""
     question, answer = 3 * questions + 1, questions * (3 * length + 3) + 1
     return 1 + _LINE * chains * length + question + answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabVariableTracking:
-    """Training documents.
+    """Training documents without held-out names.
 
     Attributes:
         context: Most tokens of a document.
@@ -114,12 +114,12 @@ class LabVariableTracking:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the documents besides the seed."""
+        """Values that determine the documents, besides the seed."""
         most = {"most_hops": MOST_HOPS, "most_assignments": MOST_ASSIGNMENTS}
         return {"task": "lab_variable_tracking", **asdict(self), **most}
 
     def draw(self, rng: random.Random) -> Drawn:
-        """A document without held-out names.
+        """Draw a document without held-out names.
 
         Raises:
             DataError: The context is too short.
@@ -139,14 +139,14 @@ class LabVariableTracking:
 def held_out_problems(
     count: int, seed: int, *, context: int, chains: int = MOST_ASSIGNMENTS, hops: int = 0
 ) -> list[dict[str, Any]]:
-    """Texts that ask for one chain whose names training never shows.
+    """Draw texts that ask for one chain of held-out names.
 
     Args:
-        count: How many.
+        count: Number of texts.
         seed: The same seed gives the same problems.
         context: Tokens of a prompt and its answer, less than a line of noise under it.
         chains: In each text.
-        hops: Of each chain.
+        hops: Hops of each chain.
 
     Raises:
         DataError: The chains do not fit, or there are not as many names.

@@ -43,7 +43,7 @@ def _side(rng: random.Random, coefficient: int, constant: int, variable: str) ->
 
 
 def _parts(rng: random.Random, total: int) -> list[int]:
-    """One or two numbers other than 0 that add up to `total`; none for 0."""
+    """Draw one or two numbers other than 0 that add up to `total`; none for 0."""
     first = rng.randint(-40, 40) if rng.random() < 0.4 else 0
     return [part for part in (first, total - first) if part != 0]
 

@@ -1,4 +1,4 @@
-"""Shards of tasks that draw their documents as tokens, without text in between."""
+"""Write token files of tasks that draw their documents as tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _TRIES = 10_000  # documents that are drawn for a long one
 
 
 class Drawn(NamedTuple):
-    """A document.
+    """Document as drawn.
 
     Attributes:
         tokens: uint16 [tokens], the last one `<eod>`.
         prompt: Tokens that a model is given.
-        traits: What the statistics count documents by.
+        traits: Names under which the statistics count the document.
     """
 
     tokens: Tokens
@@ -43,38 +43,38 @@ class Drawn(NamedTuple):
 
     @property
     def answer(self) -> npt.NDArray[np.uint8]:
-        """1 for each token behind the prompt, else 0."""
+        """Mask with 1 for each token after the prompt."""
         return (np.arange(len(self.tokens)) >= self.prompt).astype(np.uint8)
 
 
 class TokenTask(Protocol):
-    """Draws training documents; picklable and hashable."""
+    """Source of training documents; picklable and hashable."""
 
     def __hash__(self) -> int: ...
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the documents besides the seed; plain JSON values."""
+        """Values that determine the documents, besides the seed; plain JSON values."""
         ...
 
     def draw(self, rng: random.Random) -> Drawn:
-        """One document."""
+        """Draw one document."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShard:
-    """One shard to make.
+    """Options of one token file.
 
     Attributes:
         output: Prefix of the files.
         tokenizer: Directory of the tokenizer.
-        documents: How many.
+        documents: Number of documents.
         document_tokens: Length of every document, filled with drawn ones; None is one drawn each.
         long_share: Share of the filled documents that begin with a drawn one of at least half
             their length.
-        answers_only: Whether the loss counts the tokens behind prompts only.
-        seed: Of all draws.
+        answers_only: Whether the loss counts the tokens after prompts only.
+        seed: Seed of all draws.
         workers: Processes.
         overwrite: Replace an existing shard.
     """
@@ -94,9 +94,9 @@ class Tally(NamedTuple):
     """Counts of drawn documents.
 
     Attributes:
-        lengths: How many have at most so many tokens behind their prompts, under the lengths of
-            `_LENGTHS` or 0 for more.
-        traits: How many have each trait.
+        lengths: Number of documents by their tokens after the prompt, rounded up to the lengths of
+            `_LENGTHS`; 0 stands for more.
+        traits: Number of documents with each trait.
     """
 
     lengths: Counter[int]
@@ -104,7 +104,7 @@ class Tally(NamedTuple):
 
     @classmethod
     def empty(cls) -> Tally:
-        """Nothing is counted yet."""
+        """Return counts of zero."""
         return cls(Counter(), Counter())
 
     def add(self, drawn: Drawn) -> None:
@@ -120,11 +120,11 @@ class Tally(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A document of the shard, of one or several drawn ones.
+    """Document of the token file, of one or several drawn ones.
 
     Attributes:
         tokens: uint16 [tokens].
-        answer: uint8 [tokens], 1 for what stands behind a prompt.
+        answer: uint8 [tokens], 1 for tokens after a prompt.
     """
 
     tokens: Tokens
@@ -136,7 +136,7 @@ class Batch(NamedTuple):
 
     Attributes:
         documents: In order.
-        tally: Of all that were drawn for them.
+        tally: Counts of all documents that were drawn for them.
     """
 
     documents: list[Filled]
@@ -144,13 +144,13 @@ class Batch(NamedTuple):
 
 
 class DocumentDrawer:
-    """Draws documents of a task; each has a seed of its own, so that workers do not matter."""
+    """Drawer of documents; each has a seed of its own, so that workers do not matter."""
 
     def __init__(self, task: TokenTask, shard: TokenShard) -> None:
         self._task, self._shard = task, shard
 
     def encode(self, chunk: list[int]) -> Batch:
-        """The documents of these numbers."""
+        """Return the documents with these numbers."""
         tally = Tally.empty()
         return Batch([self._document(number, tally) for number in chunk], tally)
 
@@ -173,7 +173,7 @@ class DocumentDrawer:
         )
 
     def _long(self, rng: random.Random, tally: Tally, drawn: Drawn, fewest: int) -> Drawn:
-        """The next drawn document of at least `fewest` tokens, this one included."""
+        """Draw until a document has at least `fewest` tokens, starting with this one."""
         for _ in range(_TRIES):
             if len(drawn.tokens) >= fewest:
                 return drawn
@@ -194,7 +194,7 @@ def write_token_shard(task: TokenTask, shard: TokenShard) -> Manifest:
     """Make one shard, showing progress on stderr.
 
     The manifest records the settings, and which share of all drawn documents ends within 128, 256
-    and more tokens behind its prompt, and which share has each trait.
+    and more tokens after its prompt, and which share has each trait.
 
     Raises:
         DataError: The output exists or cannot be written, or no drawn document is long enough.

@@ -1,4 +1,4 @@
-"""The words of all tasks of the lab, one token each, so that one teacher learns any of them.
+"""Words of all tasks of the lab, one token each, so that one teacher can learn every task.
 
 Every task takes its ids from here, and every shard of the lab has the same tokenizer. Ids are the
 places in `WORDS`: words of a further task come at the end.
@@ -38,7 +38,7 @@ NUMBER, MARK, LETTER = ID["0"], ID["#0"], ID[LETTERS[0]]
 
 
 def encoded(text: str) -> list[int]:
-    """Token ids of words between blanks.
+    """Return the token ids of words between blanks.
 
     Raises:
         KeyError: A word is none of the lab.
@@ -47,5 +47,5 @@ def encoded(text: str) -> list[int]:
 
 
 def decoded(tokens: Tokens) -> list[str]:
-    """Words of token ids."""
+    """Return the words of token ids."""
     return [WORDS[token] for token in tokens.tolist()]

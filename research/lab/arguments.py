@@ -1,4 +1,4 @@
-"""Arguments of the lab's commands."""
+"""Types of the arguments of the lab's commands."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Value = TypeVar("Value")
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     return _number(text, 1)
 
 
 def duration(text: str) -> float:
-    """Seconds, 0 or more."""
+    """Parse seconds, 0 or more."""
     found = float(text)
     if not 0 <= found < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
@@ -25,12 +25,12 @@ def duration(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """A whole number of at least 0."""
+    """Parse a whole number of at least 0."""
     return _number(text, 0)
 
 
 def picture(text: str) -> Path:
-    """A file that matplotlib writes."""
+    """Parse the name of a file that matplotlib can write."""
     path = Path(text)
     if path.suffix not in (".svg", ".png"):
         raise argparse.ArgumentTypeError(f"{text}: give a name that ends in .svg or .png")
@@ -38,7 +38,7 @@ def picture(text: str) -> Path:
 
 
 def choice(names: Iterable[str]) -> Callable[[str], str]:
-    """One of some names."""
+    """Return a parser of one of some names."""
 
     def chosen(text: str) -> str:
         if text not in names:
@@ -49,7 +49,7 @@ def choice(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def list_of(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
-    """Values between commas, each of them once."""
+    """Return a parser of different values between commas."""
 
     def parsed(text: str) -> tuple[Value, ...]:
         found = tuple(kind(part) for part in text.split(",") if part)

@@ -1,4 +1,4 @@
-"""The model card of a lab's teacher: what it is, how it was trained and what it solves.
+"""Write the model card of a teacher: its shape, its training and its accuracy.
 
     python -m research lab-card outputs/lab/s --experiment lab_teacher_s
 
@@ -36,7 +36,7 @@ tags: [toy-model]
 
 
 def evaluations(root: Path, base: str) -> Iterator[RunResult]:
-    """The runs of a model, of every task that it was evaluated on."""
+    """Yield the run of a model on every task that it was evaluated on."""
     for task in TASKS:
         folder = root / "eval" / named(base, task)
         if (folder / "summary.json").exists():
@@ -44,7 +44,7 @@ def evaluations(root: Path, base: str) -> Iterator[RunResult]:
 
 
 def accuracy(run: RunResult) -> dict[tuple[str, int], str]:
-    """That of one chain, by the title of the task and the tokens of the chain."""
+    """Return the accuracy of one chain, by the title of the task and the tokens of the chain."""
     found = {}
     for index, length in enumerate(run.header["config"]["sweep"]["lengths"]):
         mean, _ = over_seeds([chain_scores(run, index)])
@@ -91,11 +91,11 @@ def _properties(a: Architecture, config: dict[str, Any]) -> list[str]:
 
 
 def card(root: Path, experiment: str) -> str:
-    """The card, as Markdown.
+    """Return the card as Markdown.
 
     Args:
         root: Folder of the lab.
-        experiment: Of the teacher.
+        experiment: Experiment of the teacher.
 
     Raises:
         EvaluationError: The teacher has not been trained, or not been evaluated.
@@ -132,7 +132,7 @@ def card(root: Path, experiment: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m research lab-card",
         description=__doc__,

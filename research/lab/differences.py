@@ -1,4 +1,4 @@
-"""One chain of a retrofitted model minus one of the teacher, over the seeds of a lab.
+"""Compare one chain of retrofitted models with one of the teacher, over the seeds of a lab.
 
     python -m research lab-differences outputs/lab/s
 
@@ -26,7 +26,7 @@ Scores = dict[str, float]  # of one chain, by the document
 
 
 def retrofits(folder: Path) -> dict[int, list[RunResult]]:
-    """The runs on Countdown of each compression ratio, a run for each seed."""
+    """Load the runs on Countdown by compression ratio, one run for each seed."""
     found: dict[int, list[RunResult]] = {}
     for path in sorted((folder / "eval").glob("seed*_cr*")):
         if name := _RETROFIT.fullmatch(path.name):
@@ -35,11 +35,11 @@ def retrofits(folder: Path) -> dict[int, list[RunResult]]:
 
 
 def chain_scores(run: RunResult, index: int) -> Scores:
-    """Estimated score of one chain of the first documents, up to the first that is missing.
+    """Estimate the score of one chain of the documents before the first missing one.
 
     Args:
-        run: Its documents are numbered from 0.
-        index: Of the length in the sweep.
+        run: Run whose documents are numbered from 0.
+        index: Index of the length in the sweep.
     """
     scores = {
         document: measure.pass_at_w
@@ -50,14 +50,14 @@ def chain_scores(run: RunResult, index: int) -> Scores:
 
 
 def difference(seeds: Sequence[Scores], teacher: Scores) -> tuple[Estimate, list[float]]:
-    """Points of a model over the teacher: over all seeds, and of each seed."""
+    """Return the points of a model over the teacher: of all seeds together, and of each."""
     return over_seeds(
         [{d: 100 * (own[d] - teacher[d]) for d in own if d in teacher} for own in seeds]
     )
 
 
 def over_seeds(seeds: Sequence[Scores]) -> tuple[Estimate, list[float]]:
-    """Mean score over all seeds, and of each seed.
+    """Return the mean score of all seeds together, and of each seed.
 
     The mean of the seeds that have a problem stands for it; problems are resampled.
     """
@@ -68,7 +68,7 @@ def over_seeds(seeds: Sequence[Scores]) -> tuple[Estimate, list[float]]:
 
 
 def table(teacher: RunResult, runs: Mapping[int, Sequence[RunResult]]) -> list[str]:
-    """Markdown, a line for each length and a column for each ratio."""
+    """Return Markdown with a line for each length and a column for each ratio."""
     lines = [
         "| tokens of the chain | " + " | ".join(f"CR {cr}" for cr in runs) + " |",
         "|" + "---|" * (len(runs) + 1),
@@ -103,7 +103,7 @@ def _run(folder: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m research lab-differences",
         description=__doc__,

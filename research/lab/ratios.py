@@ -1,4 +1,4 @@
-"""Methods beside each other at the same compression ratios, over the seeds of a lab.
+"""Compare methods at the same compression ratios, over the seeds of a lab.
 
     python -m research lab-ratios outputs/lab/recall --figure ratios.svg
 
@@ -36,12 +36,12 @@ Runs = dict[tuple[str, int], list[RunResult]]  # one for each seed, by method an
 
 
 class Cell(NamedTuple):
-    """A method at a ratio.
+    """Result of a method at a ratio.
 
     Attributes:
         right: Share of the problems, the mean of the seeds.
         seeds: Share of each.
-        tokens: That a KV head holds at most, the mean over the problems.
+        tokens: Most tokens that a KV head holds, the mean over the problems.
     """
 
     right: Estimate
@@ -49,7 +49,7 @@ class Cell(NamedTuple):
     tokens: float
 
     def __str__(self) -> str:
-        """`0.993 [0.985, 0.998], 0.990 to 0.995; 101`."""
+        """Return text such as `0.993 [0.985, 0.998], 0.990 to 0.995; 101`."""
         value, low, high = self.right.value, self.right.low, self.right.high
         least, most = min(self.seeds), max(self.seeds)
         spread = f", {least:.3f} to {most:.3f}" if len(self.seeds) > 1 else ""
@@ -57,10 +57,10 @@ class Cell(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A task.
+    """Results on a task.
 
     Attributes:
-        title: Of the task and its problems.
+        title: Title of the task, with the number of problems.
         ratios: Compression ratios, ascending.
         rows: By method, in their order, and ratio; the original model has ratio 1.
     """
@@ -71,11 +71,11 @@ class Table(NamedTuple):
 
 
 def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
-    """What a lab has evaluated on a task.
+    """Load everything that a lab has evaluated on a task.
 
     Args:
-        folder: Of the lab.
-        task: Of `TASKS`, of short answers.
+        folder: Folder of the lab.
+        task: Name in `TASKS` of a task of short answers.
 
     Returns:
         The teacher, if it was evaluated; and retrofits (under the names in `_METHODS`) and policies
@@ -97,7 +97,7 @@ def runs_of(folder: Path, task: str) -> tuple[RunResult | None, Runs]:
 
 
 def cell(runs: Sequence[RunResult], problems: Collection[str]) -> Cell:
-    """The runs of a method at a ratio, one for each seed."""
+    """Combine the runs of a method at a ratio, one for each seed."""
     scores = [chain_scores(run, 0) for run in runs]
     mean, each = over_seeds([{name: own[name] for name in problems} for own in scores])
     tokens = statistics.mean(
@@ -110,7 +110,7 @@ def cell(runs: Sequence[RunResult], problems: Collection[str]) -> Cell:
 
 
 def common_problems(teacher: RunResult, found: Runs) -> list[str]:
-    """Those that every run has evaluated.
+    """Return the problems that every run has evaluated.
 
     Raises:
         EvaluationError: There is none.
@@ -123,7 +123,7 @@ def common_problems(teacher: RunResult, found: Runs) -> list[str]:
 
 
 def table(teacher: RunResult, found: Runs) -> Table:
-    """All methods at all ratios, over the problems that every run has evaluated.
+    """Compute all methods at all ratios, over the problems that every run has evaluated.
 
     Raises:
         EvaluationError: There is none.
@@ -140,7 +140,7 @@ def table(teacher: RunResult, found: Runs) -> Table:
 
 
 def markdown(shown: Table) -> list[str]:
-    """A line for each method and a column for each ratio; the original model is in the first."""
+    """Return a line for each method and a column for each ratio; the original is in the first."""
     lines = [
         "| | " + " | ".join(f"CR {cr}" for cr in shown.ratios) + " |",
         "|---" * (len(shown.ratios) + 1) + "|",
@@ -153,7 +153,7 @@ def markdown(shown: Table) -> list[str]:
 
 
 def drawn(tables: Sequence[Table]) -> Any:
-    """A figure of matplotlib with a panel for each task, the methods as lines over the ratios."""
+    """Draw a panel for each task, with the methods as lines over the ratios."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -192,7 +192,7 @@ def _run(folder: Path, figure: Path | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m research lab-ratios",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""The lab: a teacher from nothing, its retrofits, and accuracy against the cost of the cache.
+"""Pretrain a teacher, retrofit it, and measure accuracy against the cost of the cache.
 
     python -m research lab s --seconds 570
 
@@ -51,12 +51,12 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 class Lab:
-    """Runs steps within a time limit.
+    """Runner of steps within a time limit.
 
     Args:
         root: Where marks and logs go.
         jobs: Steps at the same time, on each GPU where there are some.
-        gpus: What `CUDA_VISIBLE_DEVICES` calls each GPU; none on a CPU.
+        gpus: Name of each GPU in `CUDA_VISIBLE_DEVICES`; none on a CPU.
         seconds: Until running commands are told to stop; None sets no limit.
     """
 
@@ -73,7 +73,7 @@ class Lab:
             (root / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, steps: list[Step]) -> bool:
-        """Finish the steps; false when the time is over before.
+        """Run the steps; return False if the time is over before they finish.
 
         Raises:
             EvaluationError: A command failed, or was finished with other settings.
@@ -113,10 +113,10 @@ class Lab:
             if words is None:
                 done.add(step.name)
                 continue
-            place = max(self._free, key=self._free.count)  # the GPU with the fewest commands
-            self._free.remove(place)
+            gpu = max(self._free, key=self._free.count)  # the GPU with the fewest commands
+            self._free.remove(gpu)
             log = self._root / "logs" / f"{step.name}.log"
-            running[step.name] = _Running(words, log, place, step.ranks, self._threads)
+            running[step.name] = _Running(words, log, gpu, step.ranks, self._threads)
             print(f"{step.name}: started", flush=True)
 
     def _is_over(self) -> bool:
@@ -126,7 +126,7 @@ class Lab:
         return self._root / "state" / f"{name}.done"
 
     def _missing(self, step: Step) -> list[str] | None:
-        """The command of a step; None when it has finished."""
+        """Return the command of a step; None if the step has finished."""
         words, mark = step.words(), self._mark(step.name)
         if step.repeats or not mark.is_file():
             return words
@@ -140,7 +140,7 @@ class Lab:
     def _finish(self, name: str, process: _Running) -> None:
         if process.code != 0:
             raise EvaluationError(f"{name}: exit code {process.code}; {process.last_line()}")
-        self._free.append(process.place)
+        self._free.append(process.gpu)
         partial = self._mark(name).with_suffix(".partial")
         partial.write_text(as_text(process.words) + "\n", encoding="utf-8")
         partial.replace(self._mark(name))
@@ -148,27 +148,27 @@ class Lab:
 
 
 class _Running:
-    """A command that was started.
+    """Running command.
 
     Args:
         words: Arguments of python.
         log: Where its output goes.
-        place: The GPU that it was given; None on a CPU.
+        gpu: Name of its GPU; None on a CPU.
         ranks: Processes of it; several see all GPUs.
-        threads: Of the host that torch takes in each, unless `OMP_NUM_THREADS` is set.
+        threads: CPU threads of torch in each process, unless `OMP_NUM_THREADS` is set.
     """
 
     def __init__(
         self,
         words: list[str],
         log: Path,
-        place: str | None = None,
+        gpu: str | None = None,
         ranks: int = 1,
         threads: int = 1,
     ) -> None:
-        self.words, self.place, self._log, self._since = words, place, log, time.monotonic()
+        self.words, self.gpu, self._log, self._since = words, gpu, log, time.monotonic()
         several = [] if ranks == 1 else [*_TORCHRUN, str(ranks)]
-        visible = {} if several else {"CUDA_VISIBLE_DEVICES": place or ""}
+        visible = {} if several else {"CUDA_VISIBLE_DEVICES": gpu or ""}
         # torchrun must be asked, so that it ends its ranks, which are in sessions of their own
         end = partial(end_with_parent, signal.SIGTERM) if several else end_with_parent
         with log.open("ab") as stream:
@@ -192,11 +192,11 @@ class _Running:
         return self._process.poll() is not None
 
     def ask_to_leave(self) -> None:
-        """Tell it to save and leave."""
+        """Ask the command to save and leave."""
         self._process.terminate()
 
     def end(self, seconds: float) -> None:
-        """Wait for it, and end it when it has not left after so many seconds."""
+        """Wait for the command; kill it after so many seconds."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -252,7 +252,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _gpus() -> tuple[str, ...]:
-    """What `CUDA_VISIBLE_DEVICES` calls the GPUs that this process sees."""
+    """Return the names in `CUDA_VISIBLE_DEVICES` of the GPUs that this process sees."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return tuple(name.strip() for name in named.split(","))[:count]
@@ -320,5 +320,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, 2 with one line, or 3 when the time was over."""
+    """Run the command; return 0, 2 with one line, or 3 if the time is over."""
     return run_main(lambda: _run(_parser().parse_args(arguments)))

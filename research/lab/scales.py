@@ -1,4 +1,4 @@
-"""Sizes of the lab: what is generated, trained and evaluated for one teacher."""
+"""Sizes of the lab: generated data, trainings and evaluations of one teacher."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Retrofit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A retrofit to the first ratio of a scale that differs from it in one thing.
+    """Retrofit to the first ratio of a scale that differs in one thing.
 
     Attributes:
-        title: What differs.
+        title: Name of the difference.
         steps: Factor on the steps of the anneal and of the hold.
-        overrides: Of the experiment.
-        experiment: In `conf/experiment`.
-        model: What is retrofitted: the teacher, or what `gqa` makes of it.
+        overrides: Overrides of the experiment.
+        experiment: Name in `research/conf/experiment`.
+        model: Retrofitted model: the teacher, or its `gqa` version.
         shorter: Factor by which its samples are shorter, with as many tokens in a step.
     """
 
@@ -62,23 +62,23 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """A teacher and everything that is done with it.
+    """Teacher with its data, retrofits and evaluations.
 
     Attributes:
-        experiment: Of the teacher, in `conf/experiment`.
+        experiment: Teacher's experiment in `research/conf/experiment`.
         context: Tokens of a training sample.
         micro_batch: Samples of a forward pass of the retrofit.
-        numbers: Of a Countdown prompt.
-        learned: Of the teacher's Countdown documents, which are drawn equally often; none for
+        numbers: Numbers in a Countdown prompt.
+        learned: Numbers in the teacher's Countdown documents, drawn equally often; none for
             `numbers`. Short searches show their ends more often.
-        tasks: That the teacher learns unless others are chosen.
-        samples: Of the teacher's data, those of all tasks and of the validation split.
-        long_samples: Likewise of the retrofits' data.
+        tasks: Tasks that the teacher learns unless others are chosen.
+        samples: Samples of the teacher's data, of all tasks and the validation split.
+        long_samples: The same for the retrofits' data.
         packing: Whether a document is one example, and samples keep their documents apart.
             Otherwise a document has the `context` tokens of a sample, from several examples, and
             most of those of the retrofits begin with a long one.
         retrofits: One after the other, each from the one before.
-        methods: Of the retrofits; those of the second one are the variant of its name.
+        methods: Methods of the retrofits; every method except DMS is the variant of its name.
         long_ratios: Compression ratios of the retrofits that are evaluated at longer contexts.
         policies: Cache policies that the teacher is evaluated with.
         budget_ratios: Compression ratios whose peak tokens the policies get as their budget.
@@ -87,10 +87,10 @@ class Scale:
         lengths: Generated tokens of a chain, in units of 1,024.
         jobs: Commands that fit into the memory of a GPU of 140 GB together.
         widths: Chains of a problem.
-        gqa_steps: Of the teacher with half of its KV heads.
-        long_steps: Of the teacher with four times its context.
+        gqa_steps: Training steps of the teacher with half of its KV heads.
+        long_steps: Training steps of the teacher with four times its context.
         teacher: Further overrides of the teacher's experiment.
-        retrofit: Likewise of the retrofits.
+        retrofit: Further overrides of the retrofits' experiments.
     """
 
     experiment: str

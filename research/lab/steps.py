@@ -1,4 +1,4 @@
-"""The commands of the lab, in order: of every task, and of a longer context."""
+"""Commands of the lab, in order: of every task, and of a longer context."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _SAME_RESULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a user chooses.
+    """Choices of the user.
 
     Attributes:
-        scale: Of the teacher.
+        scale: Size of the teacher.
         root: Where everything goes.
-        tasks: Of `TASKS`, that the teacher learns and all models are evaluated on.
-        seeds: Of the retrofits.
-        also: Of `VARIANTS`, with the first seed.
-        device: Of the evaluations.
-        gpus: That commands are spread over; 0 on a CPU.
+        tasks: Names in `TASKS` that the teacher learns and all models are evaluated on.
+        seeds: Seeds of the retrofits.
+        also: Names in `VARIANTS`, retrofitted with the first seed.
+        device: Device of the evaluations.
+        gpus: Number of GPUs for the commands; 0 on a CPU.
         rows: Chains in the cache at the same time.
         workers: Processes that make data.
     """
@@ -62,15 +62,15 @@ class Settings:
 
     @property
     def teacher(self) -> Path:
-        """Its model directory."""
+        """Model directory of the teacher."""
         return self.pretrained("teacher")
 
     def pretrained(self, name: str) -> Path:
-        """The model directory of the teacher, or of what `gqa` makes of it."""
+        """Return the model directory of the teacher, or of its `gqa` version."""
         return self.root / name / HF
 
     def run(self, name: str, seed: int) -> Path:
-        """The folder of a retrofit."""
+        """Return the folder of a retrofit."""
         return self.root / "retrofit" / f"seed{seed}" / name
 
 
@@ -79,7 +79,7 @@ class Step:
     """One command of this project.
 
     Attributes:
-        name: Of its log and its mark.
+        name: Name of its log and its mark.
         words: Arguments of python; called when the steps that it needs have finished.
         needs: Names of those steps.
         ranks: Processes, one for each GPU that it takes; 1 shares a GPU with other commands.
@@ -94,7 +94,7 @@ class Step:
 
 
 def steps(settings: Settings) -> list[Step]:
-    """All steps; each stands behind those that it needs, and the first come first.
+    """Return all steps; each follows those that it needs.
 
     Policies are evaluated before the further seeds: a lab that ends early has one of everything.
     """
@@ -126,7 +126,7 @@ def steps(settings: Settings) -> list[Step]:
 
 
 def _data(settings: Settings, name: str) -> list[Step]:
-    """Documents and problems of a task."""
+    """Return the steps that make documents and problems of a task."""
     scale = settings.scale
     return [
         _documents(settings, name, "data", scale.samples, *TASKS[name].learned(scale)),
@@ -136,13 +136,13 @@ def _data(settings: Settings, name: str) -> list[Step]:
 
 
 def _long_data(settings: Settings, name: str, base: str = "data_long") -> Step:
-    """Documents of the retrofits."""
+    """Return the step that makes documents of the retrofits."""
     more = _LONG if TASKS[name].long and not settings.scale.packing else _OTHERS
     return _documents(settings, name, base, settings.scale.long_samples, *more)
 
 
 def _documents(settings: Settings, name: str, base: str, samples: int, *more: str) -> Step:
-    """Documents that fill the samples of a task, its share of those of all tasks."""
+    """Return the step that makes a task's share of the documents of all tasks."""
     scale, task, folder = settings.scale, TASKS[name], named(base, name)
     each = task.documents_of_a_sample(scale) if scale.packing else 1
     count = math.ceil(samples * _share(settings, name) * each)
@@ -163,7 +163,7 @@ def _made_problems(settings: Settings, name: str, base: str = "problems") -> Ste
 
 
 def _share(settings: Settings, name: str) -> float:
-    """Of a task in all samples."""
+    """Return the share of a task in all samples."""
     return TASKS[name].weight / sum(TASKS[each].weight for each in settings.tasks)
 
 
@@ -172,7 +172,7 @@ def _problems(settings: Settings, task: str, base: str = "problems") -> Path:
 
 
 def _blend(settings: Settings, base: str) -> list[str]:
-    """The data of all tasks, of a training."""
+    """Return the overrides that blend the data of all tasks."""
     paths = ",".join(f"{settings.root}/{named(base, task)}/train" for task in settings.tasks)
     found = [f"data.paths=[{paths}]"]
     if len(settings.tasks) > 1:
@@ -186,7 +186,7 @@ def _needed(settings: Settings, base: str) -> tuple[str, ...]:
 
 
 def _pretraining(settings: Settings, name: str) -> list[str]:
-    """The teacher's command, with a folder for its run."""
+    """Return the teacher's command, with a folder for its run."""
     root, scale = settings.root, settings.scale
     return [
         *_TRAIN,
@@ -216,7 +216,7 @@ def _largest_divisor(number: int, most: int) -> int:
 
 
 def _gqa(settings: Settings) -> list[Step]:
-    """The teacher with half of its KV heads, which is trained on from their means."""
+    """Return the steps that halve the teacher's KV heads and continue its training."""
     if "gqa" not in settings.also:
         return []
     teacher = compose(
@@ -233,7 +233,7 @@ def _gqa(settings: Settings) -> list[Step]:
 
 
 def _trained_on(settings: Settings, name: str, model: Path, count: int) -> list[str]:
-    """The teacher's command from the weights of a model, with a schedule of its own."""
+    """Return the teacher's command from the weights of a model, with a schedule of its own."""
     return [
         *_pretraining(settings, name),
         "model.architecture=null",
@@ -245,7 +245,7 @@ def _trained_on(settings: Settings, name: str, model: Path, count: int) -> list[
 
 
 def long_steps(settings: Settings) -> list[Step]:
-    """Of the folder `long`: the teacher, trained on with four times its context, and its retrofits.
+    """Return the steps of the folder `long`: a teacher with four times its context and retrofits.
 
     They are retrofitted with the context that the teacher had, and evaluated up to the longer one.
     The teacher of `settings` must have been trained.
@@ -268,7 +268,7 @@ def long_steps(settings: Settings) -> list[Step]:
 
 
 def _with_longer_samples(settings: Settings, teacher: Path) -> tuple[int, list[str]]:
-    """Samples of a step, which has as many tokens as one of the teacher's, and the command."""
+    """Return the samples of a step with as many tokens as the teacher's, and the command."""
     data = compose(_pretraining(settings, "teacher")[len(_TRAIN) :], CONFIG_DIR).data
     batch = max(1, data.global_batch_size // _CONTEXTS[-1])
     together = _largest_divisor(batch, max(1, data.micro_batch_size // _CONTEXTS[-1]))
@@ -282,7 +282,7 @@ def _with_longer_samples(settings: Settings, teacher: Path) -> tuple[int, list[s
 
 
 def _at_each_context(settings: Settings, task: str, trained: list[Step]) -> list[Step]:
-    """Problems of each context, for all models."""
+    """Return the steps that make problems of each context and evaluate all models."""
     found: list[Step] = []
     for context in (times * settings.scale.context for times in _CONTEXTS):
         problems = f"problems_{context}"
@@ -295,12 +295,12 @@ def _at_each_context(settings: Settings, task: str, trained: list[Step]) -> list
 
 
 def _seed(settings: Settings, seed: int) -> list[Step]:
-    """The retrofits of a seed, with every method."""
+    """Return the retrofits of a seed, with every method."""
     return [step for name in settings.scale.methods for step in _retrofits(settings, seed, name)]
 
 
 def _retrofits(settings: Settings, seed: int, method: str = DMS) -> list[Step]:
-    """The anneals of a method with a seed, each from the one before."""
+    """Return the anneals of a method with a seed, each from the one before."""
     variant, prefix = Variant(title="DMS"), ""
     if method != DMS:
         variant, prefix = VARIANTS[method], f"{method}_"
@@ -319,7 +319,7 @@ def _retrofits(settings: Settings, seed: int, method: str = DMS) -> list[Step]:
 
 
 def _variants(settings: Settings) -> list[Step]:
-    """Those of the first seed."""
+    """Return the retrofits of `--also`, with the first seed."""
     found, first = [], settings.scale.retrofits[0]
     for name in settings.also:
         variant = VARIANTS[name]
@@ -340,7 +340,7 @@ def _variants(settings: Settings) -> list[Step]:
 
 
 def _shorter_data(settings: Settings) -> list[Step]:
-    """Documents of the variants with shorter samples."""
+    """Return the steps that make documents of the variants with shorter samples."""
     return [
         _long_data(_with_shorter_samples(settings, VARIANTS[name]), task, f"data_{name}")
         for name in settings.also
@@ -350,7 +350,7 @@ def _shorter_data(settings: Settings) -> list[Step]:
 
 
 def _with_shorter_samples(settings: Settings, variant: Variant) -> Settings:
-    """Retrofits with as many tokens in a step, in shorter samples."""
+    """Return settings with as many tokens in a step, in shorter samples."""
     scale, factor = settings.scale, variant.shorter
     batch = compose(
         [f"experiment={variant.experiment}", *scale.retrofit], CONFIG_DIR
@@ -400,7 +400,7 @@ def _evaluation(settings: Settings, task: str, trained: Step, *more: str) -> Ste
 
 
 def _of_the_teacher(settings: Settings, task: str, teacher: Step) -> list[Step]:
-    """With all budgets; of searches, which are sampled, also one greedy chain."""
+    """Evaluate all budgets; for searches, which are sampled, also one greedy chain."""
     found = [_evaluation(settings, task, teacher)]
     if TASKS[task].searches:
         more = ("sampling.temperature=0", "sweep.widths=[1]")
@@ -410,13 +410,13 @@ def _of_the_teacher(settings: Settings, task: str, teacher: Step) -> list[Step]:
 
 
 def _exported(settings: Settings, step: str) -> Path:
-    """The model directory of a training."""
+    """Return the model directory of a training."""
     seed, _, name = step.partition("_")
     return settings.root / "retrofit" / seed / name / HF if name else settings.pretrained(step)
 
 
 def _compared(scale: Scale) -> tuple[str, str]:
-    """What policies and variants are evaluated on, most of which decode without kernels."""
+    """Return the smaller evaluation of policies and variants, most of which lack kernels."""
     return "sweep.widths=[1]", f"task.limit={min(scale.compared_problems, scale.problems)}"
 
 
@@ -458,7 +458,7 @@ def _results(settings: Settings, task: str, name: str) -> Path:
 
 
 def _policies(settings: Settings, task: str) -> list[Step]:
-    """The teacher with policies that hold or read as many tokens as the retrofitted model holds."""
+    """Evaluate the teacher with policies that have the token budget of the retrofitted model."""
     scale, found = settings.scale, []
     for cr in scale.budget_ratios:
         needs = named(f"evaluate_seed{settings.seeds[0]}_cr{cr}", task)
@@ -496,14 +496,14 @@ def check_policies(scale: Scale) -> None:
 
 
 def budget_of(settings: Settings, task: str, cr: int) -> int:
-    """Peak tokens of a chain of the retrofitted model, the mean over the problems, rounded up."""
+    """Return the mean peak tokens of a chain of the retrofitted model, rounded up."""
     run = load([_results(settings, task, f"seed{settings.seeds[0]}_cr{cr}")])
     longest = max(run.points(), key=lambda p: (p.budget.length, -p.budget.width))
     return math.ceil(longest.peak_tokens)
 
 
 def _report(settings: Settings) -> list[str]:
-    """Of the teacher, policies, DMS and DMC with the first seed: a method has one line."""
+    """Return the report of the teacher, policies, DMS and DMC with the first seed."""
     root, first = settings.root, f"seed{settings.seeds[0]}_"
     others = ["gqa", GREEDY, *(f"{first}{name}_cr" for name in VARIANTS if name != "dmc")]
     found = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
@@ -518,11 +518,11 @@ def _report(settings: Settings) -> list[str]:
 
 
 def lines(root: Path) -> list[str]:
-    """Every budget that was measured in a folder of a lab, one line each."""
+    """Return one line for every budget that was measured in a folder of a lab."""
     folders = sorted(path.parent for path in (root / "eval").glob("*/summary.json"))
     return [f"{path.name:40} {point}" for path in folders for point in load([path]).points()]
 
 
 def as_text(words: list[str]) -> str:
-    """A command as the marks store it: without what does not change its results."""
+    """Return a command as the marks store it: without words that do not change its results."""
     return json.dumps([word for word in words if not word.startswith(_SAME_RESULTS)])

@@ -21,20 +21,20 @@ _SPARE = 1.1  # times as many, because that mean is off by up to 7 % (three stan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabTask:
-    """A task that a teacher learns, alone or in a mixture.
+    """Task that a teacher learns, alone or in a mixture.
 
     Attributes:
         command: Name of the `python -m research data` command; `NAME-problems` makes its problems.
-        draws: What the command draws its documents with.
-        weight: Of its samples in a mixture.
+        draws: Source of the command's documents.
+        weight: Weight of its samples in a mixture.
         searches: Whether a chain is a long search, evaluated at every length and width of the
             scale; otherwise it is a short answer, generated once.
         long: Whether some documents fill half the context, so that samples of the retrofits can
             begin with them.
         documents: Options of the command.
-        options: Of both commands.
-        learned: Further ones of the teacher's documents.
-        problems: Of the second one alone.
+        options: Options of both commands.
+        learned: Further options for the teacher's documents.
+        problems: Options of the second command alone.
         sinks: Tokens that `streaming_llm` keeps.
     """
 
@@ -50,13 +50,13 @@ class LabTask:
     sinks: Callable[[Scale], int] = lambda scale: 4
 
     def documents_of_a_sample(self, scale: Scale) -> float:
-        """Documents that fill a packed sample on average, and a few more."""
+        """Return the mean number of documents in a packed sample, and a few more."""
         return _SPARE * scale.context / _mean_positions(self.draws(scale))
 
 
 @lru_cache
 def _mean_positions(task: TokenTask) -> float:
-    """Positions that a document takes in a packed sample, one less than it has tokens."""
+    """Return the mean positions of a document in a packed sample, one less than its tokens."""
     rng = random.Random(0)
     return sum(len(task.draw(rng).tokens) - 1 for _ in range(_DRAWN)) / _DRAWN
 
@@ -107,5 +107,5 @@ TASKS = {
 
 
 def named(base: str, task: str) -> str:
-    """The name of a folder or a step; Countdown's has no suffix."""
+    """Return the name of a folder or a step; Countdown's has no suffix."""
     return base if task == "countdown" else f"{base}_{task}"

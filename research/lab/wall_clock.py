@@ -1,4 +1,4 @@
-"""Accuracy against the seconds of the engine, with the same bytes of cache for every model.
+"""Measure accuracy against seconds, with the same bytes of cache for every model.
 
     python -m research lab-wall-clock outputs/lab/s --models teacher,cr4,cr8 --cache-mb 128
 
@@ -50,12 +50,12 @@ _HEAD = """| model | length-width | solved | seconds (least to most) | tokens/s 
 
 
 def model_path(folder: Path, name: str, seed: int) -> Path:
-    """The model directory of `teacher`, or of a retrofit such as `cr8`."""
+    """Return the model directory of `teacher`, or of a retrofit such as `cr8`."""
     return folder / ("teacher" if name == "teacher" else f"retrofit/seed{seed}/{name}") / HF
 
 
 def measure(checked: CheckedRun, args: argparse.Namespace) -> dict[str, Any]:
-    """All budgets of one model, with one engine.
+    """Measure all budgets of one model, with one engine.
 
     Raises:
         EvaluationError: A chain does not fit.
@@ -77,7 +77,7 @@ def measure(checked: CheckedRun, args: argparse.Namespace) -> dict[str, Any]:
 def checked_problems(
     model: Path, folder: Path, problems: int, lengths: Iterable[float]
 ) -> CheckedRun:
-    """The first problems of the lab, with their prompts for a model."""
+    """Read the first problems of the lab, with their prompts for a model."""
     within = ",".join(f"{length:g}" for length in sorted(set(lengths)))
     return check(
         compose_evaluation(
@@ -93,7 +93,7 @@ def checked_problems(
 
 
 def _temperature(checked: CheckedRun) -> float:
-    """Of the task, which `check` has put into the options."""
+    """Return the task's temperature, which `check` has put into the options."""
     found = checked.options.sampling.temperature
     assert found is not None
     return found
@@ -102,7 +102,7 @@ def _temperature(checked: CheckedRun) -> float:
 def _budget(
     llm: LLM, checked: CheckedRun, length: float, width: int, *, repeats: int
 ) -> dict[str, Any]:
-    """Time and accuracy of the problems, with other seeds in each repetition."""
+    """Measure time and accuracy of the problems, with other seeds in each repetition."""
     seconds, scores, tokens = list[float](), list[float](), list[int]()
     for repeat in range(repeats):
         params = [
@@ -139,7 +139,7 @@ def _budget(
 
 
 def solved(checked: CheckedRun, texts: list[list[str]]) -> float:
-    """Share of the problems of which a chain is right."""
+    """Return the share of the problems with a right chain."""
     scorer = find_scorer(checked.task.scorer)
     with AnswerChecker() as checker:
         marks = [
@@ -150,7 +150,7 @@ def solved(checked: CheckedRun, texts: list[list[str]]) -> float:
 
 
 def drawn(record: dict[str, Any]) -> Any:
-    """A figure of matplotlib: accuracy over seconds, a line for the budgets of a width."""
+    """Draw accuracy over seconds, with a line for the budgets of a width."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
@@ -178,7 +178,7 @@ def drawn(record: dict[str, Any]) -> Any:
 
 
 def lines(name: str, model: dict[str, Any]) -> list[str]:
-    """Markdown, a line for each budget of a model."""
+    """Return Markdown with a line for each budget of a model."""
     found = []
     for budget in model["budgets"]:
         spread = f"{budget['seconds_least']:.2f} to {budget['seconds_most']:.2f}"
@@ -253,7 +253,7 @@ def _budget_of(text: str) -> tuple[float, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m research lab-wall-clock",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""What is measured: every policy that needs no training at every ratio, and exports.
+"""Cases of the comparison: every policy without training at every ratio, and exports.
 
 Windows and intervals are smaller than the defaults, which are made for prompts of thousands of
 tokens. Policies that evict only when a prompt ends have the ratio of the prompt; the others that of
@@ -39,7 +39,7 @@ class Case:
         method: Name of the policy.
         cr: Compression ratio that it is given, or that the export was trained for.
         model: Directory of an export; None for the dense model.
-        options: Of the policy, besides its ratio.
+        options: Options of the policy, besides its ratio.
     """
 
     method: str
@@ -48,7 +48,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def engine(self, total: int) -> dict[str, Any]:
-        """Policy and options for requests of `total` tokens, as fields of `EngineOptions`."""
+        """Return policy and options of `EngineOptions` for requests of `total` tokens."""
         if self.model is not None or self.method == DENSE:
             return {"policy": AUTO if self.model is not None else DENSE}
         own: dict[str, Any] = {"cr": self.cr}
@@ -58,7 +58,7 @@ class Case:
 
 
 def cases(ratios: list[float], exports: list[Path]) -> list[Case]:
-    """The dense model first, then every registered policy, then exports.
+    """Return the dense model first, then every registered policy, then exports.
 
     Args:
         ratios: Compression ratios.

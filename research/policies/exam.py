@@ -1,4 +1,4 @@
-"""Exam sheets: solved problems, and what the cache costs while the answers are generated."""
+"""Exam sheets: solved problems, and the cost of the cache while answers are generated."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ExamTask:
 
     Attributes:
         model: The dense model.
-        sheets: How many.
-        problems: Of a sheet.
+        sheets: Number of sheets.
+        problems: Problems on a sheet.
         max_tokens: Most tokens of an answer.
-        seed: Of the sheets.
+        seed: Seed of the sheets.
     """
 
     model: Path
@@ -41,11 +41,11 @@ class ExamTask:
     name = "exam"
 
     def settings(self) -> dict[str, Any]:
-        """What a result depends on, besides the case."""
+        """Return the values that a result depends on, besides the case."""
         return {"sheets": self.sheets, "problems": self.problems, "max_tokens": self.max_tokens}
 
     def measure(self, case: Case) -> Mapping[str, Any]:
-        """Accuracy with its interval, and means over the sheets."""
+        """Measure accuracy with its interval, and means over the sheets."""
         found = held_out_problems(self.sheets, self.problems, self.seed)
         sheets = [
             Sheet(prompt=s.prompt, answers=tuple(map(str, s.answers)), stop=_END) for s in found

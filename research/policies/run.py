@@ -1,4 +1,4 @@
-r"""Every cache policy at every compression ratio, on exam sheets and on stories.
+r"""Compare all cache policies at every compression ratio, on exam sheets and on stories.
 
     for cr in 2 3 4; do
         make demo CR=$cr OUT=outputs/dms$cr
@@ -38,21 +38,21 @@ from research.policies.table import Row, tables, titled, write_page
 
 
 class Task(Protocol):
-    """What is measured of a case."""
+    """Measurement of a case."""
 
     name: str
 
     def settings(self) -> dict[str, Any]:
-        """What a result depends on, besides the case."""
+        """Return the values that a result depends on, besides the case."""
         ...
 
     def measure(self, case: Case) -> Mapping[str, Any]:
-        """The result."""
+        """Measure a case."""
         ...
 
 
 def _key(task: Task, case: Case) -> dict[str, Any]:
-    """What a row says besides its result; rows of other settings are not taken for it."""
+    """Return the fields of a row without its result, which tell rows of other settings apart."""
     return {
         "task": task.name,
         "method": case.method,
@@ -63,7 +63,7 @@ def _key(task: Task, case: Case) -> dict[str, Any]:
 
 
 def measure(plan: list[tuple[Task, Case]], file: Path) -> list[Row]:
-    """Measure what `file` has no row of; the rows of the plan, in its order."""
+    """Measure the cases without a row in `file`; return all rows in the order of the plan."""
     rows, found, measured = _rows(file), list[Row](), origin()
     with progress_bar(len(plan)) as advance, file.open("a", encoding="utf-8") as output:
         for task, case in plan:
@@ -80,7 +80,7 @@ def measure(plan: list[tuple[Task, Case]], file: Path) -> list[Row]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Those measured before; the file is made where it is absent."""
+    """Read the rows of earlier calls; create the file if it is absent."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -104,7 +104,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, Case]]:
 
 
 def _cases(args: argparse.Namespace, exports: list[Path]) -> list[Case]:
-    """Those of `--methods`, and the dense model."""
+    """Return the cases of `--methods`, and the dense model."""
     found = cases(args.cr, exports)
     return [c for c in found if not args.methods or c.method in {DENSE, *args.methods}]
 
@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m research policies",
         description=__doc__,

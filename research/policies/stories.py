@@ -1,6 +1,6 @@
-"""Stories: how far the next-token distributions of a model move, with the text given.
+"""Stories: how far the next-token distributions of a model move on a given text.
 
-The first tokens of a story are a prompt. Those behind it enter the cache one at a time, as
+The first tokens of a story are a prompt. Those after it enter the cache one at a time, as
 generated tokens do, but are those of the story, so that all policies are asked about the same
 positions.
 """
@@ -33,14 +33,14 @@ from research.policies.cases import DENSE, Case
 
 
 class _Walk(NamedTuple):
-    """A run over all texts.
+    """Result of one run over all texts.
 
     Attributes:
-        logits: float [texts, tokens behind the prompt, vocab].
-        reads: Slots attended by a query behind the prompt, mean over lists and texts.
+        logits: float [texts, tokens after the prompt, vocab].
+        reads: Slots attended by a query after the prompt, mean over lists and texts.
         peak_tokens: Most tokens held, mean over lists and texts.
         bytes: Most bytes taken, for each text.
-        seconds: Of the processor, prompts included.
+        seconds: Processor time, prompts included.
     """
 
     logits: Tensor
@@ -57,7 +57,7 @@ class StoriesTask:
     Attributes:
         model: The dense model.
         file: JSON lines with a `text` each.
-        stories: How many that are long enough, from the end of the file: a model that was trained
+        stories: Number of stories of sufficient length, from the file's end: a model that was trained
             on the first ones has not seen them.
         prompt: Tokens of a prompt.
         tokens: Tokens of a story, prompt included; the rest of it is left out.
@@ -72,11 +72,11 @@ class StoriesTask:
     name = "stories"
 
     def settings(self) -> dict[str, Any]:
-        """What a result depends on, besides the case."""
+        """Return the values that a result depends on, besides the case."""
         return {"stories": self.stories, "prompt": self.prompt, "tokens": self.tokens}
 
     def measure(self, case: Case) -> Mapping[str, Any]:
-        """KL(dense || case) in nats per token with its interval, and means over the stories."""
+        """Measure KL(dense || case) in nats per token with its interval, and means over stories."""
         found = _walk(self, case)
         dense = _dense_logits(self)
         kl = kl_teacher_student(found.logits.double(), dense.double())
@@ -98,7 +98,7 @@ def _dense_logits(task: StoriesTask) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _texts(task: StoriesTask) -> Tensor:
-    """int64 [texts, tokens]."""
+    """Return the tokens of the stories, int64 [texts, tokens]."""
     tokenizer = Tokenizer.load(task.model)
     if tokenizer is None:
         raise EvaluationError(f"{task.model}: needs a tokenizer.json")
@@ -148,7 +148,7 @@ def _walk(task: StoriesTask, case: Case) -> _Walk:
 
 
 def _pass(model: LoadedModel, cache: KVCache, texts: Tensor, part: slice) -> tuple[Tensor, float]:
-    """Logits behind the last token of a part, [texts, vocab], and reads by list and text."""
+    """Return the logits after a part's last token, [texts, vocab], and reads by list and text."""
     position = torch.arange(part.start, part.stop).expand(len(texts), -1)
     rows = torch.arange(len(texts))
     hidden, reads = model.decoder(

@@ -1,4 +1,4 @@
-"""Tables of what was measured, in Markdown."""
+"""Tables of the measurements, in Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEGIN, _END = "<!-- begin {} -->", "<!-- end {} -->"
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """A table for each task, by its name; times are ratios to the dense model."""
+    """Return a table for each task, by its name; times are ratios to the dense model."""
     return {
         task: _table(task, [row for row in rows if row["task"] == task])
         for task in _TITLES
@@ -45,12 +45,12 @@ def _table(task: str, rows: Sequence[Row]) -> str:
 
 
 def titled(found: Mapping[str, str]) -> str:
-    """All tables with their titles."""
+    """Return all tables with their titles."""
     return "\n\n".join(f"{_TITLES[task][0]}\n\n{table}" for task, table in found.items())
 
 
 def write_page(page: Path, found: Mapping[str, str]) -> None:
-    """Replace what is between the markers of each task.
+    """Replace the text between the markers of each task.
 
     Raises:
         EvaluationError: The page has no such markers.

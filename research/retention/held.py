@@ -1,4 +1,4 @@
-"""Decodes documents, and reads from the engine's cache which tokens each KV head holds.
+"""Decode documents, and read from the engine's cache which tokens each KV head holds.
 
 Shape letters: l layers, h KV heads, t tokens, k types.
 """
@@ -24,7 +24,7 @@ Curve = dict[int, list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndedSequence:
-    """A sequence at its end.
+    """Finished sequence.
 
     Attributes:
         tokens: Those whose keys and values were computed: the prompt, and all generated tokens but
@@ -38,11 +38,11 @@ class EndedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TypedSequence:
-    """A sequence and the types of its tokens.
+    """Sequence with the types of its tokens.
 
     Attributes:
-        words: Of its tokens.
-        held: As in `EndedSequence`.
+        words: Word and type of each token.
+        held: See `EndedSequence`.
         left: bool [t], tokens that have left the window, so that a head may have evicted them.
     """
 
@@ -59,7 +59,7 @@ def decode(
     Args:
         llm: Whose cache keeps positions.
         prompts: Texts.
-        params: Of each.
+        params: Sampling parameters of each prompt.
 
     Returns:
         cr_factor of every sequence after every pass, by the number of tokens it had seen; and the
@@ -88,7 +88,7 @@ def _ended(llm: LLM, output: RequestOutput) -> EndedSequence:
 
 
 def typed(llm: LLM, sequence: EndedSequence, grammar: Grammar) -> TypedSequence:
-    """A sequence of a model whose tokens are words."""
+    """Add types to a sequence of a model whose tokens are words."""
     assert llm.tokenizer is not None
     assert llm.spec is not None
     words = [llm.tokenizer.decode([token], special=True) for token in sequence.tokens]
@@ -105,7 +105,7 @@ class TypeCount:
     """Tokens of one type, over all sequences.
 
     Attributes:
-        tokens: How many there are.
+        tokens: Number of tokens.
         held: float64 [l, h], how many of them each KV head holds.
         somewhere: Tokens that any KV head holds.
         mean: Share held, mean over KV heads, with an interval over the sequences; None without a
@@ -119,19 +119,19 @@ class TypeCount:
 
     @property
     def shares(self) -> Tensor:
-        """Of the tokens, float64 [l, h]; not-a-number without a token."""
+        """Shares of the tokens that each head holds, float64 [l, h]; NaN without a token."""
         return self.held / self.tokens
 
 
 def count(
     sequences: Iterable[TypedSequence], types: tuple[str, ...], *, left: bool
 ) -> dict[str, TypeCount]:
-    """Tokens of each type at the ends of the sequences.
+    """Count the tokens of each type at the ends of the sequences.
 
     Args:
         sequences: At least one.
-        types: Of their grammar.
-        left: Whether only tokens count that have left the window.
+        types: Types of their grammar.
+        left: Count only tokens that have left the window.
     """
     seen, held, somewhere = [], [], []
     for sequence in sequences:
@@ -154,6 +154,6 @@ def count(
 
 
 def _mean(held: Tensor, tokens: Tensor) -> Estimate | None:
-    """Over the sequences that have such tokens."""
+    """Estimate the mean share over the sequences that have such tokens."""
     some = tokens > 0
     return ratio(held[some].tolist(), tokens[some].tolist()) if some.any() else None

@@ -11,14 +11,14 @@ from research.retention.held import Curve, TypeCount, TypedSequence
 
 Head = tuple[int, int]  # layer and KV head
 
-# of words that are evicted, in the window, and held behind it
+# of words that are evicted, in the window, and held after it
 _CELLS, _TEXT = ("#ffffff", "#cfe2f7", "#2f7ed8"), ("#aaaaaa", "black", "white")
 _COLUMN, _ROW = 0.3, 0.16  # inches of a word
 _WIDEST = 16  # words of a row
 
 
 def draw_curve(curve: Curve, path: Path) -> None:
-    """Median and the middle 80 % of the sequences at each position."""
+    """Draw the median and the middle 80 % of the sequences at each position."""
     from matplotlib.figure import Figure
 
     positions = sorted(p for p, values in curve.items() if len(values) >= 10)
@@ -33,7 +33,7 @@ def draw_curve(curve: Curve, path: Path) -> None:
 
 
 def draw_types(counts: dict[str, TypeCount], path: Path) -> None:
-    """Share held of each type, a row for each KV head; types without a token are left out."""
+    """Draw the held share of each type that occurs, with a row for each KV head."""
     from matplotlib.figure import Figure
 
     counts = {name: found for name, found in counts.items() if found.tokens}
@@ -60,7 +60,7 @@ def draw_types(counts: dict[str, TypeCount], path: Path) -> None:
 
 
 def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
-    """The words of a sequence, once for each head, with those that it holds marked."""
+    """Draw the words of a sequence once for each head, and mark those that it holds."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
@@ -84,7 +84,7 @@ def draw_trace(sequence: TypedSequence, heads: list[Head], path: Path) -> None:
 
 
 def _places(sequence: TypedSequence) -> list[tuple[int, int]]:
-    """Row and column of every word."""
+    """Return row and column of every word."""
     found: list[tuple[int, int]] = []
     row, column = 0, -1
     for word in sequence.words:

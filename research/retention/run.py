@@ -1,4 +1,4 @@
-"""What an export keeps: cr_factor against position, and tokens by KV head and by type.
+"""Show what an export keeps: cr_factor by position, and tokens by KV head and by type.
 
     python -m research retention EXPORT PROBLEMS.jsonl [--output outputs/retention]
     python -m research retention EXPORT PROBLEMS.jsonl --task countdown --max-tokens 2048
@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _requests(args: argparse.Namespace) -> tuple[list[str], list[SamplingParams]]:
-    """Prompts of the first documents, and how each is continued."""
+    """Return the prompts of the first documents, and their sampling parameters."""
     kind = task(args.task)
     options = TaskOptions(name=args.task, path=str(args.problems), limit=args.documents)
     documents = kind.documents(options, lambda messages: len(messages.user))
@@ -75,7 +75,7 @@ def _requests(args: argparse.Namespace) -> tuple[list[str], list[SamplingParams]
 
 
 def _check(args: argparse.Namespace, llm: LLM, documents: int) -> None:
-    """Refuse what types cannot be counted for, before anything is decoded."""
+    """Refuse exports and options without countable types, before anything is decoded."""
     if args.task not in GRAMMARS:
         return
     if llm.spec is None or llm.spec.kind != "dms":
@@ -92,7 +92,7 @@ def _check(args: argparse.Namespace, llm: LLM, documents: int) -> None:
 
 
 def _by_head(llm: LLM, curve: Curve, output: Path) -> dict[str, Any]:
-    """What each KV head keeps, and how the ratio rises."""
+    """Draw and print the share that each KV head keeps, and the ratio by position."""
     total = llm.kv
     assert total is not None
     kept = 1.0 / total.cr_factors
@@ -108,7 +108,7 @@ def _by_head(llm: LLM, curve: Curve, output: Path) -> dict[str, Any]:
 
 
 def _by_type(args: argparse.Namespace, llm: LLM, ended: list[EndedSequence]) -> dict[str, Any]:
-    """What is kept of the words of each type; two pictures of it."""
+    """Draw and print the kept share of the words of each type."""
     grammar = GRAMMARS[args.task]
     sequences = [typed(llm, each, grammar) for each in ended]
     everywhere, left = (count(sequences, grammar.types, left=each) for each in (False, True))
@@ -125,7 +125,7 @@ def _by_type(args: argparse.Namespace, llm: LLM, ended: list[EndedSequence]) -> 
 
 
 def _spread(ended: list[EndedSequence]) -> list[Head]:
-    """The heads that hold the most tokens, a median number and the fewest."""
+    """Return the heads that hold the most tokens, a median number and the fewest."""
     held = torch.stack([each.held.sum(-1) for each in ended]).sum(0)
     order = held.flatten().argsort(descending=True).tolist()
     chosen = dict.fromkeys(order[place] for place in (0, len(order) // 2, -1))
@@ -166,6 +166,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; return 0, or 2 with one line."""
     args = _parser().parse_args(arguments)
     return run_main(lambda: _run(args))

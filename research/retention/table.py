@@ -11,11 +11,11 @@ Counts = dict[str, TypeCount]
 
 
 def table(everywhere: Counts, left: Counts) -> list[str]:
-    """A line for each type that occurs; shares in percent.
+    """Return a line for each type that occurs; shares are in percent.
 
     Args:
-        everywhere: Of all tokens.
-        left: Of those that have left the window; `held` is the share of these.
+        everywhere: Counts of all tokens.
+        left: Counts of those that have left the window; `held` is the share of these.
     """
     slots = sum(float(found.held.sum()) for found in everywhere.values())
     heads = ("type", "tokens", "of cache", "left window", "held", "95 %", "by head", "by any")
@@ -28,7 +28,7 @@ def table(everywhere: Counts, left: Counts) -> list[str]:
 
 
 def _held(found: TypeCount) -> tuple[str, str, str, str, str]:
-    """Their number, the mean share and its interval, the least and most of a head, of any head."""
+    """Return number, mean share, its interval, the range over heads, and the share of any head."""
     if found.mean is None:
         return "0", "", "", "", ""
     low, high = (_percent(float(share)) for share in found.shares.aminmax())
@@ -46,7 +46,7 @@ def _percent(share: float) -> str:
 
 
 def stored(counts: Counts) -> dict[str, Any]:
-    """For a JSON file; shares are None without a token."""
+    """Return plain values for a JSON file; shares are None without a token."""
     return {
         name: {
             "tokens": found.tokens,

@@ -1,4 +1,4 @@
-"""Countdown: moves that must give the target with every number used once."""
+"""Judge Countdown: moves must give the target with every number used once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _DIGITS = len(str(LARGEST))  # of a number of a move; int() refuses texts of tho
 
 
 class CountdownScorer(Scorer):
-    """The moves behind the last `ANS`, such as `4 * 3 , 12 - 1 , 11 * 4`, are played again."""
+    """Scorer that replays the moves after the last `ANS`, such as `4 * 3 , 12 - 1 , 11 * 4`."""
 
     name = "countdown"
 
     def marks(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Marks]:
-        """As `Scorer.marks`; `document.details` has `numbers` and `target`."""
+        """Mark texts; `document.details` has `numbers` and `target`."""
         numbers, target = document.details["numbers"], document.details["target"]
         return [_marks(numbers, target, text) for text in texts]
 
@@ -35,7 +35,7 @@ def _marks(numbers: Sequence[int], target: int, text: str) -> Marks:
 
 
 def solves(numbers: Sequence[int], target: int, answer: str) -> bool:
-    """Whether moves lead from the numbers to the target.
+    """Return whether moves lead from the numbers to the target.
 
     Every move replaces two numbers by their result, a whole number from 1 to 100; nothing is
     multiplied or divided by 1. The last result is the target, and nothing else is left.

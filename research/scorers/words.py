@@ -1,4 +1,4 @@
-"""Words behind the last `ANS`, compared as they are."""
+"""Judge the words after the last `ANS`, compared as they are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dms_train.evaluation.tasks.base import Document
 
 
 class WordsScorer(Scorer):
-    """The k-th part between commas must be the k-th gold answer; with more parts all are wrong."""
+    """Scorer that compares the k-th part between commas with the k-th gold answer."""
 
     name = "words"
 
     def marks(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Marks]:
-        """As `Scorer.marks`."""
+        """Mark texts; too many parts make all of them wrong."""
         return [_marks(document.gold, text) for text in texts]
 
 

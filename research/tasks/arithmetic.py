@@ -12,7 +12,7 @@ from research.tasks.word_problems import WordProblems
 
 
 class Arithmetic(WordProblems):
-    """The answer that most chains give must be the common root."""
+    """Task whose majority answer must be the common root."""
 
     name = "arithmetic"
     title = "Modular arithmetic"

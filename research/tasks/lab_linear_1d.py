@@ -11,7 +11,7 @@ from research.tasks.word_problems import WordProblems
 
 
 class LabLinear1d(WordProblems):
-    """The solution of an equation that training never showed."""
+    """Task that asks for the solution of a held-out equation."""
 
     name = "lab_linear_1d"
     title = "linear_1d (lab)"

@@ -11,7 +11,7 @@ from research.tasks.word_problems import WordProblems
 
 
 class LabNiah(WordProblems):
-    """A key that training never showed, with its three numbers."""
+    """Task that asks for the three numbers of a held-out key."""
 
     name = "lab_niah"
     title = "NIAH (lab)"

@@ -11,7 +11,7 @@ from research.tasks.word_problems import WordProblems
 
 
 class LabVariableTracking(WordProblems):
-    """A value with its variables, in order; training never showed their names."""
+    """Task that asks for the variables of a value, in order; their names are held out."""
 
     name = "lab_variable_tracking"
     title = "VT (lab)"

@@ -11,18 +11,18 @@ MARKER, OTHER = "markers", "other"
 
 
 class Field(NamedTuple):
-    """One place of a line.
+    """Field of a line.
 
     Attributes:
         types: Type of a word, by the regular expression that the whole word matches.
-        repeats: Whether any number of such words stand there, also none.
+        repeats: Whether the field takes any number of words, also none.
     """
 
     types: dict[str, str]
     repeats: bool = False
 
     def type_of(self, word: str) -> str | None:
-        """None for a word that cannot stand there."""
+        """Return the type of a word; None if the field does not take it."""
         found = (name for pattern, name in self.types.items() if re.fullmatch(pattern, word))
         return next(found, None)
 
@@ -31,8 +31,8 @@ class Line(NamedTuple):
     """Fields in their order; the first one does not repeat.
 
     Attributes:
-        fields: As they follow each other.
-        continues: Whether a picture sets it behind the line before.
+        fields: Fields in their order.
+        continues: Whether a picture puts it into the row of the previous line.
     """
 
     fields: tuple[Field, ...]
@@ -40,12 +40,12 @@ class Line(NamedTuple):
 
 
 class TypedWord(NamedTuple):
-    """A word of a text.
+    """Word of a text with its type.
 
     Attributes:
         word: Itself.
         type: One of `Grammar.types`.
-        begins: Whether a picture sets it at the beginning of a row.
+        begins: Whether a picture starts a row with it.
     """
 
     word: str
@@ -55,7 +55,7 @@ class TypedWord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The lines of a task.
+    """Lines of a task.
 
     Attributes:
         lines: In any order; the first one that a word begins is taken.
@@ -65,17 +65,17 @@ class Grammar:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Of the lines in their order, then `MARKER`, and `OTHER` for what fits no line."""
+        """Types of the lines in their order, then `MARKER`, then `OTHER` for other words."""
         fields = (field for line in self.lines for field in line.fields)
         named = dict.fromkeys(name for field in fields for name in field.types.values())
         named.pop(MARKER, None)
         return (*named, MARKER, OTHER)
 
     def read(self, words: Iterable[str]) -> list[TypedWord]:
-        """The type of every word.
+        """Return the type of every word.
 
         A line may be cut off anywhere. A word that neither continues its line nor begins another
-        one is `OTHER`, like all words behind it up to the next line.
+        one is `OTHER`, like all words after it up to the next line.
         """
         found: list[TypedWord] = []
         rest: tuple[Field, ...] = ()
@@ -92,7 +92,7 @@ class Grammar:
 
 
 def _read(word: str, fields: tuple[Field, ...]) -> tuple[str, tuple[Field, ...]] | None:
-    """Type of a word at the first of these fields that takes it, and what may follow.
+    """Return the type of a word at the first field that takes it, and the fields after it.
 
     Only fields that repeat are passed over.
     """

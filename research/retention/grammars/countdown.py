@@ -1,4 +1,4 @@
-"""Countdown's searches, as `research/data/countdown.py` describes them.
+"""Lines of Countdown's searches, which `research/data/countdown.py` describes.
 
 The first move of a search, its number, and every move below it with that number are lines of
 `#k a op b = c : numbers left`. With five numbers there are two levels below a first move, which
@@ -17,7 +17,7 @@ def _marker(word: str) -> Field:
 
 
 def _move(name: str) -> tuple[Field, ...]:
-    """`#k a op b = c : numbers left`."""
+    """Return the fields of `#k a op b = c : numbers left`."""
     number, operator = (
         Field({_NUMBER: f"{name} a op b = c"}),
         Field({_OPERATOR: f"{name} a op b = c"}),
