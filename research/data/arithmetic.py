@@ -1,6 +1,6 @@
 """Modular arithmetic with spot checks: a search for a common root whose answer may be wrong.
 
-A document is a prompt, a trace and an answer, in words that are one token each (`research.data.words`):
+A document is a prompt, a trace and an answer, in words of one token each (`research.data.words`):
 
     M a = 40 * 7 , b = a + 31 , c = a * 12 , d = c + 5 , ... , i = e * 4 :
     a = 40 * 7 = 36 , b = 36 + 31 = 6 , c = 36 * 12 = 5 , ... , i = 17 * 4 = 7 :

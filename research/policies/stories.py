@@ -57,7 +57,7 @@ class StoriesTask:
     Attributes:
         model: The dense model.
         file: JSON lines with a `text` each.
-        stories: Number of stories of sufficient length, from the file's end: a model that was trained
+        stories: Number of long enough stories, from the end of the file: a model that was trained
             on the first ones has not seen them.
         prompt: Tokens of a prompt.
         tokens: Tokens of a story, prompt included; the rest of it is left out.
