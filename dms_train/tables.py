@@ -11,11 +11,16 @@ def markdown_table(header: Sequence[str], rows: Iterable[Iterable[object]]) -> s
 
     Args:
         header: Column titles; an empty one stays empty.
-        rows: Cells, written with `str`. A `|` inside a cell is escaped.
+        rows: Cells, written with `str`. A `|` inside a cell is escaped. A row with fewer cells than
+            columns ends with empty cells.
     """
     titles = "".join(f" {_escaped(title)} |" if title else " |" for title in header)
-    body = (f"| {' | '.join(map(_escaped, cells))} |" for cells in rows)
+    body = (_line([_escaped(cell) for cell in cells], len(header)) for cells in rows)
     return "\n".join([f"|{titles}", "|" + "---|" * len(header), *body])
+
+
+def _line(cells: list[str], columns: int) -> str:
+    return f"| {' | '.join(cells)} |" + " |" * (columns - len(cells))
 
 
 def _escaped(cell: object) -> str:

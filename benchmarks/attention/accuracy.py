@@ -1,6 +1,6 @@
-"""Errors of our backends on random inputs, as multiples of the errors of SDPA on the same inputs.
+"""Errors of attention backends on random inputs, as multiples of the errors of SDPA.
 
-    python -m benchmarks.attention --accuracy
+    python -m benchmarks attention accuracy
 
 The reference is `train_attention.reference` in float64 on the same inputs. The baseline is SDPA in
 the dtype of the inputs with the bias of every query and key in memory; its gradient by the bias,
@@ -10,9 +10,11 @@ the difference. Decisions are random, exactly 0 and exactly 1.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import multiprocessing
 import random
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.attention.peers import materialised
 from benchmarks.attention.shapes import AttentionInputs, Call, Shape, make_inputs
 from benchmarks.attention.train_cases import ours
+from benchmarks.benchmark import Args, Benchmark, add_fields
+from benchmarks.records import Table
+from benchmarks.tables import field, table
 from dms_train.kernels.train_attention.reference import dms_attention
 
 NAMES = ("o", "dq", "dk", "dv", "dlogits")
@@ -196,18 +201,49 @@ def _median(cases: list[dict[str, Any]], result: str) -> float:
     return sorted(case["ratios"][result] for case in cases)[len(cases) // 2]
 
 
-def table(record: dict[str, Any]) -> str:
-    """A Markdown table: a row for each backend and result."""
-    lines = [
-        f"{record['cases']} random cases, errors over those of SDPA with the bias in memory; "
-        f"at most {record['bound']:g} is accepted\n",
-        "| backend | result | median | worst | worst case |",
-        "|---|---|---|---|---|",
+COLUMNS = (
+    ("backend", field("backend")),
+    ("result", field("result")),
+    ("median", field("median", ".2f")),
+    ("worst", field("ratio", ".2f")),
+    ("worst case", field("case")),
+)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return a table with a row for each backend and result."""
+    rows = [
+        {"backend": name, "result": result, "median": record["median"][name][result], **worst}
+        for name, results in record["worst"].items()
+        for result, worst in results.items()
     ]
-    for name, by_result in record["worst"].items():
-        for result, worst in by_result.items():
-            middle = record["median"][name][result]
-            lines.append(
-                f"| {name} | {result} | {middle:.2f} | {worst['ratio']:.2f} | {worst['case']} |"
-            )
-    return "\n".join(lines)
+    return (
+        f"{record['cases']} random cases, errors over those of SDPA with the bias in memory; "
+        f"at most {record['bound']:g} is accepted\n\n{table(COLUMNS, rows)}"
+    )
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--cases", type=int, default=200, help="random shapes (%(default)s)")
+
+
+def _measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
+    yield measure(args.device, args.cases)
+
+
+BENCHMARK = Benchmark(
+    record="accuracy",
+    options=options,
+    measure=_measure,
+    store=add_fields,
+    failed=lambda found: not found["within"],
+    tables=tables,
+    stored=(
+        Table(
+            "*/accuracy.json",
+            "docs/performance/attention.md",
+            ("dms_train/kernels/train_attention",),
+        ),
+    ),
+)

@@ -1,19 +1,14 @@
 """Decoding from a paged cache on a GPU: bytes per second beside a copy, append beside attention.
 
-    python -m benchmarks.attention.decode_cases --json decode.json
-
 Every time is the median over replays of a CUDA graph that holds several calls, which excludes
 launch gaps. Caches are larger than the L2 cache of any GPU of 2026.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -295,26 +290,3 @@ def table(rows: list[dict[str, Any]]) -> str:
     if not any(name.startswith("flashinfer") for row in rows for name in row):
         lines.append("FlashInfer is not installed or did not build: not measured.")
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the table; write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args()
-    rows = measure()
-    print(table(rows))
-    import triton
-
-    document = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "rows": rows,
-    }
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Sparse prefill beside dense attention on a GPU: time of one layer, memory of a whole prompt.
 
-    python -m benchmarks.attention.prefill_cases --json prefill.json
-
 Decisions are random and heads differ: their odds of evicting lie between half and twice the mean.
 A time is that of a whole prompt in one chunk, as the engine computes it: counting, one wait of the
 host, pages, compaction and attention. The dense peer is cuDNN's causal attention, which reads every
@@ -11,10 +9,7 @@ old keys from some heads, which dense attention cannot.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import tables
+from benchmarks.tables import Column, field
 from dms_train.inference.cache.paged import decode_rule
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.decode.paged import NEVER
@@ -261,33 +258,6 @@ def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
     }
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        "| layer | CR | kept tokens, least-most | pairs read | ms [20-80 %] | compaction ms "
-        "| cuDNN dense ms | speed-up | required | the engine takes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_time_line(row) for row in rows if row["kind"] == "prefill"]
-    lines += [
-        "",
-        "| prompt | CR | peak GB, all included | dense KV GB | share | required | attention s |",
-    ]
-    lines += ["|---|---|---|---|---|---|---|"]
-    lines += [_memory_line(row) for row in rows if row["kind"] == "memory"]
-    return "\n".join(lines)
-
-
-def _time_line(row: Row) -> str:
-    ms, kept = row["ms"], row["survivors"]
-    return (
-        f"| {row['label']} | {row['ratio']:g} | {min(kept)}-{max(kept)} | {row['pairs_share']:.3f} "
-        f"| {ms['median']:.3f} [{ms['low']:.3f}-{ms['high']:.3f}] "
-        f"| {row['compaction_ms']['median']:.3f} | {row['cudnn_ms']['median']:.3f} "
-        f"| {row['speedup']:.2f} | {row['bar'] or ''} | {engine_takes(row['ratio'])} |"
-    )
-
-
 def engine_takes(ratio: float) -> str:
     """Name the attention that the engine takes for a first chunk, by its own rule.
 
@@ -299,28 +269,32 @@ def engine_takes(ratio: float) -> str:
     return "dense" if rule is not None and rule[0].source == NEVER else "kept tokens"
 
 
-def _memory_line(row: Row) -> str:
-    return (
-        f"| {row['layers']} layers of {row['label']} of {row['chunk']} | {row['ratio']:g} "
-        f"| {row['peak_bytes'] / 1e9:.2f} | {row['dense_bytes'] / 1e9:.2f} | {row['share']:.3f} "
-        f"| {row['bar']} | {row['attention_ms'] / 1e3:.2f} |"
+TIMES: tuple[Column, ...] = (
+    ("layer", field("label")),
+    ("CR", field("ratio", "g")),
+    ("kept tokens, least-most", lambda row: f"{min(row['survivors'])}-{max(row['survivors'])}"),
+    ("pairs read", field("pairs_share", ".3f")),
+    ("ms [20-80 %]", lambda row: "{median:.3f} [{low:.3f}-{high:.3f}]".format(**row["ms"])),
+    ("compaction ms", lambda row: f"{row['compaction_ms']['median']:.3f}"),
+    ("cuDNN dense ms", lambda row: f"{row['cudnn_ms']['median']:.3f}"),
+    ("speed-up", field("speedup", ".2f")),
+    ("required", field("bar")),
+    ("the engine takes", lambda row: engine_takes(row["ratio"])),
+)
+MEMORY: tuple[Column, ...] = (
+    ("prompt", lambda row: "{layers} layers of {label} of {chunk}".format(**row)),
+    ("CR", field("ratio", "g")),
+    ("peak GB, all included", field("peak_bytes", ".2f", 1e-9)),
+    ("dense KV GB", field("dense_bytes", ".2f", 1e-9)),
+    ("share", field("share", ".3f")),
+    ("required", field("bar")),
+    ("attention s", field("attention_ms", ".2f", 1e-3)),
+)
+
+
+def table(rows: list[Row]) -> str:
+    """Return a table of times and a table of memory."""
+    return "\n\n".join(
+        tables.table(columns, [row for row in rows if row["kind"] == kind])
+        for kind, columns in (("prefill", TIMES), ("memory", MEMORY))
     )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table and write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="where the rows go")
-    args = parser.parse_args(arguments)
-    rows = measure()
-    print(table(rows))
-    if args.json:
-        versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-        record = {"device": torch.cuda.get_device_name(), "versions": versions, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1))
-
-
-if __name__ == "__main__":
-    main()

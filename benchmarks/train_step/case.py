@@ -1,4 +1,4 @@
-"""One case of `benchmarks.train_step` in this process, or in this rank of torchrun.
+"""One case of the benchmark `train_step` in this process, or in this rank of torchrun.
 
     python -m benchmarks.train_step.case CASE.json RESULT.json
 
