@@ -61,8 +61,8 @@ class Texts:
     """Texts of random tokens of a model.
 
     Args:
-        lm: Has the tokenizer.
-        seed: Of the tokens.
+        lm: Model with the tokenizer.
+        seed: Seed of the tokens.
     """
 
     def __init__(self, lm: EngineLM, seed: int) -> None:
@@ -125,7 +125,7 @@ def compare(
     """Measure the times of both models and their agreement.
 
     Args:
-        case: Of `CASES`.
+        case: One of `CASES`.
         models: `ours` and `transformers`.
         draw: Requests of a repeat; 0 is the warm-up.
         args: Options.

@@ -38,7 +38,7 @@ from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.decode.paged import Step
 
-KEPT = 0.125  # of the tokens behind the window, with DMS
+KEPT = 0.125  # of the tokens beyond the window, with DMS
 POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o", "quest")
 _UNBUDGETED = ("dms", "keep_all", "window")
 _PAGE = EngineOptions().page_slots  # and of Quest
@@ -50,10 +50,10 @@ class Sizes(NamedTuple):
     """What is measured.
 
     Attributes:
-        shape: Of the model, as in `benchmarks.serve.models`.
-        sequences: Of a step.
+        shape: Model, one of `benchmarks.serve.models.SHAPES`.
+        sequences: Sequences of a step.
         context: Tokens of each so far.
-        budget: Of them, those that every KV list holds.
+        budget: Tokens that every KV list holds.
         steps: Decode steps.
     """
 
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
     steps: int
 
     def held(self, policy: str) -> int:
-        """Tokens that a KV list is filled with."""
+        """Return the number of tokens with which a KV list is filled."""
         return self.context if policy == "quest" else self.budget
 
 
@@ -161,14 +161,14 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
 
 
 def _bytes_read(model: LoadedModel, sizes: Sizes, read: float, bounded: float) -> int:
-    """Of keys and values, and of the bounds of the pages of `bounded` tokens."""
+    """Return the bytes of keys and values, and of the page bounds of `bounded` tokens."""
     a = model.architecture
     slots = sizes.sequences * a.num_layers * a.num_query_groups * (read + bounded / _PAGE)
     return round(slots * 2 * a.kv_channels * model.dtype.itemsize)
 
 
 def _cache_bytes(model: LoadedModel, sizes: Sizes, held: int) -> int:
-    """Enough for the tokens held, and for those of the steps."""
+    """Return the bytes for the tokens held, and for those of the steps."""
     a = model.architecture
     places = -(-(held + 3 * sizes.steps) // _PAGE) + 2
     page = 2 * (_PAGE + 1) * a.kv_channels * model.dtype.itemsize + 8
@@ -176,7 +176,7 @@ def _cache_bytes(model: LoadedModel, sizes: Sizes, held: int) -> int:
 
 
 def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> None:
-    """Have the KV lists of some rows hold random tokens."""
+    """Fill the KV lists of some rows with random tokens."""
     a, device = model.architecture, model.decoder.embed_tokens.weight.device
     b, n, g = len(rows), held, a.num_query_groups
     put: dict[str, Any] = {"device": device, "dtype": model.dtype}
@@ -204,7 +204,7 @@ def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> No
 def _steps(
     graphs: DecodeGraphs, pool: DevicePool, sizes: Sizes, held: int
 ) -> tuple[list[float], torch.Tensor]:
-    """Seconds of each step, and what the host has learnt after the last one."""
+    """Return the seconds of each step, and the state that the last one reports to the host."""
     b = sizes.sequences
     times, before, since = [], None, 0.0
     for step in range(sizes.steps):
@@ -228,7 +228,7 @@ def _steps(
 
 
 def _cache_ms(cache: PagedKVCache, model: LoadedModel, sizes: Sizes, held: int) -> float:
-    """Milliseconds of the cache's kernels of a step, all layers in one graph."""
+    """Measure the milliseconds of the cache's kernels of a step, all layers in one graph."""
     a, b = model.architecture, sizes.sequences
     put: dict[str, Any] = {"device": "cuda", "dtype": model.dtype}
     query = torch.randn(b, a.num_attention_heads, a.kv_channels, **put)

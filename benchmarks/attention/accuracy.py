@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 def draw_case(seed: int, longest: int) -> Case:
-    """The case with this number."""
+    """Draw the case with this number."""
     draw = random.Random(seed)
     d, dtype, (hq, hk) = FAMILIES[seed % len(FAMILIES)]
     long = draw.randint(longest // 2, longest)
@@ -69,7 +69,7 @@ def draw_case(seed: int, longest: int) -> Case:
 
 
 def case_inputs(case: Case, device: torch.device) -> AttentionInputs:
-    """Tensors of a case; infinite logits make alpha exactly 0 and 1."""
+    """Draw the tensors of a case; infinite logits make alpha exactly 0 and 1."""
     inputs = make_inputs(case.shape, case.window, device, case.dtype, case.seed)
     logits = inputs.logits.detach().clone()
     generator = torch.Generator(device).manual_seed(case.seed + 1)
@@ -81,7 +81,7 @@ def case_inputs(case: Case, device: torch.device) -> AttentionInputs:
 
 
 def exact(inputs: AttentionInputs) -> list[Tensor]:
-    """Output and gradients in float64."""
+    """Return output and gradients in float64."""
     leaves = [x.detach().double().requires_grad_() for x in inputs[:4]]
     query, key, value, logits = leaves
 
@@ -93,7 +93,7 @@ def exact(inputs: AttentionInputs) -> list[Tensor]:
 
 
 def sdpa_baseline(inputs: AttentionInputs) -> list[Tensor]:
-    """Output and gradients of SDPA with the bias in memory, heads moved back behind positions."""
+    """Return output and gradients of SDPA with the bias in memory, heads after positions."""
     d = inputs.query.shape[-1]
     widened = _widened(inputs, -d % 8)  # the fused kernel takes multiples of 8
     call = materialised(widened)
@@ -104,7 +104,7 @@ def sdpa_baseline(inputs: AttentionInputs) -> list[Tensor]:
 
 
 def _widened(inputs: AttentionInputs, more: int) -> AttentionInputs:
-    """With `more` channels of zeros, which do not change scores or other channels' results."""
+    """Add `more` channels of zeros, which do not change scores or other channels' results."""
 
     def widen(x: Tensor) -> Tensor:
         return F.pad(x.detach(), (0, more)).requires_grad_(x.requires_grad)
@@ -121,7 +121,7 @@ def _results(call: Call) -> list[Tensor]:
 
 
 def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-    """Error of `found` over error of `peer`, by name of the result.
+    """Return the error of `found` over the error of `peer`, by name of the result.
 
     Errors below that of rounding the true result to its dtype count as that rounding error, so that
     an exact peer does not make ratios infinite. For results that cancel to nearly zero the lower
@@ -139,7 +139,7 @@ def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -
 
 
 def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`count` random cases through our fused backends.
+    """Compute `count` random cases with our fused backends.
 
     Returns:
         `backends`: for each the worst and median ratio by result, the worst case, and each case;
@@ -170,7 +170,7 @@ def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) ->
 def _measure_family(
     family: int, device: torch.device, count: int, names: tuple[str, ...]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The cases of one family, by backend."""
+    """Return the cases of one family, by backend."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.set_num_threads(1)  # this process is one of many

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     """A cache: sequences, heads and live tokens.
 
     Attributes:
-        sequences: Of the batch.
+        sequences: Number of sequences of the batch.
         heads: KV heads.
         group: Query heads per KV head.
         d: Head size.
@@ -63,14 +63,14 @@ WINDOW = 256
 
 
 def list_lengths(case: Case) -> Tensor:
-    """int32 [sequences, heads], the same for every run."""
+    """Return int32 [sequences, heads], the same for every run."""
     draw = torch.Generator().manual_seed(7)
     share = torch.rand(case.sequences, case.heads, generator=draw) * 2 - 1
     return (case.mean * (1 + case.spread * (share - share.mean()))).int()
 
 
 def build_cache(case: Case, device: str = "cuda") -> PagedCache:
-    """A cache of random tokens in randomly ordered pages; its ring holds random slots and marks."""
+    """Fill a cache with random tokens in randomly ordered pages, and its ring with random marks."""
     lengths = list_lengths(case).to(device)
     pages = (lengths + case.page_slots - 1) // case.page_slots
     spare = lengths.numel() * 16
@@ -103,7 +103,7 @@ def build_cache(case: Case, device: str = "cuda") -> PagedCache:
 
 
 def build_step(case: Case, position: int, device: str = "cuda") -> Step:
-    """One token for every sequence."""
+    """Draw one token for every sequence."""
     heads, b = case.heads * case.group, case.sequences
     put: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     angle = torch.rand(b, case.d // 2, device=device).repeat(1, 2)
@@ -119,7 +119,7 @@ def build_step(case: Case, position: int, device: str = "cuda") -> Step:
 
 
 def graph_times(calls: Callable[[], object], count: int) -> tuple[float, float]:
-    """Median and interquartile range, in microseconds per call of `calls()` that makes `count`."""
+    """Return median and interquartile range in microseconds of one of the `count` calls."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         calls()
@@ -140,7 +140,7 @@ def graph_times(calls: Callable[[], object], count: int) -> tuple[float, float]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a device-to-device copy of 2 GiB."""
+    """Return the bytes read and written per second by a device-to-device copy of 2 GiB."""
     from triton.testing import do_bench
 
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
@@ -149,7 +149,7 @@ def copy_bandwidth() -> float:
 
 
 def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[str, float]:
-    """Attention alone, append alone, and what append adds to a step, in microseconds."""
+    """Measure attention alone, append alone and both, in microseconds."""
     from dms_train.kernels.decode import triton_append
     from dms_train.kernels.decode import triton_attention as triton_decode
 
@@ -183,7 +183,7 @@ def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[s
 
 
 def padded_times(case: Case) -> dict[str, float]:
-    """SDPA over a dense cache padded to the longest KV list, in microseconds by backend."""
+    """Measure SDPA over a dense cache padded to the longest KV list, in microseconds by backend."""
     longest = int(list_lengths(case).max())
     put: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     query = torch.randn(case.sequences, case.heads * case.group, 1, case.d, **put)
@@ -207,7 +207,7 @@ def padded_times(case: Case) -> dict[str, float]:
 
 
 def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
-    """FlashInfer's paged decode over the same pages, in microseconds; empty without FlashInfer.
+    """Measure FlashInfer's paged decode over the same pages, in microseconds, if installed.
 
     Its page lists are per sequence, so every KV list becomes a sequence with one KV head. Its plan
     is made on the host beforehand and not timed.
@@ -246,13 +246,13 @@ def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
 
 
 def needed_bytes(case: Case) -> int:
-    """Bytes of live keys and values."""
+    """Return the bytes of live keys and values."""
     width = 1 if case.cache == "fp8" else 2
     return int(list_lengths(case).sum()) * 2 * case.d * width
 
 
 def measure(cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
-    """One plain row per case. Needs a GPU."""
+    """Measure one row for each case. Needs a GPU."""
     copy = copy_bandwidth()
     rows = []
     for case in cases:
@@ -273,7 +273,7 @@ def measure(cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     lines = []
     for row in rows:
         peers = ", ".join(

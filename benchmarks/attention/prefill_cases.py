@@ -53,7 +53,7 @@ MEMORY_TOKENS, MEMORY_CHUNK, MEMORY_LAYERS, MEMORY_RATIO = 131072, 8192, 32, 8.0
 
 
 def odds_of(case: Case, ratio: float) -> Tensor:
-    """Probability of eviction by KV head, [h]; a head then holds s / ratio slots on average."""
+    """Return the probability of eviction by KV head, [h], so that heads hold s / ratio slots."""
     target = (case.s / ratio - case.window) / (case.s - case.window)
     spread = 2.0 ** torch.linspace(-1, 1, case.kv_heads, dtype=torch.float64)
     low, high = 1e-9, 1e9
@@ -64,13 +64,13 @@ def odds_of(case: Case, ratio: float) -> Tensor:
 
 
 def decide(odds: Tensor, tokens: int, draw: torch.Generator) -> Tensor:
-    """Random decisions, bool [1, h, tokens]."""
+    """Draw random decisions, bool [1, h, tokens]."""
     sample = torch.rand(1, len(odds), tokens, device=draw.device, generator=draw)
     return sample < odds.to(draw.device)[:, None]
 
 
 def tensors(case: Case, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Random query, key and value, [1, heads, tokens, d] in bf16."""
+    """Draw random query, key and value, [1, heads, tokens, d] in bf16."""
 
     def normal(heads: int) -> Tensor:
         x = torch.empty(1, tokens, heads, case.d, device=draw.device, dtype=torch.bfloat16)
@@ -80,13 +80,13 @@ def tensors(case: Case, tokens: int, draw: torch.Generator) -> tuple[Tensor, Ten
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """cuDNN's causal attention."""
+    """Compute cuDNN's causal attention."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def time_of(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds: median and the 20 % and 80 % quantiles."""
+    """Return milliseconds: median and the 20 % and 80 % quantiles."""
     from triton.testing import do_bench
 
     return dict(
@@ -95,7 +95,7 @@ def time_of(call: Callable[[], object]) -> dict[str, float]:
 
 
 def measure(cases: tuple[Case, ...] = CASES) -> list[Row]:
-    """Rows of all cases and ratios, and one row of the memory of a long prompt."""
+    """Measure all cases and ratios, and the memory of a long prompt."""
     rows = [row for case in cases for row in _case_rows(case)]
     return [*rows, memory_row()]
 
@@ -143,7 +143,7 @@ def _row(
 def _attend_prompt(
     query: Tensor, key: Tensor, value: Tensor, evicted: Tensor, *, window: int, scale: float
 ) -> Tensor:
-    """Attention of a whole prompt in one chunk, from counting to output."""
+    """Compute attention of a whole prompt in one chunk, from counting to output."""
     b, h, _ = evicted.shape
     state = prefill.empty(b, h, window, evicted.device)
     chunk = prefill.plan_chunk(torch.cat([state.evicted, evicted], 2), state, window)
@@ -159,7 +159,7 @@ def _compact(key: Tensor, value: Tensor, evicted: Tensor, none: Tensor, pages: P
 
 
 def _read_pairs(evicted: Tensor, window: int) -> float:
-    """Visible (query, key) pairs of a head, mean over heads."""
+    """Return the number of visible (query, key) pairs of a head, mean over heads."""
     s = evicted.shape[-1]
     reach = torch.arange(s, 0, -1, device=evicted.device)
     reads = torch.where(evicted, reach.clamp(max=window + 1), reach)
@@ -190,7 +190,7 @@ class _Slabs:
         self.free += range(first, first + pages)
 
     def reserve(self, layer: int, lengths: Tensor) -> Pages:
-        """Pages for the lists of one layer; the host waits for their lengths."""
+        """Reserve pages for the lists of one layer; the host waits for their lengths."""
         held, table = self.held[layer], self.tables[layer]
         need = [-(-count // prefill.PAGE_SLOTS) for count in lengths[0].tolist()]
         if max(need) > table.shape[-1]:
@@ -209,7 +209,7 @@ class _Slabs:
 
 
 def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
-    """Peak of a prompt of many layers in chunks, each layer's dense keys and values dropped."""
+    """Measure the peak of a prompt of many layers in chunks; dense keys and values are dropped."""
     case = case._replace(label="Llama 3.1 8B, 131072 in chunks", s=MEMORY_TOKENS)
     draw = torch.Generator("cuda").manual_seed(13)
     odds = odds_of(case, ratio)

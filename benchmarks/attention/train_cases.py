@@ -45,7 +45,7 @@ class Entry(NamedTuple):
         name: Its row.
         kind: `dense` (no DMS), `peer` (DMS by torch alone) or `ours`.
         make: Binds it to its inputs.
-        bytes_per_score: Of the (query, key) pairs it keeps in memory.
+        bytes_per_score: Bytes that it keeps for each (query, key) pair.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def entries(device: torch.device) -> list[Entry]:
-    """What can run on a device: peers first."""
+    """Return the implementations that can run on a device: peers first."""
     dense_bytes = {"materialised": 6}
     if device.type != "cuda":
         return [
@@ -76,7 +76,7 @@ def entries(device: torch.device) -> list[Entry]:
 
 
 def ours(inputs: AttentionInputs, name: str) -> Call:
-    """A backend of this package, from the logits on."""
+    """Bind a backend of this package, from the logits on."""
     attend, p = api.backend(name), inputs
 
     def forward() -> Tensor:
@@ -113,7 +113,7 @@ def _compile(job: tuple[Shape, str]) -> None:
 
 
 def measure(device: torch.device) -> list[dict[str, Any]]:
-    """One record for each shape: its rows, and the ratios of ours to the peers."""
+    """Measure one record for each shape: its rows, and the ratios of ours to the peers."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         compile_ahead(max(1, (os.cpu_count() or 1) - 1))
@@ -170,7 +170,7 @@ def _figures(forward: Timing, backward: Timing, shape: Shape) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each of ours against the best FlexAttention with DMS and cuDNN without, in total time.
+    """Compare ours with the best FlexAttention with DMS and with cuDNN without it, in total time.
 
     Without a GPU they are replaced by the materialised bias and torch's own choice.
     """

@@ -285,9 +285,9 @@ def _speeds(first: Any, second: Any, old: Calibration) -> tuple[float, float]:
 def write(constants: Calibration, rows: dict[str, Any]) -> None:
     """Write the data file, with its origin."""
     first = rows[CALIBRATING[0]]
-    source = "python -m benchmarks plan_memory --gpus 1 2, then --fit with the record"
+    command = "python -m benchmarks plan_memory"
     values = {
-        "source": source,
+        "source": f"{command} --gpus 1 2; {command} --fit RECORD",
         "device": first["device"],
         "versions": first["versions"],
         "constants": constants._asdict(),

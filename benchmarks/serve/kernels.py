@@ -113,7 +113,7 @@ def measure(shape: str, case: Case, device: torch.device) -> dict[str, Any]:
     """Measure the median of each part over some steps.
 
     Args:
-        shape: Of the model.
+        shape: Model.
         case: Sequences and tokens of their prompts.
         device: A GPU.
     """

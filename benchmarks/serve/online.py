@@ -52,7 +52,7 @@ class Progress(NamedTuple):
     """A request after a step.
 
     Attributes:
-        request: What `Server.add` returned.
+        request: Id that `Server.add` returned.
         tokens: Generated so far.
     """
 
@@ -72,7 +72,7 @@ class Server(Protocol):
         ...
 
     def busy(self) -> bool:
-        """Whether a request has not finished."""
+        """Return whether a request has not finished."""
         ...
 
 
@@ -132,7 +132,7 @@ def drive(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest values; `share` from 0 to 1."""
+    """Interpolate linearly between the two nearest values; `share` is from 0 to 1."""
     ordered, at = sorted(values), share * (len(values) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -140,7 +140,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(work: Sequence[Arrival], times: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Rates and latencies of a run of `drive`.
+    """Compute rates and latencies of a run of `drive`.
 
     Returns:
         `requests`, `tokens_s` from the first arrival to the last token, and percentiles of the time
@@ -160,14 +160,14 @@ def summary(work: Sequence[Arrival], times: Sequence[Sequence[float]]) -> dict[s
 
 
 class Load(NamedTuple):
-    """What the requests of a run are.
+    """Requests of a run.
 
     Attributes:
         mix: Lengths.
-        name: Of the mix.
+        name: Name of the mix.
         rates: Requests a second, of one run each.
-        seconds: How long requests arrive.
-        seed: Of times, lengths and tokens.
+        seconds: Duration of the arrivals.
+        seed: Seed of times, lengths and tokens.
     """
 
     mix: Mix | list[Lengths]
@@ -202,7 +202,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace) -> Load:
-    """The load of parsed arguments.
+    """Return the load that the options describe.
 
     Raises:
         ValueError: A rate, or a recorded request, cannot be used.
@@ -221,7 +221,7 @@ def load(args: argparse.Namespace) -> Load:
 
 
 def within(cases: list[dict[str, Any]], ttft_ms: float, itl_ms: float) -> dict[str, Any] | None:
-    """The case of most tokens a second whose 99th percentiles meet a target; None if none does."""
+    """Return the case of most tokens/s whose 99th percentiles meet a target; None if none does."""
     met = [
         case
         for case in cases

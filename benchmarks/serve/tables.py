@@ -58,7 +58,7 @@ def side_by_side(rows: list[Row], value: str) -> str:
 
 
 def by_case(rows: Iterable[Row]) -> dict[tuple[str, int, int], list[Row]]:
-    """Rows by shape, context and sequences, in the order of the tables."""
+    """Group rows by shape, context and sequences, in the order of the tables."""
     found: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["shape"], row["context"], row["sequences"]), []).append(row)
@@ -85,7 +85,7 @@ def best(rows: list[Row], column: str, value: str) -> Row:
 
 
 def ratio(rows: list[Row], over: str, under: str, value: str) -> str:
-    """Ratio of two columns among the rows of one case; empty if one is not measured."""
+    """Return the ratio of two columns among the rows of one case; empty if one is not measured."""
     first, second = best(rows, over, value), best(rows, under, value)
     return f"{first[value] / second[value]:.2f}" if value in first and value in second else ""
 
@@ -97,7 +97,7 @@ def _shown(row: Row, value: str) -> str:
 
 
 def name_of(row: Row) -> str:
-    """Engine, mode and cache of a row."""
+    """Return engine, mode and cache of a row."""
     if "mode" not in row:
         return str(row["engine"])
     cache = "FP8" if row.get("cache_dtype") == "fp8" else "bf16"

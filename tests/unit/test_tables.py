@@ -7,6 +7,8 @@ def test_markdown():
     text = markdown_table(["", "a|b"], [["x|y", 1], ["", 2.5]])
     assert text == "| | a&#124;b |\n|---|---|\n| x&#124;y | 1 |\n|  | 2.5 |"
     assert markdown_table(["a"], []) == "| a |\n|---|"
+    shorter = markdown_table(["a", "b", "c"], [["x"], ["", "y"]])
+    assert shorter.splitlines()[2:] == ["| x | | |", "|  | y | |"]
 
 
 def test_html():
