@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.records import RESULTS, Table, folder_of, origin, print_record, show
 from benchmarks.timing import device_name, versions
+from dms_train.evaluation.errors import EvaluationError
 
 Args = argparse.Namespace
 Record = dict[str, Any]
@@ -106,7 +107,7 @@ class Benchmark:
         self.options(parser)
         add = parser.add_argument
         if self.device:
-            add("--device", type=torch.device, help="default: the GPU if there is one")
+            add("--device", type=_device, help="default: the GPU if there is one")
         if self.repeats is not None:
             add("--repeats", type=int, default=self.repeats, help="(%(default)s)")
         add("--output", type=Path, default=RESULTS, help="folder of results (%(default)s)")
@@ -140,6 +141,8 @@ class Benchmark:
                 args.file.parent.mkdir(parents=True, exist_ok=True)
                 args.file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
                 print(json.dumps(measured)[:_SHOWN], flush=True)
+        if not args.file.exists():
+            raise EvaluationError("no case fits these options and this device; choose others")
         print()
         print_record(record, self.tables)
         print(f"\nwritten: {args.file}")
@@ -163,6 +166,13 @@ class Benchmark:
         elif args.file.exists():
             record[self.continues] = json.loads(args.file.read_text())[self.continues]
         return record | self.settings(args)
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(skip_reason(error)) from None
 
 
 class _Show(argparse.Action):

@@ -42,7 +42,7 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
     yield "In brackets the 20 % and 80 % quantiles. `run` is the command that measured a row:"
     yield ", ".join(began) + ".\n"
     run: Column = ("run", lambda row: numbers.get(row.get("run"), "?"))
-    yield table([*COLUMNS, run], rows)
+    yield from table([*COLUMNS, run], rows).splitlines()
     yield ""
     yield from (f"- {text}" for text in [*ratio_lines(rows), *scaling_lines(rows)])
     yield "\n### Kernel times of a step\n"

@@ -36,7 +36,7 @@ def declared(**changes: object) -> Benchmark:
     values = {
         "record": "made_{cases}",
         "options": lambda parser: parser.add_argument("cases"),
-        "cases": lambda args: args.cases.split(","),
+        "cases": lambda args: filter(None, args.cases.split(",")),
         "measure": measure,
         "settings": lambda args: {"limit": 7},
         "tables": lambda record: table(COLUMNS, record["cases"]),
@@ -130,7 +130,12 @@ def test_a_continued_record_keeps_what_is_not_measured_again(run, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [(["a", "--repeats", "0"], "--repeats 0: at least 1"), (["a", "--sizes", "1"], "--sizes")],
+    [
+        (["a", "--repeats", "0"], "--repeats 0: at least 1"),
+        (["a", "--sizes", "1"], "--sizes"),
+        (["a", "--device", "abacus"], "--device: Expected one of cpu, cuda"),
+        ([","], "no case fits these options"),
+    ],
 )
 def test_bad_options_are_refused_before_anything_is_measured(
     run, words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
