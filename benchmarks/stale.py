@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benchmarks
+import research
 from benchmarks.benchmark import find
 from benchmarks.records import ROOT, Table, git
 from benchmarks.tables import Column, table
@@ -40,12 +40,11 @@ class Stale(NamedTuple):
 
 
 def tables() -> list[Table]:
-    """Return the stored records of all benchmarks."""
+    """Return the stored records of all benchmarks and experiments."""
     found = [records for source in find().values() for records in source.load().stored]
-    for package in pkgutil.iter_modules(benchmarks.__path__, "benchmarks."):
-        found += (
-            getattr(importlib.import_module(package.name), "TABLES", ()) if package.ispkg else ()
-        )
+    for package in pkgutil.iter_modules(research.__path__, "research."):
+        if package.ispkg:
+            found += getattr(importlib.import_module(package.name), "TABLES", ())
     return found
 
 
@@ -63,14 +62,14 @@ def stale(root: Path, known: list[Table]) -> Iterator[Stale]:
     """Yield the rows of records whose measured code has changed, by file and commit.
 
     Args:
-        root: A git repository with `benchmarks/results`.
+        root: A git repository with `benchmarks/results` and `research/results`.
         known: Tables to check.
 
     Raises:
         EvaluationError: A file is no record, or a commit is unknown.
     """
     for records in known:
-        for file in sorted((root / "benchmarks" / "results").glob(records.records)):
+        for file in sorted(root.glob(f"*/results/{records.records}")):
             name = str(file.relative_to(root))
             for commit in sorted(_commits_of(root, file)):
                 span = ("log", "--format=%h %as %s", f"{commit}..HEAD", "--", *records.measures)

@@ -80,7 +80,7 @@ def test_a_gpu_that_is_not_known_is_named(tmp_path: Path, capsys) -> None:
 
 
 def test_every_stored_record_is_json_in_the_folder_of_its_device() -> None:
-    for file in STORED.parent.glob("*/*.json"):
+    for file in ROOT.glob("*/results/*/*.json"):
         device = json.loads(file.read_text())["device"]
         assert re.sub(r"\W+", "_", device.lower()) == file.parent.name
 
@@ -189,7 +189,7 @@ def test_a_commit_that_the_repository_lacks_is_named(tree: Path) -> None:
 
 def test_every_stored_record_has_one_table_and_its_code_exists() -> None:
     known = stale.tables()
-    for file in STORED.parent.glob("*/*.json*"):
+    for file in ROOT.glob("*/results/*/*.json*"):
         name = f"{file.parent.name}/{file.name}"
         assert sum(fnmatch(name, table.records) for table in known) == 1, name
     for table in known:
@@ -199,7 +199,7 @@ def test_every_stored_record_has_one_table_and_its_code_exists() -> None:
 @pytest.mark.parametrize("table", stale.tables(), ids=lambda table: table.records)
 def test_pages_say_where_their_tables_were_measured(table: Table) -> None:
     page = " ".join((ROOT / table.page).read_text().split())
-    for file in STORED.parent.glob(table.records):
+    for file in ROOT.glob(f"*/results/{table.records}"):
         for line in file.read_text().splitlines() if file.suffix == ".jsonl" else [None]:
             assert missing(json.loads(line or file.read_text()), page) == set(), file
 
