@@ -298,32 +298,29 @@ def settings(args: Args) -> dict[str, Any]:
     }
 
 
-def engines(args: Args) -> Iterator[tuple[str, str]]:
-    """Yield a shape and a way of ours, or `vLLM`."""
+def engines(args: Args) -> Iterator[tuple[Callable[[str, Args], Iterator[dict[str, Any]]], str]]:
+    """Yield our engine and vLLM, for each shape."""
     on_gpu = args.device.type == "cuda"
     for shape in args.shapes or (list(SHAPES)[:2] if on_gpu else ["small"]):
-        for way in (*WAYS, "vLLM"):
-            yield shape, way
+        yield _ours, shape
+        yield _peers, shape
 
 
-def measure_engine(case: tuple[str, str], args: Args) -> Iterator[dict[str, Any]]:
-    """Yield a row for each rate."""
-    shape, way = case
-    yield from _ours(shape, way, args) if way in WAYS else _peers(shape, args)
-
-
-def _ours(shape: str, way: str, args: Args) -> Iterator[dict[str, Any]]:
-    """Measure our engine, with DMS or without eviction."""
-    gc.collect()  # so that it has the memory of the engine before it
+def _ours(shape: str, args: Args) -> Iterator[dict[str, Any]]:
+    """Measure our engine, with DMS and without eviction."""
     dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     model = random_model(shape, KEPT, args.device, dtype)
-    options = EngineOptions(
-        device=str(args.device), policy=WAYS[way], max_num_seqs=args.sequences,
-        max_model_len=LONGEST, prefill_chunk=2048, gpu_memory_utilization=MEMORY, decode_steps=1,
-    )  # fmt: skip
-    server = OurServer(InferenceEngine(model, options))
-    for case in measure(functools.partial(drive, server), shape, load(args)):
-        yield {"engine": way, **case}
+    for name, policy in WAYS.items():
+        options = EngineOptions(
+            device=str(args.device), policy=policy, max_num_seqs=args.sequences,
+            max_model_len=LONGEST, prefill_chunk=2048, gpu_memory_utilization=MEMORY,
+            decode_steps=1,
+        )  # fmt: skip
+        server = OurServer(InferenceEngine(model, options))
+        for case in measure(functools.partial(drive, server), shape, load(args)):
+            yield {"engine": name, **case}
+        del server
+        gc.collect()  # so that the next engine has the memory
 
 
 def _peers(shape: str, args: Args) -> Iterator[dict[str, Any]]:
@@ -332,7 +329,7 @@ def _peers(shape: str, args: Args) -> Iterator[dict[str, Any]]:
     if args.device.type != "cuda" or missing:
         print("no peer: vllm is not installed, or this is a CPU; --peer names another Python")
         return
-    gc.collect()  # as for ours
+    gc.collect()
     torch.cuda.empty_cache()
     words = [*args.peer.split(), shape, "--rates", args.rates, "--seconds", str(args.seconds)]
     words += ["--seed", str(args.seed)]
@@ -349,7 +346,7 @@ BENCHMARK = Benchmark(
     options=options,
     check=check,
     cases=engines,
-    measure=measure_engine,
+    measure=lambda case, args: case[0](case[1], args),
     settings=settings,
     tables=tables,
     stored=(Table("*/online.json", SERVING_PAGE, ENGINE),),
