@@ -1,6 +1,6 @@
 """Bytes of a DMS export's compact cache over time, beside the dense cache of its teacher.
 
-    python -m benchmarks.cache_memory EXPORT --teacher MODEL --prompt-file FILE --output FOLDER
+    python -m benchmarks cache_memory EXPORT --teacher MODEL --prompt-file FILE
 
 Both continue the same prompts greedily by the same number of tokens. After every forward pass the
 engine reports what each sequence's cache holds:
@@ -12,29 +12,29 @@ engine reports what each sequence's cache holds:
   page tables included.
 - dense bytes: keys and values alone of every token seen, a lower bound for any dense cache.
 
-The caches are measured between forward passes; scratch memory inside a pass is not part of them.
+The caches are measured between forward passes; scratch memory inside a pass is not part of them. A
+figure `cache_memory.png` is written next to the record.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dms_train.cli.errors import run_main
+from benchmarks.benchmark import Args, Benchmark, add_fields
+from benchmarks.tables import Column, field
 from dms_train.data_prep.documents import EVERY_LINE, InputRule, read_documents
 from dms_train.inference.accounting import RequestKV, TotalKV
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import DTYPES, SamplingParams
+from dms_train.tables import markdown_table
 
 Spread = dict[str, float]
 # Fields of RequestKV, of the export and of the teacher; tokens stand for their keys and values.
@@ -60,7 +60,7 @@ class Trace:
         allocated: Allocated bytes, [passes][prompts].
         taken: Bytes taken from the system for all sequences, [passes].
         requests: Cache statistics of each prompt at its end.
-        total: Of all prompts.
+        total: Cache statistics of all prompts together.
     """
 
     tokens: list[int]
@@ -75,9 +75,9 @@ def run_trace(llm: LLM, prompts: list[list[int]], tokens: int) -> Trace:
     """Continue prompts of the same length and record the cache after every pass.
 
     Args:
-        llm: With a row for each prompt, so that all advance together.
+        llm: Engine with a row for each prompt, so that all advance together.
         prompts: Token ids.
-        tokens: How many to add; the model's end-of-text tokens do not stop it.
+        tokens: Number of tokens to add; the model's end-of-text tokens do not stop it.
     """
     greedy = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     passes, taken = [], []
@@ -97,13 +97,13 @@ def run_trace(llm: LLM, prompts: list[list[int]], tokens: int) -> Trace:
 
 
 def read_prompts(llm: LLM, path: Path, count: int, length: int) -> list[list[int]]:
-    """The first tokens of the first texts that are long enough and differ at their beginning.
+    """Return the first tokens of texts that are long enough and begin differently.
 
     Args:
-        llm: Its tokenizer and limits apply.
+        llm: Engine whose tokenizer and limits apply.
         path: `.jsonl` with a "text" field, or `.txt` with a text per line.
-        count: Prompts.
-        length: Tokens of each.
+        count: Number of prompts.
+        length: Number of tokens of each.
 
     Raises:
         InferenceError: There are too few, or the model has no tokenizer.
@@ -140,18 +140,18 @@ def check_pair(export: LLM, teacher: LLM, longest: int) -> None:
 
 
 def key_value_bytes(llm: LLM) -> int:
-    """Bytes of one token's keys and values, all layers and heads."""
+    """Return the bytes of one token's keys and values, all layers and heads."""
     a = llm.architecture
     return a.num_layers * a.num_query_groups * 2 * a.kv_channels * llm.dtype.itemsize
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, least and most."""
+    """Return median, least and most."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def compare(ours: Trace, dense: Trace, token_bytes: int) -> dict[str, dict[str, Spread]]:
-    """What each measure is for the export, the teacher and their ratio, over prompts.
+    """Compare the export with the teacher by each measure, over prompts.
 
     Args:
         ours: The export on the compact cache.
@@ -170,7 +170,7 @@ def compare(ours: Trace, dense: Trace, token_bytes: int) -> dict[str, dict[str, 
 
 
 def slack(trace: Trace) -> dict[str, Spread]:
-    """Allocated over live bytes: at the end, and on average over the passes of a prompt."""
+    """Return allocated over live bytes: at the end, and the mean over the passes of a prompt."""
     end = [kv.allocated_bytes / kv.live_bytes for kv in trace.requests]
     over_time = []
     for number in range(len(trace.requests)):
@@ -180,7 +180,7 @@ def slack(trace: Trace) -> dict[str, Spread]:
 
 
 def series(trace: Trace) -> dict[str, Any]:
-    """Every pass: tokens seen, and bytes with their spread over prompts."""
+    """Return tokens seen and bytes with their spread over prompts, for every pass."""
     return {
         "tokens": trace.tokens,
         "live_bytes": [spread(values) for values in trace.live],
@@ -190,7 +190,7 @@ def series(trace: Trace) -> dict[str, Any]:
 
 
 def cost(trace: Trace) -> dict[str, Any]:
-    """The engine's own accounting, by prompt and of all together."""
+    """Return the engine's own accounting, by prompt and of all together."""
     requests = []
     for kv in trace.requests:
         row = {f.name: getattr(kv, f.name) for f in fields(kv) if f.name != "cr_factors"}
@@ -243,20 +243,12 @@ def draw(ours: Trace, dense: Trace, token_bytes: int, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(path)
 
 
-def device_name(device: str) -> str:
-    """What the numbers were measured on."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
-def setting(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
-    """Everything a reader needs to repeat the run."""
+def setting(args: Args, llm: LLM) -> dict[str, Any]:
+    """Return everything that a reader needs to repeat the run."""
     a, spec = llm.architecture, llm.spec
     assert spec is not None
     return {
-        "device": device_name(args.device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "threads": torch.get_num_threads(),
         "prompts": args.prompts,
         "prompt_tokens": args.prompt_tokens,
         "tokens": args.tokens,
@@ -271,23 +263,33 @@ def setting(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
     }
 
 
-def print_report(record: dict[str, Any]) -> None:
-    """The tables, in Markdown."""
-    print(f"{record['setting']}\n")
-    print("| median over prompts (least to most) | DMS | dense | DMS / dense |")
-    print("|---|---|---|---|")
-    for name, row in record["comparison"].items():
-        cells = [_cell(row["dms"], ",.0f"), _cell(row["dense"], ",.0f"), _cell(row["ratio"], ".3f")]
-        print(f"| {name} | {' | '.join(cells)} |")
+COLUMNS: tuple[Column, ...] = (
+    ("median over prompts (least to most)", field("name")),
+    ("DMS", lambda row: _cell(row["dms"], ",.0f")),
+    ("dense", lambda row: _cell(row["dense"], ",.0f")),
+    ("DMS / dense", lambda row: _cell(row["ratio"], ".3f")),
+)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return the comparison of both caches, and the compression of each KV head."""
+    rows = [
+        [content({"name": name, **row}) for _, content in COLUMNS]
+        for name, row in record["comparison"].items()
+    ]
     ours, dense = record["dms"], record["dense"]
     taken, other = ours["peak_taken_bytes"], dense["peak_taken_bytes"]
-    print(f"| peak bytes taken, all prompts | {taken:,} | {other:,} | {taken / other:.3f} |")
+    rows.append(
+        ["peak bytes taken, all prompts", f"{taken:,}", f"{other:,}", f"{taken / other:.3f}"]
+    )
     for name, row in ours["slack"].items():
-        theirs = _cell(dense["slack"][name], ".3f")
-        print(f"| allocated / live, {name.replace('_', ' ')} | {_cell(row, '.3f')} | {theirs} | |")
-    print(f"\ncr_factor {ours['cr_factor']:.2f}; by layer (rows) and KV head:")
+        title = f"allocated / live, {name.replace('_', ' ')}"
+        rows.append([title, _cell(row, ".3f"), _cell(dense["slack"][name], ".3f")])
+    lines = [f"{record['setting']}\n", markdown_table([title for title, _ in COLUMNS], rows)]
+    lines.append(f"\ncr_factor {ours['cr_factor']:.2f}; by layer (rows) and KV head:")
     for layer, factors in enumerate(ours["cr_factors"]):
-        print(f"{layer:>4d}  " + " ".join(f"{factor:6.2f}" for factor in factors))
+        lines.append(f"{layer:>4d}  " + " ".join(f"{factor:6.2f}" for factor in factors))
+    return "\n".join(lines)
 
 
 def _cell(row: Spread, form: str) -> str:
@@ -297,49 +299,38 @@ def _cell(row: Spread, form: str) -> str:
     return f"{texts['median']} ({texts['min']} to {texts['max']})"
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Run both models, print the tables and write `cache_memory.json` and `cache_memory.png`."""
-    common = {"max_num_seqs": args.prompts, "dtype": args.dtype, "device": args.device}
+def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
+    """Yield the caches of both models, and write the figure."""
+    common = {"max_num_seqs": args.prompts, "dtype": args.dtype, "device": str(args.device)}
     llm = LLM(args.export, page_slots=args.page_slots, **common)
     teacher = LLM(args.teacher, policy="keep_all", cache="dense", **common)
     check_pair(llm, teacher, args.prompt_tokens + args.tokens)
     prompts = read_prompts(llm, args.prompt_file, args.prompts, args.prompt_tokens)
     ours, dense = (run_trace(model, prompts, args.tokens) for model in (llm, teacher))
     token_bytes = key_value_bytes(llm)
-    record = {
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    draw(ours, dense, token_bytes, args.file.with_suffix(".png"))
+    yield {
         "setting": setting(args, llm),
         "comparison": compare(ours, dense, token_bytes),
         "dms": {**cost(ours), "series": series(ours)},
         "dense": {**cost(dense), "series": series(dense)},
     }
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "cache_memory.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(ours, dense, token_bytes, args.output / "cache_memory.png")
-    print_report(record)
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("export", help="DMS export")
-    parser.add_argument("--teacher", required=True, help="its dense original")
-    parser.add_argument("--prompt-file", type=Path, required=True, help=".jsonl or .txt of texts")
-    parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--prompt-tokens", type=int, default=16, help="first tokens of a text")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens to generate")
-    parser.add_argument("--page-slots", type=int, default=16, help="tokens of a page")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, required=True, help="folder of JSON and PNG")
-    return parser.parse_args(arguments)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add = parser.add_argument
+    add("export", help="DMS export")
+    add("--teacher", required=True, help="its dense original")
+    add("--prompt-file", type=Path, required=True, help=".jsonl or .txt of texts")
+    add("--prompts", type=int, default=20, help="(%(default)s)")
+    add("--prompt-tokens", type=int, default=16, help="first tokens of a text (%(default)s)")
+    add("--tokens", type=int, default=400, help="tokens to generate (%(default)s)")
+    add("--page-slots", type=int, default=16, help="tokens of a page (%(default)s)")
+    add("--dtype", choices=DTYPES, default="auto")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    args = _parse(arguments)
-    return run_main(lambda: measure(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    record="cache_memory", options=options, measure=measure, store=add_fields, tables=tables
+)

@@ -1,28 +1,25 @@
 """Time of a checkpoint: seconds that training waits, with and without writing in the background.
 
-    python -m benchmarks.checkpoint [--hidden 2048 --layers 8] [--folder DIR] [--output DIR]
+    python -m benchmarks checkpoint [--hidden 2048 --layers 8] [--folder DIR]
 
-One process, random weights, AdamW state. Prints a table and writes `checkpoint.json` into the
-folder of the device, with medians and extremes. The seconds until a checkpoint is complete depend
-on the disk; `blocked` is the time that training waits.
+One process, random weights, AdamW state. The record has medians and extremes. The seconds until a
+checkpoint is complete depend on the disk; `blocked` is the time that training waits.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.timing import device_name, versions
-from dms_train.cli.errors import run_main
+from benchmarks.benchmark import Args, Benchmark, add_fields
+from benchmarks.tables import field, table
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore import groups
 from dms_train.mcore.checkpoints import reading as checkpoint
@@ -32,22 +29,16 @@ from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.spec import PRESETS
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=2048 if cuda else 512)
-    parser.add_argument("--layers", type=int, default=8 if cuda else 4)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=2048 if cuda else 512, help="(%(default)s)")
+    parser.add_argument("--layers", type=int, default=8 if cuda else 4, help="(%(default)s)")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
-    args = parser.parse_args(arguments)
-    return run_main(lambda: _run(args))
 
 
-def _run(args: argparse.Namespace) -> int:
+def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
+    """Yield the seconds of saving and of comparing checksums."""
     view = groups.start(ParallelOptions(), seed=1)
     engine = _engine(args, view)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -60,25 +51,25 @@ def _run(args: argparse.Namespace) -> int:
         }
         size = sum(file.stat().st_size for file in path.iterdir())
     groups.stop()
-    record = {
-        "device": device_name(view.device),
-        "versions": versions(view.device),
-        "hidden": args.hidden,
-        "layers": args.layers,
-        "bytes": size,
-        "seconds": rows,
-    }
-    print(f"{record['device']}, {record['versions']}, {size / 1e9:.2f} GB")
-    print("| | median s | least | most |\n|---|---|---|---|")
-    for name, times in rows.items():
-        print(f"| {name} | {times['median']:.3f} | {times['least']:.3f} | {times['most']:.3f} |")
-    target = args.output / str(record["device"]).replace(" ", "_") / "checkpoint.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+    yield {"hidden": args.hidden, "layers": args.layers, "bytes": size, "seconds": rows}
 
 
-def _engine(args: argparse.Namespace, view: groups.ParallelView) -> McoreEngine:
+COLUMNS = (
+    ("", field("name")),
+    ("median s", field("median", ".3f")),
+    ("least", field("least", ".3f")),
+    ("most", field("most", ".3f")),
+)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return the seconds of each operation."""
+    rows = [{"name": name, **times} for name, times in record["seconds"].items()]
+    head = f"{record['device']}, {record['versions']}, {record['bytes'] / 1e9:.2f} GB"
+    return f"{head}\n{table(COLUMNS, rows)}"
+
+
+def _engine(args: Args, view: groups.ParallelView) -> McoreEngine:
     architecture = Architecture(
         family="llama",
         num_layers=args.layers,
@@ -102,7 +93,7 @@ def _engine(args: argparse.Namespace, view: groups.ParallelView) -> McoreEngine:
 
 
 def _background(engine: McoreEngine, path: Path, repeats: int) -> dict[str, float]:
-    """Seconds of beginning and of finishing, with the writing in between left out."""
+    """Time beginning and finishing a save, without the writing in between."""
     times = []
     for _ in range(repeats):
         since = time.perf_counter()
@@ -130,5 +121,12 @@ def _summary(times: list[float]) -> dict[str, float]:
     return {"median": statistics.median(times), "least": min(times), "most": max(times)}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    record="checkpoint",
+    options=options,
+    repeats=3,
+    device=False,
+    measure=measure,
+    store=add_fields,
+    tables=tables,
+)

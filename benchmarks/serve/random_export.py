@@ -13,16 +13,16 @@ from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.export.writer import write_export
 from dms_train.inference.models.decoder import Decoder
 
-_KEPT = 0.125  # of the tokens behind the window
+_KEPT = 0.125  # of the tokens beyond the window
 
 
 def write_random_export(shape: str, directory: Path, device: torch.device) -> None:
     """Write a DMS export.
 
     Args:
-        shape: Of `benchmarks.serve.models.SHAPES`.
-        directory: Where.
-        device: Where weights are drawn.
+        shape: Model, one of `benchmarks.serve.models.SHAPES`.
+        directory: Folder of the export.
+        device: Device on which weights are drawn.
     """
     model = random_model(shape, _KEPT, device, torch.bfloat16)
     write_export(
@@ -43,7 +43,7 @@ def write_random_export(shape: str, directory: Path, device: torch.device) -> No
 
 
 def _named(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Weights by the names that Llama has for them."""
+    """Yield the weights by the names that Llama has for them."""
     a = decoder.architecture
     key_rows = a.num_query_groups * a.kv_channels
     yield "model.embed_tokens.weight", decoder.embed_tokens.weight

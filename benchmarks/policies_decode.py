@@ -1,32 +1,30 @@
 """A decode step under cache policies whose KV lists hold equally many tokens, beside DMS.
 
-    python -m benchmarks.policies_decode [POLICY ...]
+    python -m benchmarks policies_decode [POLICY ...]
 
-The lists are filled with random keys and values: a share of `--context` tokens, as many as a budget
-leaves of them, and with positions from 0 on; Quest holds the whole context. Steps are those of the
-engine: one captured graph with the whole model and the sampler, the next one launched before the
-last one is done. Writes `policies_decode.json` into the folder of the device and prints a table. On
-a CPU the kernels need TRITON_INTERPRET=1, and sizes are small.
+The lists hold random keys and values: as many tokens as a budget leaves of `--context` tokens, with
+positions from 0 on. Quest holds the whole context. Steps are those of the engine: one captured
+graph with the whole model and the sampler, launched before the previous step is done. On a CPU the
+kernels need TRITON_INTERPRET=1, and sizes are small.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.records import RESULTS, origin
+from benchmarks.benchmark import Args, Benchmark, one_of, or_skipped
+from benchmarks.records import Table
 from benchmarks.serve.models import random_model
-from benchmarks.timing import ceilings, device_name, versions
-from dms_train.cli.errors import run_main
+from benchmarks.tables import Column, field, table
+from benchmarks.timing import ceilings
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
@@ -40,7 +38,7 @@ from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.decode.paged import Step
 
-KEPT = 0.125  # of the tokens behind the window, with DMS
+KEPT = 0.125  # of the tokens beyond the window, with DMS
 POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o", "quest")
 _UNBUDGETED = ("dms", "keep_all", "window")
 _PAGE = EngineOptions().page_slots  # and of Quest
@@ -52,10 +50,10 @@ class Sizes(NamedTuple):
     """What is measured.
 
     Attributes:
-        shape: Of the model, as in `benchmarks.serve.models`.
-        sequences: Of a step.
+        shape: Model, one of `benchmarks.serve.models.SHAPES`.
+        sequences: Sequences of a step.
         context: Tokens of each so far.
-        budget: Of them, those that every KV list holds.
+        budget: Tokens that every KV list holds.
         steps: Decode steps.
     """
 
@@ -66,63 +64,62 @@ class Sizes(NamedTuple):
     steps: int
 
     def held(self, policy: str) -> int:
-        """Tokens that a KV list is filled with."""
+        """Return the number of tokens with which a KV list is filled."""
         return self.context if policy == "quest" else self.budget
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("policies", nargs="*", metavar="POLICY", help=f"of {', '.join(POLICIES)}")
-    parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--sequences", type=int, help="default: 32 on a GPU, 2 elsewhere")
-    parser.add_argument("--context", type=int, help="default: 8192 on a GPU, 128 elsewhere")
-    parser.add_argument("--cr", type=float, default=8, help="context over budget")
-    parser.add_argument("--steps", type=int, help="default: 64 on a GPU, 5 elsewhere")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args(arguments)
-    if unknown := set(args.policies) - set(POLICIES):
-        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(POLICIES)}")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add = parser.add_argument
+    names = ", ".join(POLICIES)
+    add("policies", nargs="*", type=one_of(POLICIES), metavar="POLICY", help=f"of {names}")
+    add("--sequences", type=int, help="default: 32 on a GPU, 2 elsewhere")
+    add("--context", type=int, help="default: 8192 on a GPU, 128 elsewhere")
+    add("--cr", type=float, default=8, help="context over budget (%(default)s)")
+    add("--steps", type=int, help=f"default: 64 on a GPU, {_FEWEST} elsewhere")
+
+
+def check(args: Args) -> None:
+    """Refuse too few steps."""
     if args.steps is not None and args.steps < _FEWEST:
-        parser.error(f"--steps {args.steps}: at least {_FEWEST}")
-    return run_main(lambda: _run(args))
+        raise ValueError(f"--steps {args.steps}: at least {_FEWEST}")
 
 
-def _run(args: argparse.Namespace) -> int:
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = device.type == "cuda"
-    defaults = ("Llama-3.1-8B", 32, 8192, 64) if on_gpu else ("small", 2, 128, _FEWEST)
-    shape, sequences, context, steps = defaults
-    context = args.context or context
-    sizes = Sizes(
-        shape, args.sequences or sequences, context, int(context / args.cr), args.steps or steps
+def sizes_of(args: Args) -> Sizes:
+    """Return what the options ask for."""
+    on_gpu = args.device.type == "cuda"
+    shape, sequences, context, steps = (
+        ("Llama-3.1-8B", 32, 8192, 64) if on_gpu else ("small", 2, 128, _FEWEST)
     )
-    model = random_model(shape, KEPT, device, torch.bfloat16 if on_gpu else torch.float32)
-    record: dict[str, Any] = {
-        "device": device_name(device),
-        "versions": versions(device),
-        "command": " ".join(["python -m benchmarks.policies_decode", *args.policies]),
-        **origin(),
-        "copy_bytes_per_s": ceilings(device)["copy_bytes_per_s"],
-        **sizes._asdict(),
-        "cases": [],
-    }
-    folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
-    folder.mkdir(parents=True, exist_ok=True)
+    context = args.context or context
+    budget = int(context / args.cr)
+    return Sizes(shape, args.sequences or sequences, context, budget, args.steps or steps)
+
+
+def settings(args: Args) -> dict[str, Any]:
+    """Return the fields of the record that all policies share."""
+    bandwidth = ceilings(args.device)["copy_bytes_per_s"]
+    return {"copy_bytes_per_s": bandwidth, **sizes_of(args)._asdict()}
+
+
+def cases(args: Args) -> Iterator[tuple[LoadedModel, str]]:
+    """Yield every policy, with the one model that all of them run."""
+    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    model = random_model(sizes_of(args).shape, KEPT, args.device, dtype)
     for name in args.policies or POLICIES:
-        record["cases"].append({"policy": name, **measure(model, name, sizes, device)})
-        print(json.dumps(record["cases"][-1]), flush=True)
-        (folder / "policies_decode.json").write_text(json.dumps(record, indent=1) + "\n")
-    print("\n" + table(record))
-    print(f"\nwritten: {folder / 'policies_decode.json'}")
-    return 0
+        yield model, name
+
+
+def measure_policy(case: tuple[LoadedModel, str], args: Args) -> Iterator[dict[str, Any]]:
+    """Yield the row of a policy."""
+    model, name = case
+    row = or_skipped(lambda: measure(model, name, sizes_of(args), args.device))
+    yield {"policy": name, **row}
 
 
 @torch.no_grad()
 def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """Times of one policy.
+    """Measure one policy.
 
     Returns:
         `step_ms` with its 20 % and 80 % quantiles; `cache_ms`, of the kernels of all layers that
@@ -164,14 +161,14 @@ def measure(model: LoadedModel, name: str, sizes: Sizes, device: torch.device) -
 
 
 def _bytes_read(model: LoadedModel, sizes: Sizes, read: float, bounded: float) -> int:
-    """Of keys and values, and of the bounds of the pages of `bounded` tokens."""
+    """Return the bytes of keys and values, and of the page bounds of `bounded` tokens."""
     a = model.architecture
     slots = sizes.sequences * a.num_layers * a.num_query_groups * (read + bounded / _PAGE)
     return round(slots * 2 * a.kv_channels * model.dtype.itemsize)
 
 
 def _cache_bytes(model: LoadedModel, sizes: Sizes, held: int) -> int:
-    """Enough for the tokens held, and for those of the steps."""
+    """Return the bytes for the tokens held, and for those of the steps."""
     a = model.architecture
     places = -(-(held + 3 * sizes.steps) // _PAGE) + 2
     page = 2 * (_PAGE + 1) * a.kv_channels * model.dtype.itemsize + 8
@@ -179,7 +176,7 @@ def _cache_bytes(model: LoadedModel, sizes: Sizes, held: int) -> int:
 
 
 def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> None:
-    """Have the KV lists of some rows hold random tokens."""
+    """Fill the KV lists of some rows with random tokens."""
     a, device = model.architecture, model.decoder.embed_tokens.weight.device
     b, n, g = len(rows), held, a.num_query_groups
     put: dict[str, Any] = {"device": device, "dtype": model.dtype}
@@ -207,7 +204,7 @@ def _fill(cache: PagedKVCache, model: LoadedModel, held: int, rows: range) -> No
 def _steps(
     graphs: DecodeGraphs, pool: DevicePool, sizes: Sizes, held: int
 ) -> tuple[list[float], torch.Tensor]:
-    """Seconds of each step, and what the host has learnt after the last one."""
+    """Return the seconds of each step, and the state that the last one reports to the host."""
     b = sizes.sequences
     times, before, since = [], None, 0.0
     for step in range(sizes.steps):
@@ -231,7 +228,7 @@ def _steps(
 
 
 def _cache_ms(cache: PagedKVCache, model: LoadedModel, sizes: Sizes, held: int) -> float:
-    """Milliseconds of the cache's kernels of a step, all layers in one graph."""
+    """Measure the milliseconds of the cache's kernels of a step, all layers in one graph."""
     a, b = model.architecture, sizes.sequences
     put: dict[str, Any] = {"device": "cuda", "dtype": model.dtype}
     query = torch.randn(b, a.num_attention_heads, a.kv_channels, **put)
@@ -263,28 +260,48 @@ def _cache_ms(cache: PagedKVCache, model: LoadedModel, sizes: Sizes, held: int) 
     return elapsed / repeats
 
 
-def table(record: dict[str, Any]) -> str:
-    """Markdown: a row for each policy; ratios to the step of DMS where it was measured."""
-    rows = [
+def tables(record: dict[str, Any]) -> str:
+    """Return a row for each policy; ratios to the step of DMS where it was measured."""
+    base = {case["policy"]: case.get("step_ms") for case in record["cases"]}.get("dms")
+    title = (
         f"{record['shape']}, {record['sequences']} x {record['context']}, "
-        f"{record['budget']} tokens of each KV list",
-        "",
-        "| policy | ms a step (20 % to 80 %) | of DMS | ms of the cache's kernels "
-        "| of what a copy takes | read | live |",
-        "|---|---|---|---|---|---|---|",
+        f"{record['budget']} tokens of each KV list"
+    )
+    return f"{title}\n\n{table(_columns(base, record['copy_bytes_per_s']), record['cases'])}"
+
+
+def _columns(dms_ms: float | None, copy_bytes_per_s: float) -> list[Column]:
+    def of_copy(row: dict[str, Any]) -> str:
+        least = 1e3 * row["bytes"] / copy_bytes_per_s
+        return f"{row['cache_ms'] / least:.2f}" if "cache_ms" in row else ""
+
+    return [
+        ("policy", lambda row: f"`{row['policy']}`"),
+        (
+            "ms a step (20 % to 80 %)",
+            lambda row: "{:.2f} ({:.2f} to {:.2f})".format(row["step_ms"], *row["step_ms_spread"]),
+        ),
+        ("of DMS", field("step_ms", ".3f", 1 / dms_ms) if dms_ms else lambda _: ""),
+        ("ms of the cache's kernels", field("cache_ms")),
+        ("of what a copy takes", of_copy),
+        ("read", field("read", ",")),
+        ("live", field("live", ",")),
     ]
-    base = {case["policy"]: case["step_ms"] for case in record["cases"]}.get("dms")
-    for case in record["cases"]:
-        low, high = case["step_ms_spread"]
-        share = "" if base is None else f"{case['step_ms'] / base:.3f}"
-        cache, least = case.get("cache_ms"), 1e3 * case["bytes"] / record["copy_bytes_per_s"]
-        ratio = "" if cache is None else f"{cache / least:.2f}"
-        rows.append(
-            f"| `{case['policy']}` | {case['step_ms']:.2f} ({low:.2f} to {high:.2f}) | {share} "
-            f"| {'' if cache is None else cache} | {ratio} | {case['read']:,} | {case['live']:,} |"
-        )
-    return "\n".join(rows)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+BENCHMARK = Benchmark(
+    record="policies_decode",
+    options=options,
+    check=check,
+    cases=cases,
+    measure=measure_policy,
+    settings=settings,
+    tables=tables,
+    stored=(
+        Table(
+            "*/policies_decode*.json",
+            "docs/performance/serving.md",
+            ("dms_train/inference", "dms_train/kernels/decode", "dms_train/kernels/prefill"),
+        ),
+    ),
+)

@@ -1,6 +1,6 @@
 """Rows per second and memory of `dms-data openr1`, and whether a kill changes the result.
 
-    python -m benchmarks.openr1_rows --tokenizer MODEL --rows 20000 --workers 2
+    python -m benchmarks openr1_rows --tokenizer MODEL --rows 20000 --workers 2
 
 Makes a parquet file of random rows, prepares it once undisturbed and once killed with SIGKILL and
 started again, and compares the manifests byte by byte. Memory is the sum over the processes of the
@@ -12,16 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
+from benchmarks.benchmark import Args, Benchmark
+from benchmarks.tables import Column, field, table
+from dms_train.evaluation.errors import EvaluationError
+
+if TYPE_CHECKING:  # for developers only
+    import psutil
 
 _WORDS = ("so", "we", "add", "the", "next", "number", "and", "check", "whether", "it", "divides")
 _SAMPLE_SECONDS = 0.5
@@ -32,7 +36,7 @@ class Finished(NamedTuple):
     """One run of the command.
 
     Attributes:
-        seconds: Until it ended.
+        seconds: Time until it ended.
         memory: Bytes of all its processes at every sample.
         killed: Whether it was killed.
     """
@@ -43,7 +47,7 @@ class Finished(NamedTuple):
 
 
 def rows(count: int, trace_words: int) -> Iterator[dict[str, Any]]:
-    """Random rows: problems of one sum, one to four traces of which about half are right."""
+    """Yield random rows: problems of one sum, one to four traces of which about half are right."""
     rng = random.Random(0)
     for number in range(count):
         a, b = rng.randrange(10**6), rng.randrange(10**6)
@@ -64,7 +68,7 @@ def _trace(rng: random.Random, answer: int, words: int) -> str:
 
 
 def write_parquet(path: Path, count: int, trace_words: int) -> None:
-    """The rows in row groups, written one group at a time."""
+    """Write the rows in row groups, one group at a time."""
     import pyarrow
     from pyarrow import parquet
 
@@ -85,9 +89,11 @@ def run(command: list[str], kill_after: int | None = None) -> Finished:
     """Run the command, whose last word is its output, and sample its memory.
 
     Args:
-        command: Of `dms-data`.
-        kill_after: Rows after which it is killed; None lets it end.
+        command: Command line of `dms-data`.
+        kill_after: Number of rows after which it is killed; None lets it end.
     """
+    import psutil
+
     start = time.monotonic()
     process = psutil.Popen(command, stdout=subprocess.DEVNULL)
     memory = []
@@ -99,7 +105,7 @@ def run(command: list[str], kill_after: int | None = None) -> Finished:
             return Finished(time.monotonic() - start, memory, True)
         time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
-        raise SystemExit(f"the command ended with {process.returncode}")
+        raise EvaluationError(f"`{' '.join(command)}` ended with exit code {process.returncode}")
     return Finished(time.monotonic() - start, memory, False)
 
 
@@ -112,6 +118,8 @@ def _rows_done(prefix: Path) -> int:
 
 
 def _memory(process: psutil.Process) -> int:
+    import psutil
+
     total = 0
     for one in [process, *process.children(recursive=True)]:
         try:
@@ -128,48 +136,67 @@ def _files(prefix: Path) -> dict[str, bytes]:
     }
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", required=True, help="directory, with a chat template")
-    parser.add_argument("--rows", type=int, default=20000)
-    parser.add_argument("--trace-words", type=int, default=1000, help="of every trace")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--filter", default="reverify")
-    parser.add_argument("--kills", type=int, default=2)
-    args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="openr1_rows"))
-    try:
-        measure(args, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add = parser.add_argument
+    add("--tokenizer", required=True, help="directory, with a chat template")
+    add("--rows", type=int, default=20000, help="(%(default)s)")
+    add("--trace-words", type=int, default=1000, help="words of every trace (%(default)s)")
+    add("--workers", type=int, default=2, help="(%(default)s)")
+    add("--filter", default="reverify", help="as in `dms-data openr1` (%(default)s)")
+    add("--kills", type=int, default=2, help="(%(default)s)")
 
 
-def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Entry point; see the docstring of this module."""
-    data = folder / "rows.parquet"
-    write_parquet(data, args.rows, args.trace_words)
-    print(f"{args.rows} rows, {data.stat().st_size / 1e6:.0f} MB of parquet", flush=True)
-    command = [sys.executable, "-m", "dms_train.data_prep.prepare", "openr1", str(data)]
-    command += ["--tokenizer", args.tokenizer, "--filter", args.filter]
-    command += ["--workers", str(args.workers), "--output"]
-    whole = run([*command, str(folder / "whole" / "out")])
-    quarter = max(1, len(whole.memory) // 4)
-    second, last = (whole.memory[k * quarter : (k + 1) * quarter] for k in (1, 3))
-    print(
-        f"{whole.seconds:.1f} s, {args.rows / whole.seconds:.0f} rows/s; memory in the second "
-        f"quarter {max(second) / 1e6:.0f} MB, in the last {max(last) / 1e6:.0f} MB",
-        flush=True,
-    )
-    resumed = [*command, str(folder / "killed" / "out")]
+def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
+    """Yield the speed and memory of a whole run, and whether killed runs end with its files."""
+    with tempfile.TemporaryDirectory(prefix="openr1_rows", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        data = folder / "rows.parquet"
+        write_parquet(data, args.rows, args.trace_words)
+        command = [sys.executable, "-m", "dms_train.data_prep.prepare", "openr1", str(data)]
+        command += ["--tokenizer", args.tokenizer, "--filter", args.filter]
+        command += ["--workers", str(args.workers), "--output"]
+        whole = run([*command, str(folder / "whole" / "out")])
+        kills = _killed([*command, str(folder / "killed" / "out")], args)
+        quarter = max(1, len(whole.memory) // 4)
+        yield {
+            "rows": args.rows,
+            "parquet_bytes": data.stat().st_size,
+            "seconds": whole.seconds,
+            "rows_s": args.rows / whole.seconds,
+            "second_quarter_bytes": max(whole.memory[quarter : 2 * quarter], default=0),
+            "last_quarter_bytes": max(whole.memory[3 * quarter : 4 * quarter], default=0),
+            "kills": kills,
+            "identical": _files(folder / "whole" / "out") == _files(folder / "killed" / "out"),
+        }
+
+
+def _killed(command: list[str], args: Args) -> int:
+    """Kill the command several times and let it end; return how often it was killed."""
     kills = 0
     for number in range(args.kills):
         rows_done = args.rows * (number + 1) // (args.kills + 1)
-        kills += run(resumed, kill_after=rows_done).killed
-    run(resumed)
-    same = _files(folder / "whole" / "out") == _files(folder / "killed" / "out")
-    print(f"killed {kills} times and resumed: {'identical' if same else 'DIFFERENT'} files")
+        kills += run(command, kill_after=rows_done).killed
+    run(command)
+    return kills
 
 
-if __name__ == "__main__":
-    main()
+COLUMNS: tuple[Column, ...] = (
+    ("rows", field("rows", ",")),
+    ("parquet MB", field("parquet_bytes", ",.0f", 1e-6)),
+    ("seconds", field("seconds", ".1f")),
+    ("rows/s", field("rows_s", ".0f")),
+    ("MB in the second quarter", field("second_quarter_bytes", ",.0f", 1e-6)),
+    ("MB in the last quarter", field("last_quarter_bytes", ",.0f", 1e-6)),
+    ("kills", field("kills")),
+    ("files after kills", lambda row: "identical" if row["identical"] else "DIFFERENT"),
+)
+
+BENCHMARK = Benchmark(
+    record="openr1_rows",
+    options=options,
+    device=False,
+    measure=measure,
+    failed=lambda row: not row["identical"],
+    tables=lambda record: table(COLUMNS, record["cases"]),
+)

@@ -1,9 +1,9 @@
 """lm-evaluation-harness on the inference engine beside its own class for transformers.
 
-    python -m benchmarks.harness MODEL --device cuda --dtype bfloat16 --output outputs/harness.json
-    python -m benchmarks.harness Llama-3.2-1B --device cuda --dtype float32
+    python -m benchmarks harness MODEL --device cuda --dtype bfloat16
+    python -m benchmarks harness Llama-3.2-1B --device cuda --dtype float32
 
-A shape of `benchmarks.serve` in place of a model is exported first, with random weights.
+A shape of the benchmark `serve` in place of a model is exported first, with random weights.
 
 `ours` is `EngineLM`: scheduled requests on the compact cache. `transformers` is the harness' `HFLM`
 on the code that a DMS export carries, by default with the torch operations of the export
@@ -23,29 +23,30 @@ and the largest difference of log-likelihoods, which `--dtype` decides.
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 
-from benchmarks.harness.random_export import write_random_export
-from benchmarks.records import origin
+from benchmarks.benchmark import Args, Benchmark, add_fields, comma_separated, one_of
+from benchmarks.records import Table
 from benchmarks.serve.models import SHAPES
-from benchmarks.timing import device_name, versions
-from dms_train.cli.errors import run_main
-from dms_train.evaluation.harness.model import EngineLM
+from benchmarks.serve.random_export import write_random_export
+from benchmarks.tables import Column, field, table
 from dms_train.hf.directory import resolve
 from dms_train.hf.formats import read_spec
 from dms_train.inference.options import DTYPES, EngineOptions
+
+if TYPE_CHECKING:  # lm-evaluation-harness is optional
+    from lm_eval.api.instance import Instance
+
+    from dms_train.evaluation.harness.model import EngineLM
 
 CASES = {
     "generate": "generate_until",
@@ -60,8 +61,8 @@ class Texts:
     """Texts of random tokens of a model.
 
     Args:
-        lm: Has the tokenizer.
-        seed: Of the tokens.
+        lm: Model with the tokenizer.
+        seed: Seed of the tokens.
     """
 
     def __init__(self, lm: EngineLM, seed: int) -> None:
@@ -70,13 +71,15 @@ class Texts:
         self._ids = [token for token in range(len(lm.tokenizer)) if token not in special]
 
     def draw(self, tokens: int) -> str:
-        """A text of about so many tokens."""
+        """Draw a text of about `tokens` tokens."""
         text: str = self._tokenizer.decode(self._draw.choices(self._ids, k=tokens))
         return text or " "
 
 
-def requests(case: str, texts: Texts, args: argparse.Namespace) -> list[Instance]:
-    """The requests of a case, in the form of the harness."""
+def requests(case: str, texts: Texts, args: Args) -> list[Instance]:
+    """Return the requests of a case, in the form of the harness."""
+    from lm_eval.api.instance import Instance
+
     shared = texts.draw(int(_EXAMPLES * args.prompt_tokens))
     rest = args.prompt_tokens - int(_EXAMPLES * args.prompt_tokens)
     found: list[tuple[Any, ...]] = []
@@ -95,7 +98,7 @@ def requests(case: str, texts: Texts, args: argparse.Namespace) -> list[Instance
 def timed(
     lm: Any, case: str, asked: list[Instance], device: torch.device
 ) -> tuple[float, list[Any]]:
-    """Seconds and answers."""
+    """Return seconds and answers."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     since = time.perf_counter()
@@ -104,7 +107,7 @@ def timed(
 
 
 def agreement(case: str, ours: list[Any], theirs: list[Any]) -> dict[str, float]:
-    """How far the answers to the same requests agree."""
+    """Return how far the answers to the same requests agree."""
     if case == "generate":
         equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
         return {"equal_texts": equal / len(ours)}
@@ -117,23 +120,22 @@ def compare(
     case: str,
     models: dict[str, Any],
     draw: Callable[[int], list[Instance]],
-    args: argparse.Namespace,
+    args: Args,
 ) -> dict[str, Any]:
-    """Times of both models and their agreement.
+    """Measure the times of both models and their agreement.
 
     Args:
-        case: Of `CASES`.
+        case: One of `CASES`.
         models: `ours` and `transformers`.
         draw: Requests of a repeat; 0 is the warm-up.
-        args: Of the command.
+        args: Options.
     """
-    device = torch.device(args.device)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     agreed: list[dict[str, float]] = []
     for repeat in range(args.repeats + 1):
         asked, answers = draw(repeat), {}
         for name, lm in models.items():
-            took, answers[name] = timed(lm, case, asked, device)
+            took, answers[name] = timed(lm, case, asked, args.device)
             if repeat:
                 seconds[name].append(took)
         agreed.append(agreement(case, answers["ours"], answers["transformers"]))
@@ -147,11 +149,15 @@ def compare(
     }
 
 
-def build(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Both classes over a model directory."""
+def build(args: Args, model: str) -> dict[str, Any]:
+    """Build both classes over a model directory."""
+    from lm_eval.models.huggingface import HFLM
+
+    from dms_train.evaluation.harness.model import EngineLM
+
     directory = resolve(model)
     options = EngineOptions(
-        device=args.device,
+        device=str(args.device),
         dtype=args.dtype,
         max_num_seqs=args.batch_size,
         enable_prefix_caching=True,
@@ -161,75 +167,105 @@ def build(args: argparse.Namespace, model: str) -> dict[str, Any]:
         pretrained=str(directory),
         trust_remote_code=exported,
         dtype=args.dtype,
-        device=args.device,
+        device=str(args.device),
         batch_size=args.batch_size,
     )
     generation = other.model.generation_config
-    if generation.eos_token_id is None:  # else rows of a batch go on behind their end of text
+    if generation.eos_token_id is None:  # else rows of a batch go on after their end of text
         generation.eos_token_id = other.eot_token_id
     if exported:
         other.model.dms_kernels = args.export_kernels
     return {"ours": EngineLM(model, options), "transformers": other}
 
 
-def _run(args: argparse.Namespace) -> None:
+def measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
+    """Yield all cases that are measured, after each of them."""
     if args.model not in SHAPES or Path(args.model).exists():
-        _compare(args, args.model)
+        yield from _compare(args, args.model)
         return
     with TemporaryDirectory() as folder:
-        write_random_export(args.model, Path(folder) / "model", torch.device(args.device))
-        _compare(args, f"{folder}/model")
+        write_random_export(args.model, Path(folder) / "model", args.device)
+        yield from _compare(args, f"{folder}/model")
 
 
-def _compare(args: argparse.Namespace, model: str) -> None:
-    models, device = build(args, model), torch.device(args.device)
+def _compare(args: Args, model: str) -> Iterator[dict[str, Any]]:
+    models = build(args, model)
     found = {}
-    for number, case in enumerate(args.cases.split(",")):
+    for number, case in enumerate(args.cases):
 
         def draw(repeat: int, case: str = case, number: int = number) -> list[Instance]:
             return requests(case, Texts(models["ours"], 1000 * number + repeat), args)
 
         found[case] = compare(case, models, draw, args)
-        shown = {name: value for name, value in found[case].items() if name != "seconds"}
-        middle = {k: f"{statistics.median(v):.3f} s" for k, v in found[case]["seconds"].items()}
-        print(f"{case}: {middle} {shown}")
-    total = models["ours"].engine.kv
-    record = {
-        "device": device_name(device),
-        "versions": versions(device),
-        **origin(),
-        "setting": {name: str(value) for name, value in vars(args).items()},
-        "cases": found,
-        "cr_factor": total.cr_factor,
-    }
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+        yield {"cases": found, "cr_factor": models["ours"].engine.kv.cr_factor}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.harness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     add = parser.add_argument
     shapes = ", ".join(SHAPES)
     add("model", help=f"model directory or export with a tokenizer, or one of {shapes}")
-    add("--cases", default=",".join(CASES), help="(%(default)s)")
-    add("--device", default="cpu")
+    add("--cases", type=comma_separated(one_of(CASES)), default=list(CASES), help="default: all")
     add("--dtype", default="auto", choices=DTYPES)
     add("--batch-size", type=int, default=32, help="also the rows of the engine (%(default)s)")
     add("--documents", type=int, default=64, help="questions or texts (%(default)s)")
     add("--prompt-tokens", type=int, default=512, help="(%(default)s)")
     add("--new-tokens", type=int, default=64, help="(%(default)s)")
     add("--choices", type=int, default=4, help="(%(default)s)")
-    add("--repeats", type=int, default=3, help="(%(default)s)")
     add("--export-kernels", default="reference", choices=("reference", "auto", "triton"))
-    add("--output", type=Path, help="JSON file")
-    return run_main(lambda: _run(parser.parse_args(arguments)))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def check(_: Args) -> None:
+    """Refuse to start without lm-evaluation-harness."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("needs lm-evaluation-harness: pip install 'dms-train[harness]'")
+
+
+def settings(args: Args) -> dict[str, Any]:
+    """Return the options that decide the numbers."""
+    names = (
+        *("model", "cases", "device", "dtype", "batch_size", "documents", "prompt_tokens"),
+        *("new_tokens", "choices", "repeats", "export_kernels"),
+    )
+    given = {name: getattr(args, name) for name in names} | {"cases": ",".join(args.cases)}
+    return {"setting": {name: str(value) for name, value in given.items()}}
+
+
+COLUMNS: tuple[Column, ...] = (
+    ("case", field("name")),
+    ("requests", field("requests")),
+    ("s, ours", lambda row: f"{statistics.median(row['seconds']['ours']):.2f}"),
+    ("s, transformers", lambda row: f"{statistics.median(row['seconds']['transformers']):.2f}"),
+    ("times as fast", field("ratio", ".1f")),
+    ("equal texts", field("equal_texts", ".3f")),
+    ("largest difference", field("largest_difference", ".1e")),
+)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return a row for each case."""
+    return table(COLUMNS, [{"name": name, **case} for name, case in record["cases"].items()])
+
+
+BENCHMARK = Benchmark(
+    record="harness",
+    options=options,
+    check=check,
+    repeats=3,
+    measure=measure,
+    settings=settings,
+    store=add_fields,
+    tables=tables,
+    stored=(
+        Table(
+            "*/harness*.json",
+            "docs/guides/evaluation.md",
+            (
+                "dms_train/evaluation/harness",
+                "dms_train/inference",
+                "dms_train/kernels/decode",
+                "dms_train/kernels/prefill",
+            ),
+        ),
+    ),
+)

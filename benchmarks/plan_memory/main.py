@@ -1,11 +1,10 @@
 """Predictions of `dms-plan` beside measurements: memory of every pipeline stage, step times.
 
-    python -m benchmarks.plan_memory [--gpus 1] [--cases NAMES] [--output benchmarks/results]
-    python -m benchmarks.plan_memory --fit        # constants of the plan from what was measured
+    python -m benchmarks plan_memory [--gpus 1] [--cases NAMES]
+    python -m benchmarks plan_memory --fit RECORD     # constants of the plan from what was measured
 
-Every case takes steps of the real engine with random weights in processes of its own, and is
-written to `plan_memory.json` in the device's folder as soon as it is measured; cases that are not
-run again are kept. Two of them calibrate: `--fit` chooses the constants in
+Every case takes steps of the real engine with random weights in processes of its own. Cases that
+are not measured again are kept. Two of them calibrate: `--fit` chooses the constants in
 `dms_train/assets/planning.json` so that memory and time of those two are right. The others are only
 checked.
 """
@@ -14,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,18 +20,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.records import RESULTS, origin
-from benchmarks.timing import device_name
-from benchmarks.train_step.__main__ import run_case
+from benchmarks.benchmark import Args, Benchmark
+from benchmarks.records import Table, folder_of
 from benchmarks.train_step.case import parallel_options
+from benchmarks.train_step.main import run_case
 from benchmarks.train_step.shapes import SHAPES, Case, parse_layout
-from dms_train.cli.errors import run_main
 from dms_train.config import gpus
 from dms_train.config.activations import Microbatch
 from dms_train.config.gpus import GPUS, Calibration, read_calibration
 from dms_train.config.memory import PipelineStage, of_stage
 from dms_train.config.step_time import step_time, work_of
 from dms_train.method.spec import PRESETS
+from dms_train.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA_FILE = ROOT / "dms_train" / "assets" / "planning.json"
@@ -74,78 +71,55 @@ TINY = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, 1 when a case failed, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpus", type=int, nargs="*", help="run the cases of these GPU counts")
-    parser.add_argument("--cases", nargs="*", choices=(*CASES, *TINY), help="run these")
-    parser.add_argument("--fit", action="store_true", help="write the constants, measure nothing")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args(arguments)
-    return run_main(lambda: _run(args))
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add = parser.add_argument
+    add("--gpus", type=int, nargs="*", help="run the cases of these GPU counts (default: all GPUs)")
+    add("--cases", nargs="*", choices=(*CASES, *TINY), help="run these instead")
 
 
-def _wanted(args: argparse.Namespace) -> dict[str, Case]:
-    if args.cases:
-        return {name: case for name, case in {**CASES, **TINY}.items() if name in args.cases}
-    if not torch.cuda.is_available():
-        return TINY
+def cases(args: Args) -> Iterator[tuple[str, Case]]:
+    """Yield the cases that the options ask for, with their names."""
+    if not args.cases and not torch.cuda.is_available():
+        yield from TINY.items()
+        return
     counts = args.gpus or [torch.cuda.device_count()]
-    return {name: case for name, case in CASES.items() if case.layout.world in counts}
+    for name, case in {**CASES, **TINY}.items():
+        chosen = name in args.cases if args.cases else name in CASES and case.layout.world in counts
+        if chosen:
+            yield name, case
 
 
-def _run(args: argparse.Namespace) -> int:
-    name = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if args.fit:
-        path = args.output / "nvidia_h200" / "plan_memory.json"
-        name = json.loads(path.read_text())["device"]
-    else:
-        path = args.output / re.sub(r"\W+", "_", name.lower()) / "plan_memory.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-    failed, measured = 0, origin()
-    for label, case in {} if args.fit else _wanted(args).items():
-        rows[label] = run_case(case, MODULE) | measured
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"device": name, "rows": rows}, indent=1) + "\n")
-        failed += "failed" in rows[label]
-        print(*lines(label, rows[label], gpus.calibration()), sep="\n", flush=True)
-    if args.fit:
-        write(fit(rows, train_steps(path.parent)), rows)
-    constants = Calibration(**json.loads(DATA_FILE.read_text())["constants"])
-    print(name, *HEAD, sep="\n")
-    for label, row in rows.items():
-        print(*lines(label, row, constants), sep="\n")
-    print("\n".join(others(train_steps(path.parent), constants)))
-    return 1 if failed else 0
+def measure(case: tuple[str, Case], args: Args) -> Iterator[dict[str, Any]]:
+    """Yield the row of a case, by its name."""
+    name, sizes = case
+    yield {name: run_case(sizes, MODULE) | args.origin}
+
+
+def store(record: dict[str, Any], rows: dict[str, Any]) -> None:
+    """Put rows into the record, by the names of their cases."""
+    record.setdefault("rows", {}).update(rows)
+
+
+def fitted(record: dict[str, Any]) -> str:
+    """Write the constants of the plan from a stored record, and print its tables."""
+    write(fit(record["rows"], _steps(record)), record["rows"])
+    return tables(record)
+
+
+def _steps(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return train_steps(folder_of(record["device"]))
 
 
 def train_steps(folder: Path) -> list[dict[str, Any]]:
-    """Our steps that `benchmarks.train_step` measured."""
+    """Return our steps that the benchmark `train_step` measured."""
     path = folder / "train_step.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return [row for row in rows if "failed" not in row and row["case"]["subject"] == "ours"]
 
 
-def others(steps: list[dict[str, Any]], c: Calibration) -> Iterator[str]:
-    """The plan beside the steps that `benchmarks.train_step` measured, fullest process of each."""
-    yield "\n| train_step.py | | allocated GB | planned GB | | step s | planned s | |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for row in steps:
-        case = Case.from_dict(row["case"])
-        guess = max(of_stage(stage).allocated(c) for stage in stages(case))
-        time = step_time(stages(case), _GPU, c).total
-        found, took = row["max_memory_allocated"], row["step_s"]
-        words = f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}"
-        yield (
-            f"| {words} | {case.layers} | {found / 1e9:.2f} | {guess / 1e9:.2f} | "
-            f"{guess / found - 1:+.1%} | {took:.3f} | {time:.3f} | {time / took - 1:+.1%} |"
-        )
-
-
 def stages(case: Case) -> list[PipelineStage]:
-    """The pipeline stages of a case on a GPU."""
+    """Return the pipeline stages of a case on a GPU."""
     architecture, length, samples = SHAPES[case.shape]
     microbatch = Microbatch(
         architecture=architecture,
@@ -167,38 +141,67 @@ def stages(case: Case) -> list[PipelineStage]:
 
 
 HEAD = (
-    "| case | | stage | allocated GB | planned GB | | used GB | needed GB | step s | planned s | |",
-    "|---|---|---|---|---|---|---|---|---|---|---|",
+    *("case", "", "stage", "allocated GB", "planned GB", "", "used GB", "needed GB"),
+    *("step s", "planned s", ""),
 )
+STEP_HEAD = ("train_step.py", "", "allocated GB", "planned GB", "", "step s", "planned s", "")
 
 
-def lines(label: str, row: dict[str, Any], c: Calibration) -> Iterator[str]:
-    """Rows of the table under `HEAD`, one for each pipeline stage."""
+def tables(record: dict[str, Any]) -> str:
+    """Return the plan next to every pipeline stage, and next to the steps of `train_step`."""
+    constants = Calibration(**json.loads(DATA_FILE.read_text())["constants"])
+    stage_rows = [
+        cells for name, row in record["rows"].items() for cells in stage_cells(name, row, constants)
+    ]
+    step_rows = [step_cells(row, constants) for row in _steps(record)]
+    parts = (markdown_table(HEAD, stage_rows), markdown_table(STEP_HEAD, step_rows))
+    return f"{record['device']}\n{parts[0]}\n\n{parts[1]}"
+
+
+def stage_cells(name: str, row: dict[str, Any], c: Calibration) -> Iterator[list[object]]:
+    """Yield the cells under `HEAD`, for each pipeline stage."""
     case = Case.from_dict(row["case"])
-    words = f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}"
-    words += f", recompute {case.recompute}" if case.recompute else ""
+    words = _words(case) + (f", recompute {case.recompute}" if case.recompute else "")
     if "failed" in row:
-        yield f"| {label} | {words} | {row['failed']} |" + " |" * 8
+        yield [name, words, row["failed"]]
         return
     if "superseded" in row:
         words += f"; {row['superseded']}"
     planned = step_time(stages(case), _GPU, c).total
-    time = f"{row['step_s']:.3f} | {planned:.3f} | {planned / row['step_s'] - 1:+.1%}"
     for stage, found in zip(stages(case), row["stages"], strict=True):
         memory = of_stage(stage)
         guess, needed = memory.allocated(c), memory.needed(c, case.layout.world)
         share = guess / found["allocated"] - 1 if found["allocated"] else 0.0
-        yield (
-            f"| {label} | {words} | {stage.rank} | {found['allocated'] / 1e9:.2f} | "
-            f"{guess / 1e9:.2f} | {share:+.1%} | {found['used'] / 1e9:.2f} | "
-            f"{needed / 1e9:.2f} | {time if stage.rank == 0 else ' | |'} |"
-        )
+        sizes = [_gb(found["allocated"]), _gb(guess), f"{share:+.1%}", _gb(found["used"])]
+        times = _times(row["step_s"], planned) if stage.rank == 0 else [""]
+        yield [name, words, stage.rank, *sizes, _gb(needed), *times]
+
+
+def step_cells(row: dict[str, Any], c: Calibration) -> list[object]:
+    """Return the cells under `STEP_HEAD`: the plan next to the fullest process of a step."""
+    case = Case.from_dict(row["case"])
+    guess = max(of_stage(stage).allocated(c) for stage in stages(case))
+    found, time = row["max_memory_allocated"], step_time(stages(case), _GPU, c).total
+    share = f"{guess / found - 1:+.1%}"
+    return [_words(case), case.layers, _gb(found), _gb(guess), share, *_times(row["step_s"], time)]
+
+
+def _words(case: Case) -> str:
+    return f"{case.shape} {case.layout.label} x {case.microbatches} {case.kind}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def _times(measured: float, planned: float) -> list[str]:
+    return [f"{measured:.3f}", f"{planned:.3f}", f"{planned / measured - 1:+.1%}"]
 
 
 def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
-    """The constants with which both calibrating cases come out as measured.
+    """Choose the constants with which both calibrating cases come out as measured.
 
-    Also the speed of links from the steps of `benchmarks.train_step` that used tensor parallelism.
+    The speed of links comes from the steps of the benchmark `train_step` with tensor parallelism.
     """
     rows = {name: row for name, row in rows.items() if "superseded" not in row}
     first, second = (rows[name] for name in CALIBRATING)
@@ -227,7 +230,7 @@ def fit(rows: dict[str, Any], steps: list[dict[str, Any]]) -> Calibration:
 
 
 def _links(steps: list[dict[str, Any]], c: Calibration) -> float:
-    """Share of a link's bandwidth with which tensor-parallel steps take as long as they did."""
+    """Return the share of a link's bandwidth that explains the measured tensor-parallel steps."""
     found = []
     for row in steps:
         case = Case.from_dict(row["case"])
@@ -239,26 +242,26 @@ def _links(steps: list[dict[str, Any]], c: Calibration) -> float:
 
 
 def _outside(row: dict[str, Any]) -> float:
-    """Bytes of the fullest process outside torch's allocator; 0 of a case that failed."""
+    """Return the bytes of the fullest process outside torch's allocator; 0 if the case failed."""
     return max((s["used"] - s["reserved"] for s in row.get("stages", ())), default=0.0)
 
 
 def _solve(one: tuple[float, float, float], two: tuple[float, float, float]) -> tuple[float, float]:
-    """x, y of a x + b y = c, twice."""
+    """Solve a x + b y = c, given twice, for x and y."""
     (a, b, c), (d, e, f) = one, two
     determinant = a * e - b * d
     return (c * e - b * f) / determinant, (a * f - c * d) / determinant
 
 
 def _counted(row: dict[str, Any]) -> tuple[float, float]:
-    """Bytes counted of what varies, and bytes measured beyond what is fixed."""
+    """Return the counted bytes of what varies, and the measured bytes beyond what is fixed."""
     stage = stages(Case.from_dict(row["case"]))[0]
     memory = of_stage(stage)
     return memory.total - memory.fixed, row["stages"][0]["allocated"] - memory.fixed
 
 
 def _speeds(first: Any, second: Any, old: Calibration) -> tuple[float, float]:
-    """Efficiency of products and traffic factor."""
+    """Return the efficiency of products and the traffic factor."""
     equations = []
     for row in (first, second):
         work = work_of(stages(Case.from_dict(row["case"]))[0])
@@ -282,9 +285,9 @@ def _speeds(first: Any, second: Any, old: Calibration) -> tuple[float, float]:
 def write(constants: Calibration, rows: dict[str, Any]) -> None:
     """Write the data file, with its origin."""
     first = rows[CALIBRATING[0]]
-    source = "python -m benchmarks.plan_memory --gpus 1 2; python -m benchmarks.plan_memory --fit"
+    command = "python -m benchmarks plan_memory"
     values = {
-        "source": source,
+        "source": f"{command} --gpus 1 2; {command} --fit RECORD",
         "device": first["device"],
         "versions": first["versions"],
         "constants": constants._asdict(),
@@ -293,5 +296,22 @@ def write(constants: Calibration, rows: dict[str, Any]) -> None:
     read_calibration.cache_clear()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    record="plan_memory",
+    options=options,
+    device=False,
+    cases=cases,
+    measure=measure,
+    store=store,
+    continues="rows",
+    failed=lambda rows: any("failed" in row for row in rows.values()),
+    tables=tables,
+    views={"fit": fitted},
+    stored=(
+        Table(
+            "*/plan_memory.json",
+            "docs/guides/planning.md",
+            ("dms_train/mcore", "dms_train/kernels/train_attention", "dms_train/kernels/losses"),
+        ),
+    ),
+)

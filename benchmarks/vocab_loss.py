@@ -1,21 +1,17 @@
-"""Losses behind the output layer: time and memory of ours and of other implementations.
+"""Losses of the output layer: time and memory of ours and of other implementations.
 
-    python -m benchmarks.vocab_loss [--output benchmarks/results]
+    python -m benchmarks vocab_loss
 
 Every implementation starts from hidden states and output weights and ends with their gradients.
-Prints tables and writes `vocab_loss.json` into the folder of the device, with versions, shapes,
-medians and the 20 % and 80 % quantiles. Without a GPU all sizes are small.
+The record has versions, shapes, medians and the 20 % and 80 % quantiles. Without a GPU all sizes
+are small.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import sys
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.records import RESULTS, origin
-from benchmarks.timing import ceilings, device_name, extra_bytes, measure, versions
-from dms_train.cli.errors import run_main
+from benchmarks.benchmark import Args, Benchmark, or_skipped
+from benchmarks.records import Table
+from benchmarks.tables import Column, field, spread, table
+from benchmarks.timing import ceilings, extra_bytes, measure
 from dms_train.kernels.losses import vocabulary as vocab_loss
 from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
@@ -66,50 +63,24 @@ _Result = tuple[Tensor, Tensor, Tensor]
 _Way = Callable[[Inputs], _Result]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args(arguments)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return run_main(lambda: _run(device, args.output))
-
-
-def _run(device: torch.device, output: Path) -> int:
+def measure_case(case: tuple[Case, str], args: Args) -> Iterator[dict[str, Any]]:
+    """Yield times and errors of all implementations of one loss."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return _compare(device, output)
+        sizes, loss = case
+        given = inputs_of(sizes, args.device)
+        exact = WAYS[loss][EXACT](given)
+        rows = [
+            {"name": name, **or_skipped(functools.partial(_row, way, given, exact))}
+            for name, way in WAYS[loss].items()
+        ]
+        yield {"case": sizes._asdict(), "loss": loss, "rows": rows}
     finally:
         dist.destroy_process_group()
 
 
-def _compare(device: torch.device, output: Path) -> int:
-    record: dict[str, Any] = {
-        "device": device_name(device),
-        "versions": versions(device),
-        "command": "python -m benchmarks.vocab_loss",
-        **origin(),
-        "ceilings": ceilings(device),
-        "cases": [],
-    }
-    print(f"{record['device']}, {record['versions']}")
-    folder = output / re.sub(r"\W+", "_", record["device"].lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    for case in CASES if device.type == "cuda" else SMALL:
-        for loss, ways in WAYS.items():
-            entry = _measure(case, loss, ways, device)
-            record["cases"].append(entry)
-            print("\n" + table(entry))
-            (folder / "vocab_loss.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nwritten: {folder / 'vocab_loss.json'}")
-    return 0
-
-
 def inputs_of(case: Case, device: torch.device) -> Inputs:
-    """Random hidden states and weights with logits of ordinary size; the teacher is near."""
+    """Draw hidden states and weights with logits of ordinary size; the teacher is near."""
     torch.manual_seed(0)
     dtype = torch.bfloat16
 
@@ -127,26 +98,21 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
     return Inputs(student, Projection(near, weight.detach().clone()), labels, d_losses, group)
 
 
-def _measure(case: Case, loss: str, ways: dict[str, _Way], device: torch.device) -> dict[str, Any]:
-    given = inputs_of(case, device)
-    exact = ways["torch, float32 logits"](given)
-    rows = []
-    for name, way in ways.items():
+def _row(way: _Way, given: Inputs, exact: _Result) -> dict[str, Any]:
+    device = given.labels.device
 
-        def call(way: _Way = way) -> _Result:
-            return way(given)
+    def call() -> _Result:
+        return way(given)
 
-        row: dict[str, Any] = {"name": name, "ms": measure(call, device)._asdict()}
-        row["extra_bytes"] = extra_bytes(call, device)
-        found = call()
-        if name != PRODUCTS:
-            row["errors"] = [_error(x, y) for x, y in zip(found, exact, strict=True)]
-        rows.append(row)
-    return {"case": case._asdict(), "loss": loss, "rows": rows}
+    row: dict[str, Any] = {"ms": measure(call, device)._asdict()}
+    row["extra_bytes"] = extra_bytes(call, device)
+    if way not in (PRODUCTS_OF_KL, PRODUCTS_OF_LM):
+        row["errors"] = [_error(x, y) for x, y in zip(call(), exact, strict=True)]
+    return row
 
 
 def _error(found: Tensor, exact: Tensor) -> float:
-    """Relative to the whole tensor's size."""
+    """Return the norm of the difference, relative to that of the exact tensor."""
     return ((found.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
@@ -156,14 +122,14 @@ def _gradients(given: Inputs, loss: Tensor) -> _Result:
 
 
 def ours_kl(given: Inputs) -> _Result:
-    """`distillation_kl`."""
+    """Compute `distillation_kl`."""
     vocab = given.student.weight.shape[0]
     args = (given.student, given.teacher, KL, vocab, given.group)
     return _gradients(given, vocab_losses.distillation_kl(*args))
 
 
 def ours_lm(given: Inputs) -> _Result:
-    """`next_token_loss`."""
+    """Compute `next_token_loss`."""
     vocab = given.student.weight.shape[0]
     args = (given.student, given.labels, vocab, given.group)
     return _gradients(given, vocab_losses.next_token_loss(*args))
@@ -180,7 +146,7 @@ def _replaced(name: str, value: Any, owner: Any) -> Iterator[None]:
 
 
 def with_torch(way: _Way) -> _Way:
-    """The same without fused kernels."""
+    """Return the same loss without fused kernels."""
 
     def run(given: Inputs) -> _Result:
         with _replaced("backend", lambda _: vocab_loss, vocab_loss):
@@ -190,7 +156,7 @@ def with_torch(way: _Way) -> _Way:
 
 
 def all_at_once(way: _Way) -> _Way:
-    """The same with all positions in one chunk."""
+    """Return the same loss with all positions in one chunk."""
 
     def run(given: Inputs) -> _Result:
         with _replaced("_CHUNK", dict.fromkeys(("cuda", "cpu"), 2**62), vocab_losses):
@@ -200,21 +166,21 @@ def all_at_once(way: _Way) -> _Way:
 
 
 def plain_kl(given: Inputs) -> _Result:
-    """`method.losses` on float32 logits."""
+    """Compute `method.losses` on float32 logits."""
     student = (given.student.hidden @ given.student.weight.t()).float()
     teacher = (given.teacher.hidden.detach() @ given.teacher.weight.t()).float()
     return _gradients(given, losses.kl_teacher_student(student, teacher))
 
 
 def plain_lm(given: Inputs) -> _Result:
-    """torch's cross-entropy on float32 logits."""
+    """Compute the cross-entropy of torch on float32 logits."""
     logits = (given.student.hidden @ given.student.weight.t()).float().flatten(0, 1)
     loss = F.cross_entropy(logits, given.labels.flatten(), reduction="none")
     return _gradients(given, loss.view_as(given.d_losses))
 
 
 def without_logits(given: Inputs, chunk: int = 2048) -> _Result:
-    """KL whose weight gradient is added up chunk by chunk in float32: no logits are kept at all."""
+    """Compute KL without keeping logits: chunks add to the weight gradient in float32."""
     hidden, weight = (x.detach().flatten(0, -2) for x in given.student[:2])
     kernels = vocab_loss.backend(hidden.device)
     d_losses = given.d_losses.flatten()[:, None]
@@ -238,7 +204,7 @@ def without_logits(given: Inputs, chunk: int = 2048) -> _Result:
 
 
 def products(teacher: bool) -> _Way:
-    """The matrix products that every implementation needs; its result is not a loss."""
+    """Return the matrix products that every implementation needs; the result is not a loss."""
 
     def run(given: Inputs) -> _Result:
         hidden, weight = (x.detach().flatten(0, -2) for x in given.student[:2])
@@ -250,45 +216,56 @@ def products(teacher: bool) -> _Way:
     return run
 
 
-PRODUCTS = "matrix products alone"
+PRODUCTS, EXACT = "matrix products alone", "torch, float32 logits"
+PRODUCTS_OF_KL, PRODUCTS_OF_LM = products(teacher=True), products(teacher=False)
 WAYS: dict[str, dict[str, _Way]] = {
     "KL": {
-        PRODUCTS: products(teacher=True),
-        "torch, float32 logits": plain_kl,
+        PRODUCTS: PRODUCTS_OF_KL,
+        EXACT: plain_kl,
         "ours": ours_kl,
         "ours, torch operations": with_torch(ours_kl),
         "ours, one chunk": all_at_once(ours_kl),
         "no logits kept": without_logits,
     },
     "LM": {
-        PRODUCTS: products(teacher=False),
-        "torch, float32 logits": plain_lm,
+        PRODUCTS: PRODUCTS_OF_LM,
+        EXACT: plain_lm,
         "ours": ours_lm,
         "ours, torch operations": with_torch(ours_lm),
     },
 }
 
 
-def table(entry: dict[str, Any]) -> str:
-    """One case and loss as Markdown; `over products` is the time added to the matrix products."""
-    case = entry["case"]
-    floor = entry["rows"][0]["ms"]["median"]
-    lines = [
-        f"### {entry['loss']}: {case['label']}, {case['hidden']} x {case['vocab']}",
-        "",
-        "| | ms | over products | extra GB | error of loss, d hidden, d weight |",
-        "|---|---|---|---|---|",
+def tables(record: dict[str, Any]) -> str:
+    """Return a table for each output layer and loss."""
+    return "\n\n".join(map(_table, record["cases"]))
+
+
+def _table(entry: dict[str, Any]) -> str:
+    case, least = entry["case"], entry["rows"][0]["ms"]["median"]
+    columns: list[Column] = [
+        ("", field("name")),
+        ("ms", lambda row: spread(row["ms"], 2)),
+        ("over products", lambda row: f"{row['ms']['median'] - least:+.2f}"),
+        ("extra GB", field("extra_bytes", ".2f", 1e-9)),
+        (
+            "error of loss, d hidden, d weight",
+            lambda row: ", ".join(f"{error:.1e}" for error in row.get("errors", [])),
+        ),
     ]
-    for row in entry["rows"]:
-        ms, extra = row["ms"], row["extra_bytes"]
-        memory = "" if extra is None else f"{extra / 1e9:.2f}"
-        errors = ", ".join(f"{error:.1e}" for error in row.get("errors", []))
-        lines.append(
-            f"| {row['name']} | {ms['median']:.2f} [{ms['low']:.2f}, {ms['high']:.2f}] "
-            f"| {ms['median'] - floor:+.2f} | {memory} | {errors} |"
-        )
-    return "\n".join(lines)
+    title = f"### {entry['loss']}: {case['label']}, {case['hidden']} x {case['vocab']}"
+    return f"{title}\n\n{table(columns, entry['rows'])}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    record="vocab_loss",
+    cases=lambda args: [
+        (case, loss) for case in (CASES if args.device.type == "cuda" else SMALL) for loss in WAYS
+    ],
+    measure=measure_case,
+    settings=lambda args: {"ceilings": ceilings(args.device)},
+    tables=tables,
+    stored=(
+        Table("*/vocab_loss.json", "docs/concepts/distillation.md", ("dms_train/kernels/losses",)),
+    ),
+)
