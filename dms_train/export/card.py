@@ -141,7 +141,7 @@ def render(
             f"# {title}",
             "A dense model exported by dms-train.",
             *([] if pooled_from is None else [_pooled(architecture, pooled_from)]),
-            _table(origin),
+            markdown_table(_NO_TITLES, origin),
             _loading(code_files, None),
         ]
     else:
