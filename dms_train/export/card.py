@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def render(
             _table([*origin, *_training(model, layout)]),
             "## Method",
             f"Constants of the retrofit (preset `{model.spec.preset}`):",
-            _table((f"`{key}`", value) for key, value in model.spec.to_dict().items()),
+            _table((f"`{key}`", value) for key, value in asdict(model.spec).items()),
             "## Evaluation",
             f"{_BEGIN}\nNot evaluated.\n{_END}",
             _loading(layout),
