@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def render(
             markdown_table(_NO_TITLES, [*origin, *_training(model, layout)]),
             "## Method",
             f"Constants of the retrofit (preset `{model.spec.preset}`):",
-            markdown_table(_NO_TITLES, [(f"`{k}`", v) for k, v in model.spec.to_dict().items()]),
+            markdown_table(_NO_TITLES, [(f"`{k}`", v) for k, v in asdict(model.spec).items()]),
             "## Evaluation",
             f"{_BEGIN}\nNot evaluated.\n{_END}",
             _loading(code_files, layout),

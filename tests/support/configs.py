@@ -32,6 +32,7 @@ MAPPING: dict[str, Any] = {
         "global_batch_size": 8,
     },
     "parallel": {},
+    "loss": {},
     "optim": {"lr": 1e-4},
     "observe": {},
     "run": {"dir": "outputs/test"},

@@ -156,7 +156,7 @@ def expected_noise(built: Built) -> float:
     )
     engine = McoreEngine(
         refusals.architecture(),
-        built.prepared.spec,
+        built.config.method,
         built.view,
         own,
         WeightReader(built.assets.model),
