@@ -1,4 +1,4 @@
-"""The model card of an export: README.md with the front matter that the Hugging Face hub reads.
+"""Model card of an export: README.md with the front matter that the Hugging Face hub reads.
 
 It states known facts only: a licence that the base model's own card does not name is
 `unknown`. Written with PyYAML, so that a machine that trains needs no huggingface_hub.

@@ -8,7 +8,7 @@ from dms_train.hf.typed import typed
 
 
 class HubError(ValueError):
-    """An upload that cannot be made."""
+    """Error of an upload that cannot be made."""
 
 
 @typed

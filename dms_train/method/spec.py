@@ -19,7 +19,7 @@ import yaml
 from dms_train.method.base import SPEC_VERSION, MethodOptions, MethodSpec
 
 KIND = "kind"
-_DEFAULT = "dms"
+DEFAULT_METHOD = "dms"
 _PRESET_DIR = Path(__file__).resolve().parents[1] / "conf" / "method"
 
 
@@ -94,7 +94,7 @@ def options_from(spec: MethodSpec) -> MethodOptions:
 def _kind(values: Mapping[str, Any]) -> str:
     if not isinstance(values, Mapping):
         raise ValueError(f"method={values!r}: expected a mapping of constants")
-    kind = values.get(KIND, _DEFAULT)
+    kind = values.get(KIND, DEFAULT_METHOD)
     if not isinstance(kind, str) or kind not in OPTIONS:
         raise ValueError(f"method.{KIND}={kind}: choose one of {', '.join(OPTIONS)}")
     return kind
@@ -104,7 +104,7 @@ def _presets() -> dict[str, MethodOptions]:
     presets = {}
     for file in sorted(_PRESET_DIR.glob("*.yaml")):
         values = yaml.safe_load(file.read_text("utf-8"))
-        preset = options_of(values).from_fields({KIND: _DEFAULT, **values})
+        preset = options_of(values).from_fields({KIND: DEFAULT_METHOD, **values})
         preset.require_valid()
         presets[file.stem] = preset
     return presets
