@@ -29,7 +29,7 @@ EXPORT = Path("exports") / "final" / "hf"  # in a run folder: what a run evaluat
 
 
 def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) -> None:
-    """Refuse a `validate` stage that cannot be run, before the training.
+    """Refuse a stage `validate_export` that cannot be run, before the training.
 
     Args:
         config: The configuration.
@@ -41,17 +41,17 @@ def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) 
         EvaluationError: The problems file or the device cannot be used.
         FileNotFoundError: There is no problems file.
     """
-    if "validate" not in config.stage.run:
+    if "validate_export" not in config.stage.run:
         return
     if not compresses:
         raise ConfigError(
-            "stage.run: validate needs a student that evicts; run zero_neuron, retrofit or hold "
-            "before export, or give a retrofitted one as run.load"
+            "stage.run: validate_export needs a student that evicts; run zero_neuron, retrofit or "
+            "hold before export, or give a retrofitted one as run.load"
         )
-    resolve_device(config.stage.validate.device)
-    problems, directory = config.stage.validate.problems, start.tokenizer_dir
+    resolve_device(config.stage.validate_export.device)
+    problems, directory = config.stage.validate_export.problems, start.tokenizer_dir
     if problems is not None and directory is not None:
-        sheets = read_problems(Path(problems), config.stage.validate.max_problems)
+        sheets = read_problems(Path(problems), config.stage.validate_export.max_problems)
         check_prompts(sheets, directory, start.architecture)
 
 
@@ -132,7 +132,7 @@ def evaluate_run(config: RunConfig) -> Findings:
         ConfigError: The run trained from scratch; there is no original model.
         EvaluationError: As `evaluate_export`.
     """
-    since, run, options = time.monotonic(), Path(config.run.dir), config.stage.validate
+    since, run, options = time.monotonic(), Path(config.run.dir), config.stage.validate_export
     model = config.model
     if model.path is None:
         raise ConfigError("model.path: not set; there is no original model to compare with")
@@ -148,7 +148,7 @@ def evaluate_run(config: RunConfig) -> Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelValidator:
-    """The `validate` stage of a run: rank 0 evaluates the final export, the other ranks wait.
+    """The stage `validate_export`: rank 0 evaluates the final export, the other ranks wait.
 
     Attributes:
         folder: Run folder; the report goes there.

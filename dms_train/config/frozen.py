@@ -9,6 +9,7 @@ import yaml
 
 from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
+from dms_train.observe.state_files import current_stage
 
 CONFIG_FILE = "config.yaml"
 # What a resumed run may change: it affects no sample, weight or decision.
@@ -16,8 +17,8 @@ _FREE = (
     "observe",
     "cluster",
     "kernels",
-    "stage.validate",
-    "stage.evaluate",
+    "stage.validate_export",
+    "stage.run_tasks",
     "data.micro_batch_size",
     "data.cache_dir",
 )
@@ -40,7 +41,16 @@ def read_frozen(file: Path) -> RunConfig:
         raise ConfigError(f"{file}: cannot be read ({cause}); restore it") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: holds no configuration")
-    return build(values)
+    return build(_current_names(values))
+
+
+def _current_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace the stage names of earlier versions; `build` refuses values of other types."""
+    stage = values.get("stage")
+    if not isinstance(stage, dict) or not isinstance(stage.get("run"), list):
+        return values
+    renamed = {current_stage(name): block for name, block in stage.items()}
+    return {**values, "stage": renamed | {"run": [current_stage(name) for name in stage["run"]]}}
 
 
 def require_same(config: RunConfig, file: Path) -> None:
@@ -51,7 +61,8 @@ def require_same(config: RunConfig, file: Path) -> None:
     """
     if not file.is_file():
         return
-    before, now = _fixed(yaml.safe_load(file.read_text())), _fixed(to_mapping(config))
+    stored = _current_names(yaml.safe_load(file.read_text()))
+    before, now = _fixed(stored), _fixed(to_mapping(config))
     written, requested = _own_rates(before), _own_rates(now)
     differing = sorted(k for k in before.keys() | now.keys() if written.get(k) != requested.get(k))
     if differing:

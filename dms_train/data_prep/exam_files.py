@@ -45,7 +45,7 @@ def _document(rng: random.Random, text: SheetText) -> str:
 
 
 def write_problems(path: Path, sheets: list[HeldOutSheet]) -> None:
-    """JSON lines with `prompt`, `answers` and `stop`, as the `validate` stage reads them."""
+    """JSON lines with `prompt`, `answers` and `stop`, as the stage `validate_export` reads them."""
     rows = ({"prompt": s.prompt, "answers": [str(a) for a in s.answers]} for s in sheets)
     write_rows(path, ({**row, "stop": "\n\n"} for row in rows))
 

@@ -247,7 +247,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStageOptions:
-    """The stage `evaluate`: what `dms-eval` measures on the export of a run.
+    """The stage `run_tasks`: what `dms-eval` measures on the export of a run.
 
     Attributes:
         tasks: Names of tasks in `evaluation.tasks`.

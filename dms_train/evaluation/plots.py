@@ -7,17 +7,25 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Curve = tuple[list[int], list[float]]
+# Prefixes that earlier versions wrote, with today's.
+_FORMER_PREFIXES = {"export_eval": "validate_export", "export_tasks": "run_tasks"}
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; a line that was cut off by a crash is left out."""
+    """Read the rows of a `metrics.jsonl`; a line that a crash cut off is left out."""
     rows = []
     for line in file.read_text(encoding="utf-8").split("\n"):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        rows.append({_current_name(name): value for name, value in row.items()})
     return rows
+
+
+def _current_name(metric: str) -> str:
+    prefix, slash, name = metric.partition("/")
+    return f"{_FORMER_PREFIXES.get(prefix, prefix)}{slash}{name}"
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[str, Curve]:

@@ -24,7 +24,7 @@ from dms_train.inference.heatmap import draw_heatmap
 from dms_train.tables import html_table
 
 KEPT = "eval/kept"
-_VALIDATION = "export_eval/"
+_VALIDATION = "validate_export/"
 _EVALUATION = "eval/"
 # Picture, unit of its axis, metrics in it.
 _PANELS = (

@@ -82,10 +82,10 @@ def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
     parts.engine.end_training()
     if action == "export":
         _export_final(state, parts)
-    elif action == "validate":
-        parts.reporter.measured(state.step, parts.validator.validate(), "export_eval/")
+    elif action == "validate_export":
+        parts.reporter.measured(state.step, parts.validator.validate(), f"{action}/")
     else:
-        parts.reporter.measured(state.step, parts.evaluator.evaluate_tasks(), "export_tasks/")
+        parts.reporter.measured(state.step, parts.evaluator.evaluate_tasks(), f"{action}/")
     state.next_stage()
     parts.saver.annotate(state, state.to_dict())
 

@@ -177,7 +177,7 @@ WIRING = [
         EVALUATES + "[sampling.top_k-by_command]",
     ),
     Mutation(
-        "the stage evaluate forgets its workers",
+        "the stage run_tasks forgets its workers",
         "dms_train/evaluation/options.py",
         "workers=self.workers, ",
         "",

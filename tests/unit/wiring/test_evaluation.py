@@ -1,4 +1,4 @@
-"""Every option of `dms-eval` and of the stages `evaluate` and `validate`, read where it acts."""
+"""Every option of `dms-eval`, `run_tasks` and `validate_export`, read where it acts."""
 
 from __future__ import annotations
 
@@ -275,13 +275,15 @@ def by_command(values: dict[str, dict[str, Any]]) -> EvaluationOptions:
 
 
 def by_stage(values: dict[str, dict[str, Any]]) -> EvaluationOptions:
-    """As the stage `evaluate` of a run runs the task."""
+    """As the stage `run_tasks` of a run runs the task."""
     own = {name: dict(block) for name, block in values.items()}
     name, model = own["task"].pop("name", "exam_sheets"), own["model"].pop("path")
     folder = own.pop("run")
     folder.pop("dir")
-    config = build(configs.mapping(stage__evaluate={"tasks": [name], **own, **folder}))
-    (found,) = task_evaluation._runs(config.stage.evaluate, Path(model), Path(values["run"]["dir"]))
+    config = build(configs.mapping(stage__run_tasks={"tasks": [name], **own, **folder}))
+    (found,) = task_evaluation._runs(
+        config.stage.run_tasks, Path(model), Path(values["run"]["dir"])
+    )
     return found
 
 
@@ -397,10 +399,10 @@ def test_an_option_of_a_validation_acts(
     for own in (None, key):
         stage = build(
             configs.mapping(
-                stage__validate={"device": "cpu", "samples": 1, **wire.given(place, own)}
+                stage__validate_export={"device": "cpu", "samples": 1, **wire.given(place, own)}
             )
         )
-        validated = Validated(stage.stage.validate, target, samples, place)
+        validated = Validated(stage.stage.validate_export, target, samples, place)
         found.append(wire.read(validated))
     assert found[1] == wire.expectation(validated)
     assert found[0] != found[1], "the value is the default, or another option decides"
@@ -408,7 +410,7 @@ def test_an_option_of_a_validation_acts(
 
 def test_a_run_validates_with_the_options_of_its_stage(built: Callable[..., Built]) -> None:
     values = {"samples": 2, "max_problems": 3, "max_tokens": 4, "window_only": True}
-    run = built(**{f"stage.validate.{name}": value for name, value in values.items()})
+    run = built(**{f"stage.validate_export.{name}": value for name, value in values.items()})
     given = run.parts.validator.options
     assert {name: getattr(given, name) for name in values} == values
 
@@ -435,7 +437,7 @@ def test_flags_of_dms_validate_are_its_options() -> None:
 def test_every_option_has_a_test() -> None:
     assert uncovered(leaves(EvaluationOptions), WIRES, {}) == []
     assert uncovered(leaves(ValidateOptions), VALIDATE, {}) == []
-    stage = {key.partition(".")[2] for key in leaves(StageBlock) if key.startswith("evaluate.")}
+    stage = {key.partition(".")[2] for key in leaves(StageBlock) if key.startswith("run_tasks.")}
     of_command = {key for key in WIRES if key not in ONLY_COMMAND}
     # the stage runs several tasks, and has no block for the folder that it chooses
     assert stage - {"tasks"} == {key.removeprefix("run.") for key in of_command}
