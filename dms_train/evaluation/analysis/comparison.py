@@ -24,14 +24,17 @@ class Cost(NamedTuple):
 
     Attributes:
         name: Field of `Point` and `DocumentMeasure`.
-        title: In figures.
+        title: Title in figures.
+        unit: Unit of the axis.
     """
 
     name: str
     title: str
+    unit: str
 
 
-READS, PEAK = Cost("kv_reads", "KV reads"), Cost("peak_tokens", "peak tokens")
+READS = Cost("kv_reads", "KV reads", "cache slots")
+PEAK = Cost("peak_tokens", "peak tokens", "tokens")
 
 
 class Mark(NamedTuple):
