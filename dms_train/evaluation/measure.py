@@ -1,4 +1,4 @@
-"""Measurements of an export and its teacher: agreement, cost, replay, solved problems.
+"""Measurements of an export and its teacher: agreement, cost and self-test.
 
 Both run through the inference engine: the export with the compact cache, the teacher with the dense
 one.
@@ -6,8 +6,6 @@ one.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +17,9 @@ from torch import Tensor
 from dms_train.data.batches import Sample, Samples
 from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.options import COMPARED_POSITIONS
-from dms_train.evaluation.problems import Sheet, solved
 from dms_train.hf.selftest import SelfTest
 from dms_train.inference.accounting import TotalKV
 from dms_train.inference.llm import LLM
-from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.method.base import MethodSpec
 from dms_train.method.losses import kl_teacher_student
@@ -122,15 +118,7 @@ class WindowOnly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """One model on the problems."""
-
-    accuracy: Estimate
-    cost: Cost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class SelfTestResult:
     """The self-test of the export, computed through the compact cache.
 
     Attributes:
@@ -242,7 +230,7 @@ def _text_cost(llm: LLM) -> Cost:
     return _cost(total, total.prefill_reads, 0.0, total.peak_live_tokens)
 
 
-def _answer_cost(llm: LLM, outputs: list[RequestOutput]) -> Cost:
+def answer_cost(llm: LLM, outputs: list[RequestOutput]) -> Cost:
     """Of answers that were generated."""
     total = llm.kv
     assert total is not None
@@ -261,7 +249,7 @@ def _cost(total: TotalKV, kv_reads: float, prefill_reads: float, peak_tokens: fl
     )
 
 
-def replay(export: Path, device: str) -> Replay:
+def run_selftest(export: Path, device: str) -> SelfTestResult:
     """Compare what the export records of the trained model with what the compact cache computes.
 
     Raises:
@@ -273,63 +261,4 @@ def replay(export: Path, device: str) -> Replay:
     found = llm.logits(reference.input_ids.tolist()).cpu()
     recorded, computed = reference.logits.double(), found.double()
     kl = kl_teacher_student(computed, recorded).mean().item()
-    return Replay(kl=kl, limit=reference.kl_tolerance)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exam:
-    """Problems and how they are put.
-
-    Attributes:
-        sheets: The problems.
-        pattern: Finds the answers in a continuation.
-        max_tokens: Most tokens of one.
-        max_num_seqs: Sheets solved at the same time.
-    """
-
-    sheets: list[Sheet]
-    pattern: re.Pattern[str]
-    max_tokens: int
-    max_num_seqs: int
-
-
-def examine(
-    target: EvaluationTarget, exam: Exam, *, window_only: bool, note: Callable[[str], None]
-) -> dict[str, Solved]:
-    """Greedy answers of teacher, export and, if selected, the teacher with its window only."""
-    models: dict[str, tuple[Path, dict[str, Any]]] = {
-        "teacher": (target.teacher, {"cache": "dense"}),
-        "student": (target.export, {}),
-    }
-    if window_only:
-        how = {"policy": "window", "policy_options": {"window": target.window}}
-        models["window_only"] = (target.teacher, how)
-    found = {}
-    for name, (directory, how) in models.items():
-        found[name] = solve(directory, exam, {"device": target.device, **how})
-        note(f"{name}: accuracy {found[name].accuracy}")
-    return found
-
-
-def greedy(sheet: Sheet, max_tokens: int) -> SamplingParams:
-    """The most likely continuation of a sheet, up to its stop text."""
-    stop = () if sheet.stop is None else (sheet.stop,)
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)
-
-
-def solve(directory: Path, exam: Exam, how: dict[str, Any]) -> Solved:
-    """Greedy answers of one model; `how` are fields of `EngineOptions`."""
-    rows = exam.max_num_seqs
-    # fine enough that slabs do not blur the comparison, few enough to be read in one go each
-    slab_pages = min(256, max(8, 2 * rows))
-    llm = LLM(directory, max_num_seqs=rows, slab_pages=slab_pages, **how)
-    params = [greedy(sheet, exam.max_tokens) for sheet in exam.sheets]
-    outputs = llm.generate([sheet.prompt for sheet in exam.sheets], params)
-    hits = [
-        float(solved(output.outputs[0].text, sheet.answers, exam.pattern))
-        for output, sheet in zip(outputs, exam.sheets, strict=True)
-    ]
-    return Solved(
-        accuracy=ratio(hits, [float(len(sheet.answers)) for sheet in exam.sheets]),
-        cost=_answer_cost(llm, outputs),
-    )
+    return SelfTestResult(kl=kl, limit=reference.kl_tolerance)

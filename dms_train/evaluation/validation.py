@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dms_train.data.batches import Samples
 from dms_train.evaluation.bootstrap import Estimate
@@ -15,66 +15,64 @@ from dms_train.evaluation.measure import (
     Agreement,
     Cost,
     EvaluationTarget,
-    Exam,
-    Replay,
-    Solved,
+    SelfTestResult,
     agreement,
-    examine,
-    replay,
+    run_selftest,
 )
 from dms_train.evaluation.options import ValidateOptions
-from dms_train.evaluation.problems import read_problems
+from dms_train.evaluation.problems import Accuracy, ProblemSet, evaluate_accuracy, read_problems
+from dms_train.evaluation.scorers.sheet import SheetScorer
 from dms_train.hf.formats import read_spec
 from dms_train.method.base import MethodSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """What was measured.
+class ValidationResult:
+    """Measurements of one export and its teacher.
 
     Attributes:
         target: The models.
-        agreement: On validation text; None when there was none.
-        replay: Of the self-test.
-        solved: By `teacher`, `student` and `window_only`; empty without problems.
-        sheets: Lines of the problems file that were used.
-        problems: Problems on them.
-        seconds: The process took until then, training included.
+        agreement: Agreement on validation text; None without text.
+        selftest: Result of the export's self-test.
+        accuracies: Accuracy of `teacher`, `student` and `window_only`; empty without problems.
+        num_sheets: Number of sheets that were answered.
+        num_problems: Number of problems on them.
+        seconds: Duration of the process, training included.
     """
 
     target: EvaluationTarget
     agreement: Agreement | None
-    replay: Replay
-    solved: dict[str, Solved]
-    sheets: int
-    problems: int
+    selftest: SelfTestResult
+    accuracies: dict[str, Accuracy]
+    num_sheets: int
+    num_problems: int
     seconds: float
 
     @property
     def costs(self) -> dict[str, dict[str, Cost]]:
-        """By `generation` or `text`, then by `dense`, `student` and `window_only`."""
-        found: dict[str, dict[str, Cost]] = {}
-        if self.solved:
+        """Costs by `generation` or `text`, then by `dense`, `student` and `window_only`."""
+        costs: dict[str, dict[str, Cost]] = {}
+        if self.accuracies:
             names = {"teacher": "dense", "student": "student", "window_only": "window_only"}
-            found["generation"] = {names[name]: s.cost for name, s in self.solved.items()}
+            costs["generation"] = {names[name]: a.cost for name, a in self.accuracies.items()}
         if self.agreement is not None:
-            found["text"] = {"dense": self.agreement.dense, "student": self.agreement.student}
+            costs["text"] = {"dense": self.agreement.dense, "student": self.agreement.student}
             if self.agreement.window_only is not None:
-                found["text"]["window_only"] = self.agreement.window_only.cost
-        return found
+                costs["text"]["window_only"] = self.agreement.window_only.cost
+        return costs
 
     def numbers(self) -> dict[str, float]:
-        """Flat metrics. Costs without a prefix are of generation if there was any."""
-        found = {"selftest.kl": self.replay.kl, "selftest.limit": self.replay.limit}
+        """Return flat metrics. Costs without a prefix are those of generation, if any ran."""
+        numbers = {"selftest.kl": self.selftest.kl, "selftest.limit": self.selftest.limit}
         if self.agreement is not None:
-            found |= _agreement_numbers(self.agreement, self.target.window)
-        for target, (name, both) in enumerate(self.costs.items()):
-            found |= _cost_numbers("" if target == 0 else f"{name}.", both)
-        for name, result in self.solved.items():
-            found |= _interval(f"{name}.accuracy", result.accuracy)
-        if self.solved:
-            found["problems"] = self.problems
-        return {**found, "seconds": self.seconds}
+            numbers |= _agreement_numbers(self.agreement, self.target.window)
+        for index, (name, costs) in enumerate(self.costs.items()):
+            numbers |= _cost_numbers("" if index == 0 else f"{name}.", costs)
+        for name, accuracy in self.accuracies.items():
+            numbers |= _interval(f"{name}.accuracy", accuracy.share)
+        if self.accuracies:
+            numbers["problems"] = self.num_problems
+        return {**numbers, "seconds": self.seconds}
 
 
 def _interval(name: str, estimate: Estimate) -> dict[str, float]:
@@ -117,12 +115,12 @@ def validate(
     options: ValidateOptions,
     note: Callable[[str], None],
     since: float,
-) -> Findings:
+) -> ValidationResult:
     """Measure everything that the options select.
 
     Args:
         target: The models.
-        samples: Validation text, at least `options.samples`; None to leave it out.
+        samples: Validation text, at least `options.samples` samples; None to leave it out.
         options: What to measure.
         note: Called with a line after each part.
         since: `time.monotonic()` when the process began its work.
@@ -136,34 +134,65 @@ def validate(
     if samples is not None:
         compared = agreement(target, samples, options.samples, window_only=controlled)
         note(f"{options.samples} sequences: KL {compared.kl} nats/token, top-1 {compared.top1}")
-    replayed = replay(target.export, target.device)
-    note(f"self-test through the compact cache: KL {replayed.kl:.2e}, limit {replayed.limit:g}")
-    sheets, solved = [], {}
+    selftest = run_selftest(target.export, target.device)
+    note(f"self-test through the compact cache: KL {selftest.kl:.2e}, limit {selftest.limit:g}")
+    documents, accuracies = [], {}
     if options.problems is not None:
-        sheets = read_problems(Path(options.problems), options.max_problems)
-        exam = Exam(
-            sheets=sheets,
-            pattern=re.compile(options.answer_pattern),
+        documents = read_problems(Path(options.problems), options.max_problems)
+        problems = ProblemSet(
+            documents=documents,
+            scorer=SheetScorer(options.answer_pattern),
             max_tokens=options.max_tokens,
             max_num_seqs=options.max_num_seqs,
         )
-        solved = examine(target, exam, window_only=controlled, note=note)
-    return Findings(
+        accuracies = compare_accuracy(target, problems, window_only=controlled, note=note)
+    return ValidationResult(
         target=target,
         agreement=compared,
-        replay=replayed,
-        solved=solved,
-        sheets=len(sheets),
-        problems=sum(len(sheet.answers) for sheet in sheets),
+        selftest=selftest,
+        accuracies=accuracies,
+        num_sheets=len(documents),
+        num_problems=sum(len(document.gold) for document in documents),
         seconds=time.monotonic() - since,
     )
 
 
+def compare_accuracy(
+    target: EvaluationTarget,
+    problems: ProblemSet,
+    *,
+    window_only: bool,
+    note: Callable[[str], None],
+) -> dict[str, Accuracy]:
+    """Answer problems with the teacher, the export and optionally the teacher's window alone.
+
+    Args:
+        target: The models.
+        problems: The problems.
+        window_only: Whether to measure the control too: the teacher with only its window.
+        note: Called with a line after each model.
+    """
+    models: dict[str, tuple[Path, dict[str, Any]]] = {
+        "teacher": (target.teacher, {"cache": "dense"}),
+        "student": (target.export, {}),
+    }
+    if window_only:
+        policy = {"policy": "window", "policy_options": {"window": target.window}}
+        models["window_only"] = (target.teacher, policy)
+    accuracies = {}
+    for name, (directory, options) in models.items():
+        accuracies[name] = evaluate_accuracy(
+            directory, problems, {"device": target.device, **options}
+        )
+        note(f"{name}: accuracy {accuracies[name].share}")
+    return accuracies
+
+
 def export_spec(export: Path) -> MethodSpec:
-    """What an export was trained with.
+    """Return the method that an export was trained with.
 
     Raises:
-        EvaluationError: It is a dense model.
+        EvaluationError: The export is a dense model.
     """
     spec = read_spec(export)
     if spec is None:
@@ -171,15 +200,15 @@ def export_spec(export: Path) -> MethodSpec:
     return spec
 
 
-def require_replay(findings: Findings) -> None:
-    """Refuse an export that the compact cache does not reproduce.
+def require_selftest(result: ValidationResult) -> None:
+    """Fail if the compact cache does not reproduce the export.
 
     Raises:
         EvaluationError: The self-test failed.
     """
-    found = findings.replay
-    if not found.passed:
+    selftest = result.selftest
+    if not selftest.passed:
         raise EvaluationError(
-            f"{findings.target.export}: self-test failed: KL {found.kl:.4g} nats/token between the "
-            f"trained model and the export, at most {found.limit:g} passes; export it again"
+            f"{result.target.export}: self-test failed: KL {selftest.kl:.4g} nats/token between "
+            f"the trained model and the export, at most {selftest.limit:g} passes; export it again"
         )

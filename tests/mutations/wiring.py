@@ -164,7 +164,7 @@ WIRING = [
     ),
     Mutation(
         "a validation generates as many tokens as it likes",
-        "dms_train/evaluation/findings.py",
+        "dms_train/evaluation/validation.py",
         "max_tokens=options.max_tokens",
         "max_tokens=16",
         "tests/unit/wiring/test_evaluation.py::test_an_option_of_a_validation_acts[max_tokens]",

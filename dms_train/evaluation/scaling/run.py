@@ -28,14 +28,18 @@ from dms_train.evaluation.scorers.base import AnswerChecker, Marks
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256
-from dms_train.evaluation.tasks.prompts import detect_format, render
+from dms_train.evaluation.tasks.prompts import (
+    detect_format,
+    load_tokenizer,
+    prompt_length,
+    render,
+)
 from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy, check_policy, parse_options
-from dms_train.inference.tokenizer import Tokenizer
 from dms_train.method.spec import OPTIONS as METHODS
 
 _MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
@@ -107,16 +111,16 @@ def check(options: EvaluationOptions) -> CheckedRun:
             f"task {task.name}: runs programs that the model wrote; --allow-code allows it"
         )
     options = _with_defaults(options, task)
-    tokenizer, prompt_format = _tokenizer(directory), options.model.prompt_format
+    tokenizer, prompt_format = load_tokenizer(directory), options.model.prompt_format
     if prompt_format == "auto":
         prompt_format = detect_format(tokenizer.knows)
 
     def tokens(messages: Messages) -> int:
-        return _length(tokenizer, render(messages, prompt_format), directory)
+        return prompt_length(tokenizer, render(messages, prompt_format), directory)
 
     documents = task.documents(options.task, tokens)
     prompts = [render(task.messages(document), prompt_format) for document in documents]
-    longest = max(_length(tokenizer, prompt, directory) for prompt in prompts)
+    longest = max(prompt_length(tokenizer, prompt, directory) for prompt in prompts)
     window, cr = _policy(options, directory, longest)
     return CheckedRun(
         options=options,
@@ -199,22 +203,6 @@ def _with_defaults(options: EvaluationOptions, task: Task) -> EvaluationOptions:
             sweep, lengths=tuple(sorted(set(lengths))), widths=tuple(sorted(set(sweep.widths)))
         ),
     )
-
-
-def _tokenizer(directory: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(directory)
-    if tokenizer is None:
-        raise EvaluationError(f"{directory}: tasks need a tokenizer.json beside the model")
-    return tokenizer
-
-
-def _length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
-    try:
-        return len(tokenizer.encode(prompt))
-    except Exception as error:  # tokenizers raises no other class for unknown text
-        raise EvaluationError(
-            f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
-        ) from None
 
 
 def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[int | None, float]:

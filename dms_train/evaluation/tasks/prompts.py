@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.tasks.base import Messages
+from dms_train.inference.tokenizer import Tokenizer
 
 _LLAMA_SYSTEM = (
     "Cutting Knowledge Date: December 2023\nToday Date: 23 July 2024\n\n"
@@ -79,3 +81,29 @@ def render(messages: Messages, prompt_format: str) -> str:
             f"model.prompt_format={prompt_format}: choose one of auto, {', '.join(FORMATS)}"
         )
     return FORMATS[prompt_format](messages)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Load the tokenizer of a model.
+
+    Raises:
+        EvaluationError: The directory holds none.
+    """
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer is None:
+        raise EvaluationError(f"{directory}: tasks need a tokenizer.json beside the model")
+    return tokenizer
+
+
+def prompt_length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
+    """Return the number of tokens of a prompt.
+
+    Raises:
+        EvaluationError: The tokenizer, of the model in `directory`, cannot encode it.
+    """
+    try:
+        return len(tokenizer.encode(prompt))
+    except Exception as error:  # tokenizers raises no other class for unknown text
+        raise EvaluationError(
+            f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
+        ) from None

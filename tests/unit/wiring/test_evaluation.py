@@ -18,7 +18,6 @@ from dms_train.config.build import build, build_dataclass
 from dms_train.config.schema import StageBlock
 from dms_train.data.batches import Sample
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.findings import Findings, validate
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.evaluation.options import EvaluationOptions, ValidateOptions
 from dms_train.evaluation.scaling import run as scaling
@@ -26,6 +25,7 @@ from dms_train.evaluation.scaling import store
 from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.tasks.prompts import render
 from dms_train.evaluation.tasks.registry import task as find_task
+from dms_train.evaluation.validation import ValidationResult, validate
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.support import configs
@@ -319,7 +319,7 @@ class Validated(NamedTuple):
     assets: Place
 
     @property
-    def found(self) -> Findings:
+    def found(self) -> ValidationResult:
         return validate(self.target, self.samples, self.options, lambda line: None, 0.0)
 
 
@@ -353,33 +353,33 @@ def on_device(v: Validated) -> str:
 
 def generated(v: Validated) -> float:
     """Tokens that the original held behind the last token of the longest answer."""
-    return v.found.solved["teacher"].cost.peak_tokens - len(PROMPT)
+    return v.found.accuracies["teacher"].cost.peak_tokens - len(PROMPT)
 
 
 def rows_in_cache(v: Validated) -> float:
     """Sequences for which the dense cache of the original has space, in units of one."""
-    return v.found.solved["teacher"].cost.cache_bytes / one_row(v)
+    return v.found.accuracies["teacher"].cost.cache_bytes / one_row(v)
 
 
 def one_row(v: Validated) -> int:
     alone = validate(v.target, None, replace(v.options, max_num_seqs=1), lambda line: None, 0.0)
-    return alone.solved["teacher"].cost.cache_bytes
+    return alone.accuracies["teacher"].cost.cache_bytes
 
 
 VALIDATE: dict[str, Wire] = {
     "samples": Wire(2, lambda v: len(v.found.agreement.lengths)),
-    "problems": Wire(problems_file, lambda v: v.found.sheets, SHEETS),
-    "max_problems": Wire(2, lambda v: v.found.sheets, others={"problems": problems_file}),
+    "problems": Wire(problems_file, lambda v: v.found.num_sheets, SHEETS),
+    "max_problems": Wire(2, lambda v: v.found.num_sheets, others={"problems": problems_file}),
     "max_tokens": Wire(9, generated, 9 - 1, {"problems": problems_file, "max_tokens": 3}),
     "answer_pattern": Wire(
         r"(?s)^\s*(\S)",
-        lambda v: v.found.solved["teacher"].accuracy.value,
+        lambda v: v.found.accuracies["teacher"].share.value,
         1.0,
         {"problems": known_problems, "max_tokens": 4},
     ),
     "window_only": Wire(
         True,
-        lambda v: (v.found.agreement.window_only is not None, "window_only" in v.found.solved),
+        lambda v: (v.found.agreement.window_only is not None, "window_only" in v.found.accuracies),
         (True, True),
         {"problems": problems_file, "max_tokens": 2},
     ),
