@@ -141,11 +141,11 @@ def solved(checked: CheckedRun, texts: list[list[str]]) -> float:
     """Share of the problems of which a chain is right."""
     scorer = all_scorers()[checked.task.scorer]
     with AnswerChecker() as checker:
-        marks = [
-            scorer.marks(document, chains, checker)
+        scores = [
+            scorer.scores(document, chains, checker)
             for document, chains in zip(checked.documents, texts, strict=True)
         ]
-    return statistics.mean(any(mark.score == 1 for mark in chains) for chains in marks)
+    return statistics.mean(any(each.share == 1 for each in chains) for chains in scores)
 
 
 def drawn(record: dict[str, Any]) -> Any:

@@ -132,7 +132,7 @@ def count_correct(
     scorer = scorer or SheetScorer()
     with AnswerChecker() as checker:
         scores = [
-            scorer.marks(document, [text], checker)[0]
+            scorer.scores(document, [text], checker)[0]
             for document, text in zip(documents, texts, strict=True)
         ]
     return [sum(score.correct) for score in scores]

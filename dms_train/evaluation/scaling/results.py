@@ -11,7 +11,7 @@ from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import Budget, length_in_tokens
 from dms_train.evaluation.scaling.store import Row, find_runs, read_chains, read_header
-from dms_train.evaluation.scaling.voting import ChainMarks, pass_at_k, score
+from dms_train.evaluation.scaling.voting import ChainScore, pass_at_k, score
 from dms_train.evaluation.tasks.base import Aggregate
 
 STOPPED = "stop"
@@ -157,14 +157,14 @@ class RunResult:
         limit = length_in_tokens(self.header["config"]["sweep"]["lengths"][index])
         found = []
         for rows in self.documents.values():
-            marks = self._marks(rows, limit)
-            right = sum(all(mark.correct) for mark in marks)
+            scores = self._scores(rows, limit)
+            right = sum(all(each.correct) for each in scores)
             taken = rows[:width]
             found.append(
                 DocumentMeasure(
-                    score=score(marks[:width], how),
-                    chain_score=score(marks[:width], Aggregate.MEAN),
-                    pass_at_w=pass_at_k(len(marks), right, width),
+                    score=score(scores[:width], how),
+                    chain_score=score(scores[:width], Aggregate.MEAN),
+                    pass_at_w=pass_at_k(len(scores), right, width),
                     kv_reads=sum(row["kv_reads"][index] for row in taken),
                     peak_tokens=rows[width - 1]["joint_peak"][index],
                     peak_tokens_shared=rows[width - 1]["joint_peak_shared"][index],
@@ -175,9 +175,9 @@ class RunResult:
             )
         return found
 
-    def _marks(self, rows: Sequence[Row], limit: int) -> list[ChainMarks]:
+    def _scores(self, rows: Sequence[Row], limit: int) -> list[ChainScore]:
         scored = bool(self.header["scores_truncated"])
-        return [_marks(row, limit, scored) for row in rows]
+        return [_score(row, limit, scored) for row in rows]
 
     def points(self) -> list[Point]:
         """All lengths with all widths; none while there are no chains."""
@@ -217,11 +217,11 @@ def _is_cut(row: Mapping[str, Any], limit: int) -> bool:
     return bool(row["tokens"] > limit or row["finish_reason"] != STOPPED)
 
 
-def _marks(row: Mapping[str, Any], limit: int, scores_truncated: bool) -> ChainMarks:
+def _score(row: Mapping[str, Any], limit: int, scores_truncated: bool) -> ChainScore:
     if _is_cut(row, limit) and not scores_truncated:
         count = len(row["correct"])
-        return ChainMarks((None,) * count, (False,) * count)
-    return ChainMarks(tuple(row["answers"]), tuple(row["correct"]))
+        return ChainScore((None,) * count, (False,) * count)
+    return ChainScore(tuple(row["answers"]), tuple(row["correct"]))
 
 
 def _seconds(rows: Iterable[Mapping[str, Any]]) -> float:

@@ -24,7 +24,7 @@ from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
 from dms_train.evaluation.scaling.costs import Peak, joint_peaks, peak_within, reads_within
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks
+from dms_train.evaluation.scorers.base import AnswerChecker, Score
 from dms_train.evaluation.scorers.registry import all_scorers
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256
@@ -365,13 +365,13 @@ def evaluate(
         if missing:
             for number, rows in enumerate(_chains(prepared, missing, checker), 1):
                 writer.add(rows)
-                note(f"{number}/{len(missing)}: {rows[0]['document']}: {_marked(rows)}")
+                note(f"{number}/{len(missing)}: {rows[0]['document']}: {_counts(rows)}")
     found = results.load([folder])
     store.write_summary(folder, results.summary(found))
     return found
 
 
-def _marked(rows: list[store.Row]) -> str:
+def _counts(rows: list[store.Row]) -> str:
     right = sum(all(row["correct"]) for row in rows)
     return f"{right} of {len(rows)} chains right, {sum(row['tokens'] for row in rows):,} tokens"
 
@@ -387,7 +387,7 @@ def _chains(
     limits, since = [length_in_tokens(length) for length in lengths], time.monotonic()
     for generated in generate(engine, missing, prepared.engine.max_num_seqs):
         texts = [chain.output.text for chain in generated.chains]
-        marks = scorer.marks(generated.prompted.document, texts, checker)
+        scores = scorer.scores(generated.prompted.document, texts, checker)
         total = engine.kv
         assert total is not None
         shared = {
@@ -397,13 +397,13 @@ def _chains(
         }
         joint = joint_peaks([c.trace for c in generated.chains], limits, prepared.window)
         yield [
-            {**_row(generated, index, limits, joint[index], marks[index]), **shared}
+            {**_row(generated, index, limits, joint[index], scores[index]), **shared}
             for index in range(len(generated.chains))
         ]
 
 
 def _row(
-    generated: GeneratedDocument, index: int, limits: list[int], joint: list[Peak], marks: Marks
+    generated: GeneratedDocument, index: int, limits: list[int], joint: list[Peak], score: Score
 ) -> store.Row:
     """One line of a file of chains; lists have an entry for each length of the sweep."""
     chain = generated.chains[index]
@@ -416,9 +416,9 @@ def _row(
         "prompt_tokens": generated.prompt_tokens,
         "tokens": len(output.token_ids),
         "finish_reason": output.finish_reason,
-        "answers": list(marks.answers),
-        "correct": list(marks.correct),
-        "verdict": marks.verdict,
+        "answers": list(score.answers),
+        "correct": list(score.correct),
+        "verdict": score.verdict,
         "prefill_reads": output.kv.prefill_reads,
         "kv_reads": [reads_within(trace, limit) for limit in limits],
         "peak": [peak_within(trace, limit) for limit in limits],

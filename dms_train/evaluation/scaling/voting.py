@@ -10,8 +10,8 @@ from typing import NamedTuple
 from dms_train.evaluation.tasks.base import Aggregate
 
 
-class ChainMarks(NamedTuple):
-    """Marks of one chain within a budget; a chain that was cut off has none.
+class ChainScore(NamedTuple):
+    """Score of one chain within a budget; a chain that was cut off has none.
 
     Attributes:
         answers: To each question; None where there is none.
@@ -22,7 +22,7 @@ class ChainMarks(NamedTuple):
     correct: tuple[bool, ...]
 
 
-def score(chains: Sequence[ChainMarks], how: Aggregate) -> float:
+def score(chains: Sequence[ChainScore], how: Aggregate) -> float:
     """Share of the questions that the chains together answer right."""
     questions = range(len(chains[0].correct))
     if how is Aggregate.MEAN:
@@ -34,7 +34,7 @@ def score(chains: Sequence[ChainMarks], how: Aggregate) -> float:
     return right / len(questions)
 
 
-def _majority(chains: Sequence[ChainMarks], question: int) -> bool:
+def _majority(chains: Sequence[ChainScore], question: int) -> bool:
     """Whether the answer that most chains give is right; the one given first wins a tie."""
     votes = Counter(c.answers[question] for c in chains if c.answers[question] is not None)
     if not votes:

@@ -1,4 +1,4 @@
-"""What a scorer is: the marks of the texts that a model wrote for one document."""
+"""Interface of scorers, which judge the texts that a model wrote for one document."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dms_train.evaluation.verification import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """Marks of one text.
+class Score:
+    """Score of one text.
 
     Attributes:
         answers: The answer given to each question; equal answers of a document are the same text,
@@ -29,7 +29,7 @@ class Marks:
     verdict: str
 
     @property
-    def score(self) -> float:
+    def share(self) -> float:
         """Share of the questions that are answered right."""
         return sum(self.correct) / len(self.correct)
 
@@ -75,7 +75,7 @@ class AnswerChecker:
 
 
 class Scorer(ABC):
-    """Marks texts; a subclass in a module of this package is found by its `name`.
+    """Judge of texts; a subclass in a module of this package is found by its `name`.
 
     Attributes:
         name: What tasks call it.
@@ -86,10 +86,10 @@ class Scorer(ABC):
     runs_code: ClassVar[bool] = False
 
     @abstractmethod
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """The marks of each text, in order.
+    ) -> list[Score]:
+        """Return the score of each text, in order.
 
         Args:
             document: What was asked.

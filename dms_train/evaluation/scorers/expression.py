@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, boxed_answer
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -14,10 +14,10 @@ class ExpressionScorer(Scorer):
 
     name = "expression"
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """As `Scorer.marks`; equal wrong answers are recognised as equal."""
+    ) -> list[Score]:
+        """As `Scorer.scores`; equal wrong answers are recognised as equal."""
         (gold,) = document.gold
         verdicts = checker.verdicts([Attempt(gold, text) for text in texts])
         wrong = [
@@ -29,7 +29,7 @@ class ExpressionScorer(Scorer):
         for answer, verdict in zip(wrong, verdicts, strict=True):
             correct = verdict is Verdict.CORRECT
             given = gold if correct else same.get(answer) if answer is not None else None
-            found.append(Marks(answers=(given,), correct=(correct,), verdict=verdict.value))
+            found.append(Score(answers=(given,), correct=(correct,), verdict=verdict.value))
         return found
 
 

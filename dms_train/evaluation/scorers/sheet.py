@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict, same_number_or_text
 from dms_train.evaluation.options import ANSWER_PATTERN
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -23,13 +23,13 @@ class SheetScorer(Scorer):
     def __init__(self, pattern: str = ANSWER_PATTERN) -> None:
         self._pattern = re.compile(pattern)
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """Return the marks of each text."""
-        return [self._marks(document.gold, text) for text in texts]
+    ) -> list[Score]:
+        """Return the score of each text."""
+        return [self._score(document.gold, text) for text in texts]
 
-    def _marks(self, gold: tuple[str, ...], text: str) -> Marks:
+    def _score(self, gold: tuple[str, ...], text: str) -> Score:
         given: list[str | None] = [match[1].strip() for match in self._pattern.finditer(text)]
         given = given[: len(gold)]
         given += [None] * (len(gold) - len(given))
@@ -37,4 +37,4 @@ class SheetScorer(Scorer):
             g is not None and same_number_or_text(g, a) for g, a in zip(given, gold, strict=True)
         )
         verdict = Verdict.CORRECT if all(correct) else Verdict.WRONG
-        return Marks(answers=tuple(given), correct=correct, verdict=verdict.value)
+        return Score(answers=tuple(given), correct=correct, verdict=verdict.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, stated_answer, verify_answer
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -14,10 +14,10 @@ class StatedScorer(Scorer):
 
     name = "stated"
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """As `Scorer.marks`."""
+    ) -> list[Score]:
+        """As `Scorer.scores`."""
         (gold,) = document.gold
         found = []
         for text in texts:
@@ -25,5 +25,5 @@ class StatedScorer(Scorer):
             complete = verdict in (Verdict.CORRECT, Verdict.WRONG)
             answer = stated_answer(text) if complete else None
             correct = verdict is Verdict.CORRECT
-            found.append(Marks(answers=(answer,), correct=(correct,), verdict=verdict.value))
+            found.append(Score(answers=(answer,), correct=(correct,), verdict=verdict.value))
         return found
