@@ -62,7 +62,7 @@ class Verdict(StrEnum):
 
 
 class AnswerForm(StrEnum):
-    r"""Where the answer stands.
+    r"""Place of the answer in a text.
 
     Attributes:
         BOXED: `\boxed{ANSWER}`, an expression in LaTeX.
@@ -78,8 +78,8 @@ class Attempt(NamedTuple):
 
     Attributes:
         gold: The right answer: LaTeX without `$`, or a number.
-        text: What a model wrote, with or without its reasoning.
-        form: Where the answer stands.
+        text: Text that a model wrote, with or without its reasoning.
+        form: Place of the answer.
         allow_unfinished: Look for an answer also in reasoning that is not closed.
     """
 
@@ -235,7 +235,7 @@ def _word(gold: str) -> str | None:
 
 @cache
 def _math_verify() -> Any:
-    """The library; imported late because it takes half a second."""
+    """Import math-verify late, because it takes half a second."""
     import math_verify
 
     return math_verify

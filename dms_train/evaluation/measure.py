@@ -34,7 +34,7 @@ class EvaluationTarget:
     Attributes:
         export: Directory of the export.
         teacher: Directory of the original.
-        spec: What the export was trained with.
+        spec: Method that the export was trained with.
         device: torch device.
     """
 
@@ -45,13 +45,13 @@ class EvaluationTarget:
 
     @property
     def window(self) -> int:
-        """Of the export, and of the control."""
+        """Window of the export and of the control."""
         return self.spec.window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What the cache of one model cost.
+    """Cost of the cache of one model.
 
     Attributes:
         cr_factor: Tokens seen over mean tokens held, at the last token of each sequence.
@@ -79,10 +79,10 @@ class Agreement:
         kl: KL(teacher || export), nats per token.
         top1: Share of positions with the same most likely token.
         teacher_loss: Next-token loss of the teacher, nats per token.
-        student_loss: Of the export.
+        student_loss: Next-token loss of the export, nats per token.
         lengths: Tokens of each text.
-        dense: What the teacher's cache cost.
-        student: What the export's cost.
+        dense: Cost of the teacher's cache.
+        student: Cost of the export's cache.
         window_only: The teacher with only its window; None when left out.
     """
 
@@ -96,7 +96,7 @@ class Agreement:
     window_only: WindowOnly | None = None
 
     def evicted_share(self, cost: Cost, window: int) -> float:
-        """Evicted tokens over tokens that have left the window, at the end of a text."""
+        """Return evicted tokens over tokens that have left the window, at the end of a text."""
         seen = sum(self.lengths)
         left = sum(max(length - window - 1, 0) for length in self.lengths)
         return (seen - seen / cost.cr_factor) / left if left > 0 else 0.0
@@ -109,7 +109,7 @@ class WindowOnly:
     Attributes:
         kl: KL(teacher || control), nats per token.
         loss: Its next-token loss, nats per token.
-        cost: What its cache cost.
+        cost: Cost of its cache.
     """
 
     kl: Estimate
@@ -131,7 +131,7 @@ class SelfTestResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the limit holds; not-a-number fails."""
+        """True if the limit holds; not-a-number fails."""
         return self.kl <= self.limit
 
 
@@ -141,7 +141,7 @@ class _Reading(NamedTuple):
     Attributes:
         hidden: Last hidden states of each text, [tokens, hidden], on the host.
         head: Weight of its output layer, [vocab, hidden].
-        cost: What its cache cost.
+        cost: Cost of its cache.
     """
 
     hidden: list[Tensor]
@@ -161,7 +161,7 @@ def agreement(
         target: Export and teacher.
         samples: The text; of packed samples each document is a text of its own.
         count: Samples to take.
-        window_only: Whether the control is scored too.
+        window_only: Score the control too.
     """
     texts = [text for number in range(count) for text in samples[number].documents()]
     teacher = _read(target.teacher, texts, target.device, cache="dense")
@@ -198,7 +198,7 @@ def _control(control: _Reading, teacher: _Reading, texts: list[Sample], device: 
 def _scores(
     student: _Reading, teacher: _Reading, texts: list[Sample], device: str
 ) -> list[list[float]]:
-    """The columns of `_compared`, with a row for each text."""
+    """Return the columns of `_compared`, with a row for each text."""
     heads = student.head.to(device), teacher.head.to(device)
     rows = []
     for text, *hidden in zip(texts, student.hidden, teacher.hidden, strict=True):
@@ -213,7 +213,7 @@ def _scores(
 
 
 def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
-    """KL, equal argmax, both next-token losses and tokens, summed where `counts` is 1."""
+    """Return KL, equal argmax, both next-token losses and tokens, summed where `counts` is 1."""
     losses = [
         kl_teacher_student(student, teacher),
         (student.argmax(-1) == teacher.argmax(-1)).double(),
@@ -224,14 +224,14 @@ def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) 
 
 
 def _text_cost(llm: LLM) -> Cost:
-    """Of texts that were read, one after the other; every token of them was a query of a prompt."""
+    """Return the cost of reading texts one after the other; every token is a prompt token."""
     total = llm.kv
     assert total is not None
     return _cost(total, total.prefill_reads, 0.0, total.peak_live_tokens)
 
 
 def answer_cost(llm: LLM, outputs: list[RequestOutput]) -> Cost:
-    """Of answers that were generated."""
+    """Return the cost of answers that were generated."""
     total = llm.kv
     assert total is not None
     peaks = sum(output.kv.peak_live_tokens for output in outputs) / len(outputs)

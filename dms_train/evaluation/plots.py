@@ -29,7 +29,7 @@ def _current_name(metric: str) -> str:
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Steps and values of every metric that is a number."""
+    """Return steps and values of every metric that is a number."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, value in row.items():
@@ -61,7 +61,7 @@ def _plot(axes: Any, curves: dict[str, Curve], unit: str) -> Any:
 
 
 def draw_training(rows: Path, path: Path) -> bool:
-    """Loss above, compression ratio below, over steps; needs matplotlib.
+    """Draw loss above and compression ratio below, over steps; needs matplotlib.
 
     Returns:
         Whether there was anything to draw.

@@ -60,7 +60,7 @@ class RunRecord:
 
     Attributes:
         folder: The run folder.
-        rows: Of `metrics.jsonl`, in the order they were written.
+        rows: Rows of `metrics.jsonl`, in the order they were written.
         config: Text of `config.yaml`; empty when there is none.
     """
 
@@ -84,7 +84,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def render(record: RunRecord) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Raises:
         EvaluationError: matplotlib is not installed.
@@ -145,7 +145,7 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 
 def _validation(rows: list[dict[str, Any]]) -> str:
-    """The last validation of the export; intervals are in one row with their value."""
+    """Return the last validation of the export; intervals are in one row with their value."""
     found = [row for row in rows if any(name.startswith(_VALIDATION) for name in row)]
     if not found:
         return ""
@@ -192,5 +192,5 @@ def _cell(value: Any) -> str:
 
 
 def _embedded(rows: list[dict[str, Any]]) -> str:
-    """The rows as JSON that cannot end the element around it."""
+    """Return the rows as JSON that cannot end the element around it."""
     return json.dumps(rows).replace("<", "\\u003c")

@@ -121,7 +121,7 @@ def validate(
     Args:
         target: The models.
         samples: Validation text, at least `options.samples` samples; None to leave it out.
-        options: What to measure.
+        options: Selection of measurements.
         note: Called with a line after each part.
         since: `time.monotonic()` when the process began its work.
 
@@ -169,7 +169,7 @@ def compare_accuracy(
     Args:
         target: The models.
         problems: The problems.
-        window_only: Whether to measure the control too: the teacher with only its window.
+        window_only: Measure the control too: the teacher with only its window.
         note: Called with a line after each model.
     """
     models: dict[str, tuple[Path, dict[str, Any]]] = {

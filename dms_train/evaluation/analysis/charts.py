@@ -36,7 +36,7 @@ def scaling_chart(
     Args:
         title: Title of the figure.
         marks: Points.
-        cost: What they cost.
+        cost: Cost on the horizontal axis.
         methods: All methods of the page, which decide the colours.
         links: Link each point to the chains of its run on the same page.
     """
@@ -134,7 +134,7 @@ def _svg(figure: Figure, title: str, texts: Mapping[str, str]) -> str:
     Args:
         figure: The figure.
         title: Its name for screen readers, and the salt of its ids, which a page must not repeat.
-        texts: What an element shows on hover, by its id.
+        texts: Text that an element shows on hover, by the element's id.
     """
     from matplotlib import rc_context
 

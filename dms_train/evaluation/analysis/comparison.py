@@ -20,7 +20,7 @@ _RESAMPLES, _SEED = 500, 0
 
 
 class Cost(NamedTuple):
-    """What a budget is measured in.
+    """Cost of a budget.
 
     Attributes:
         name: Field of `Point` and `DocumentMeasure`.
@@ -102,7 +102,7 @@ class Comparison:
         return sorted(names, key=lambda name: (name != VANILLA, name))
 
     def marks(self, task: str, cost: Cost) -> list[Mark]:
-        """Points of a task, or their averages over all tasks."""
+        """Return the points of a task, or their averages over all tasks."""
         if task == AVERAGE:
             return self._averages(cost)
         return [
@@ -118,7 +118,7 @@ class Comparison:
         ]
 
     def _averages(self, cost: Cost) -> list[Mark]:
-        """Means of the budgets that every task has."""
+        """Average the budgets that every task has."""
         grouped: dict[tuple[str, Budget], dict[str, Mark]] = {}
         for task in self.tasks:
             for mark in self.marks(task, cost):
@@ -137,7 +137,7 @@ class Comparison:
         ]
 
     def margins(self, cost: Cost) -> list[Margin]:
-        """Of every method against every one before it, on each task."""
+        """Compare every method with every earlier one, on each task."""
         samples: dict[tuple[str, str], list[_Sample]] = {}
         for result in self.results:
             samples.setdefault((result.title, result.method), []).append(_sample(result, cost))
@@ -163,14 +163,14 @@ def _require_same_sampling(results: Sequence[RunResult]) -> None:
 
 
 def _asked(result: RunResult) -> dict[str, Any]:
-    """How a run prompts and samples, seeds apart."""
+    """Return how a run prompts and samples, without seeds."""
     config = result.header["config"]
     sampling = {k: v for k, v in config.get("sampling", {}).items() if k != "seed"}
     return {"prompt_format": config["model"].get("prompt_format"), "sampling": sampling}
 
 
 def line(marks: Sequence[Mark], method: str) -> list[BudgetPoint]:
-    """The frontier of a method."""
+    """Return the frontier of a method."""
     return frontier(BudgetPoint(m.cost, m.accuracy) for m in marks if m.method == method)
 
 
@@ -185,7 +185,7 @@ class _Sample(NamedTuple):
 def _margin(
     samples: Sequence[Sequence[_Sample]],
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Value and interval of a `Margin` of two methods."""
+    """Return value and interval of a `Margin` of two methods."""
     whole = margin(*(_means(found, lambda count: torch.arange(count)) for found in samples))
     drawn = sorted(_resampled(samples)) if whole is not None else []
     interval = None
@@ -225,7 +225,7 @@ def _means(samples: Sequence[_Sample], draw: Callable[[int], Tensor]) -> list[Bu
 
 
 def _resampled(samples: Sequence[Sequence[_Sample]]) -> Iterator[float]:
-    """Margins of resampled documents; runs on the same documents share the draw."""
+    """Yield margins of resampled documents; runs on the same documents share the draw."""
     generator = torch.Generator().manual_seed(_SEED)
     same = len({sample.documents for found in samples for sample in found}) == 1
     for _ in range(_RESAMPLES):
@@ -244,7 +244,7 @@ def _resampled(samples: Sequence[Sequence[_Sample]]) -> Iterator[float]:
 
 
 def accuracy_cells(comparison: Comparison) -> dict[tuple[str, str, float], Estimate]:
-    """Accuracy of one chain of the longest length, by task, method and compression ratio."""
+    """Return the accuracy of one chain of the longest length, by task, method and ratio."""
     found: dict[tuple[str, str, float], tuple[Budget, Estimate]] = {}
     for result, point in comparison.points:
         key = (result.title, result.method, result.cr)

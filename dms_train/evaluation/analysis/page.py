@@ -62,7 +62,7 @@ def _all_tables(comparison: Comparison) -> list[Table]:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The tables.
+    """Return the tables as Markdown.
 
     Raises:
         EvaluationError: No run holds a chain.
@@ -76,7 +76,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def page(comparison: Comparison) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Raises:
         EvaluationError: No run holds a chain.

@@ -36,7 +36,7 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessOptions:
-    """Which tasks are evaluated, and how they are asked.
+    """Tasks, and how they are asked.
 
     Attributes:
         tasks: Names of tasks, groups or tags, or paths of their YAML files.
@@ -45,8 +45,8 @@ class HarnessOptions:
         limit: Documents of each task, or their share below 1; None takes all.
         gen_kwargs: Changes of `generation_kwargs`, such as `temperature=0.7,do_sample=true`.
         system_instruction: Text before every prompt.
-        apply_chat_template: Whether prompts become chats by the model's template.
-        seed: Of the choice of examples and of sampled answers.
+        apply_chat_template: Turn prompts into chats by the model's template.
+        seed: Seed of the choice of examples and of sampled answers.
         download: Fetch data sets from the hub where they are absent.
     """
 
@@ -76,7 +76,7 @@ def require_unused(folder: Path) -> None:
 
 
 def load_tasks(options: HarnessOptions) -> list[Any]:
-    """The tasks and groups with their data, from this machine unless `download`.
+    """Load the tasks and groups with their data, from this machine unless `download`.
 
     Raises:
         EvaluationError: A task is not known or not supported, or its data set is not there.
@@ -102,13 +102,13 @@ def load_tasks(options: HarnessOptions) -> list[Any]:
 def evaluate(
     model: str, engine_options: EngineOptions, tasks: list[Any], options: HarnessOptions
 ) -> dict[str, Any]:
-    """Results in the form of lm-evaluation-harness, with samples and a block `dms`.
+    """Return results in the form of lm-evaluation-harness, with samples and a block `dms`.
 
     Args:
         model: Directory or hub id (local cache only).
-        engine_options: How the engine runs it.
+        engine_options: Engine options.
         tasks: From `load_tasks`.
-        options: How they are asked.
+        options: Tasks, and how they are asked.
 
     Raises:
         EvaluationError: The model has no tokenizer, or a request cannot be answered.
@@ -147,8 +147,8 @@ def write_results(found: dict[str, Any], folder: Path, *, samples: bool) -> None
 
     Args:
         found: From `evaluate`.
-        folder: Where to; made if it is not there.
-        samples: Whether to write prompts, answers and scores of every document.
+        folder: Output folder; made if it is not there.
+        samples: Also write prompts, answers and scores of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if samples:
@@ -163,7 +163,7 @@ def write_results(found: dict[str, Any], folder: Path, *, samples: bool) -> None
 
 
 def table(found: dict[str, Any]) -> str:
-    """The harness' tables of results, as Markdown."""
+    """Return the harness' tables of results, as Markdown."""
     tables: list[str] = [make_table(found)]
     if found.get("groups"):
         tables.append(make_table(found, "groups"))
@@ -183,7 +183,7 @@ def _network(*, allowed: bool) -> Iterator[None]:
 
 
 def _manager(options: HarnessOptions) -> Any:
-    """Knows the tasks of the options; the harness' own are read, for seconds, only if needed."""
+    """Return a manager that knows the tasks of the options."""
     include = options.include_path
     if include is None:
         return TaskManager()

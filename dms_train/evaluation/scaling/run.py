@@ -51,14 +51,14 @@ class PreparedRun:
     """A run that was checked, before its model is loaded.
 
     Attributes:
-        options: What was asked for.
-        task: Of the options.
-        directory: Of the model.
-        documents: With their prompts, in order.
-        engine: How the engine is set up.
+        options: Options of the run.
+        task: Task of the options.
+        directory: Directory of the model.
+        documents: Documents with their prompts, in order.
+        engine: Engine options.
         window: Newest tokens that the policy never evicts; None where it evicts tokens of prompts
             at any later time.
-        header: For `run.json`.
+        header: Content of `run.json`.
     """
 
     options: EvaluationOptions
@@ -71,19 +71,19 @@ class PreparedRun:
 
 
 class CheckedRun(NamedTuple):
-    """What the files besides the weights decide.
+    """Part of a run that files other than the weights decide.
 
     Attributes:
-        options: With the defaults of the task.
-        task: Of the options.
-        directory: Of the model.
-        documents: In order.
+        options: Options with the defaults of the task.
+        task: Task of the options.
+        directory: Directory of the model.
+        documents: Documents in order.
         prompts: Text of each.
         longest: Tokens of the longest prompt.
         prompt_format: Around them.
         window: Newest tokens that the policy never evicts; None where it evicts none.
         cr: Compression ratio of the run.
-        engine: How the engine is set up.
+        engine: Engine options.
     """
 
     options: EvaluationOptions
@@ -137,10 +137,10 @@ def check(options: EvaluationOptions) -> CheckedRun:
 
 
 def prepare(options: EvaluationOptions) -> PreparedRun:
-    """`check`, and hash the model.
+    """Run `check`, and hash the model.
 
     Raises:
-        EvaluationError: As `check`.
+        EvaluationError: See `check`.
         FileNotFoundError: Likewise.
     """
     checked = check(options)
@@ -177,7 +177,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
 
 
 def _with_defaults(options: EvaluationOptions, task: Task) -> EvaluationOptions:
-    """The options with the task's own sampling and length where none is given."""
+    """Return the options with the task's own sampling and length where none is given."""
     sampling, sweep, own = options.sampling, options.sweep, task.sampling
     lengths = sweep.lengths
     if lengths is None:
@@ -206,7 +206,7 @@ def _with_defaults(options: EvaluationOptions, task: Task) -> EvaluationOptions:
 
 
 def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[int | None, float]:
-    """Window of the policy, None without one, and the compression ratio of the run."""
+    """Return the window of the policy, None without one, and the compression ratio of the run."""
     policy, spec = options.policy, read_spec(directory)
     own = read_target_cr(directory) if spec is not None else 1.0
     if policy.name in ("auto", "keep_all", *METHODS):
@@ -227,7 +227,7 @@ def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[
 
 
 def _given(policy: CachePolicyOptions) -> dict[str, Any]:
-    """The policy's options by name."""
+    """Return the policy's options by name."""
     sizes = {"window": policy.window, "budget": policy.budget, "cr": policy.cr}
     others = parse_options(policy.options)
     for key in sizes.keys() & others.keys():
@@ -255,7 +255,7 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
 
 
 def _most_tokens(checked: CheckedRun) -> int:
-    """Of a prompt and its chain, and of a group of decode steps, whose pages are asked before."""
+    """Return the maximum number of tokens of a prompt, its chain and a decode burst."""
     lengths = checked.options.sweep.lengths
     assert lengths is not None
     most = checked.longest + length_in_tokens(max(lengths)) + checked.engine.decode_steps
@@ -263,18 +263,18 @@ def _most_tokens(checked: CheckedRun) -> int:
 
 
 def _stored_as(cache_dtype: str) -> dict[str, str]:
-    """How keys and values are stored, where that is not the model's own dtype."""
+    """Return how keys and values are stored, unless that is the model's own dtype."""
     return {} if cache_dtype == "auto" else {"cache_dtype": cache_dtype}
 
 
 def _task_config(options: EvaluationOptions) -> dict[str, Any]:
-    """What of the task decides its documents; they are hashed besides."""
+    """Return the options that decide the documents, which are hashed besides."""
     names = ("name", "fixture", "limit", "seed", "context_length")
     return {name: getattr(options.task, name) for name in names}
 
 
 def _method(checked: CheckedRun) -> str:
-    """What the run measures: Vanilla, the method of the export or the name of a policy."""
+    """Return the method of the run: Vanilla, the method of the export or the name of a policy."""
     name, spec = checked.options.policy.name, read_spec(checked.directory)
     if checked.cr == 1:
         name = "Vanilla"
@@ -310,7 +310,7 @@ def _version(package: str) -> str:
 
 
 def model_hash(directory: Path) -> str:
-    """SHA-256 of the weights, configuration and tokenizer of a model directory."""
+    """Return the SHA-256 of the weights, configuration and tokenizer of a model directory."""
     digest = hashlib.sha256()
     for pattern in _MODEL_FILES:
         for path in sorted(directory.glob(pattern)):
@@ -379,7 +379,7 @@ def _counts(rows: list[store.Row]) -> str:
 def _chains(
     prepared: PreparedRun, missing: list[PromptedDocument], checker: AnswerChecker
 ) -> Iterator[list[store.Row]]:
-    """Rows of each document, in the order in which they finish."""
+    """Yield rows of each document, in the order in which they finish."""
     session, engine = secrets.token_hex(8), InferenceEngine(prepared.directory, prepared.engine)
     scorer = all_scorers()[prepared.task.scorer]
     lengths = prepared.options.sweep.lengths
@@ -405,7 +405,7 @@ def _chains(
 def _row(
     generated: GeneratedDocument, index: int, limits: list[int], joint: list[Peak], score: Score
 ) -> store.Row:
-    """One line of a file of chains; lists have an entry for each length of the sweep."""
+    """Return one line of a file of chains; lists have an entry for each length of the sweep."""
     chain = generated.chains[index]
     output, trace = chain.output, chain.trace
     return {

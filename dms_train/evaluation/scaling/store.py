@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 of what decides the result of a run, whatever the order of its keys."""
+    """Return the SHA-256 of the settings that decide the result of a run, in any order of keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
@@ -37,7 +37,7 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         folder: Made if absent.
-        header: What `run.json` says; `config` and `config_hash` decide whether it is the same run.
+        header: Content of `run.json`; `config` and `config_hash` decide whether it is the same run.
 
     Returns:
         The header of the run.
@@ -68,7 +68,7 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> list[str]:
-    """Dotted keys whose values are not the same."""
+    """Return dotted keys whose values are not the same."""
     found = []
     for key in sorted({*first, *second}):
         here, a, b = f"{path}{key}", first.get(key), second.get(key)
@@ -80,7 +80,7 @@ def differing_keys(first: dict[str, Any], second: dict[str, Any], path: str = ""
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """What `run.json` of a folder says.
+    """Return the content of `run.json` in a folder.
 
     Raises:
         EvaluationError: There is none, or it is damaged or of another program.
@@ -100,7 +100,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def read_chains(folder: Path) -> list[Row]:
-    """All chains of a run, each once, by document and number; damaged ends are left out.
+    """Return all chains of a run, each once, by document and number; damaged ends are left out.
 
     Raises:
         EvaluationError: A file is damaged elsewhere than at its end.
@@ -113,7 +113,7 @@ def read_chains(folder: Path) -> list[Row]:
 
 
 def _whole_documents(path: Path) -> tuple[list[Row], int]:
-    """Rows of documents that were written whole, and the bytes that they take."""
+    """Return rows of documents that were written whole, and their size in bytes."""
     data = path.read_bytes()
     rows: list[Row] = []
     pending: list[Row] = []
@@ -147,9 +147,9 @@ class ChainWriter:
     """Appends the chains of documents to the file of one process; use it as a context manager.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         shard: Number of this process.
-        shards: How many there are.
+        shards: Number of shards.
         job: SLURM job of this process (`locks.Holder.job`).
     """
 
@@ -199,7 +199,7 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[Path]:
-    """Folders of runs: the given ones, and those below the given ones.
+    """Return folders of runs: the given ones, and those below the given ones.
 
     Raises:
         EvaluationError: There is none at or below a path.

@@ -20,8 +20,8 @@ class Score:
     Attributes:
         answers: The answer given to each question; equal answers of a document are the same text,
             and None is no answer. They are what a majority vote counts.
-        correct: Whether each is right.
-        verdict: Why, in a word.
+        correct: True for each right answer.
+        verdict: Reason, in a word.
     """
 
     answers: tuple[str | None, ...]
@@ -35,11 +35,11 @@ class Score:
 
 
 class AnswerChecker:
-    """What scorers need from outside; use it as a context manager.
+    """Services that scorers need; use it as a context manager.
 
     Args:
         workers: Processes that compare expressions; they start with the first comparison.
-        allow_code: Whether programs that a model wrote may run.
+        allow_code: Let programs that a model wrote run.
     """
 
     def __init__(self, workers: int = 1, *, allow_code: bool = False) -> None:
@@ -78,8 +78,8 @@ class Scorer(ABC):
     """Judge of texts; a subclass in a module of this package is found by its `name`.
 
     Attributes:
-        name: What tasks call it.
-        runs_code: Whether it runs programs that a model wrote.
+        name: Name by which tasks refer to it.
+        runs_code: True if it runs programs that a model wrote.
     """
 
     name: ClassVar[str]
@@ -92,7 +92,7 @@ class Scorer(ABC):
         """Return the score of each text, in order.
 
         Args:
-            document: What was asked.
-            texts: What a model wrote, reasoning included.
+            document: Document that was asked about.
+            texts: Texts that a model wrote, reasoning included.
             checker: Compares expressions and runs programs.
         """

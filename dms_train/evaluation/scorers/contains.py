@@ -21,7 +21,7 @@ class ContainsScorer(Scorer):
     def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Score]:
-        """As `Scorer.scores`."""
+        """Return the score of each text."""
         return [_score(document.gold, text) for text in texts]
 
 

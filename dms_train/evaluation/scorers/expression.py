@@ -17,7 +17,7 @@ class ExpressionScorer(Scorer):
     def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Score]:
-        """As `Scorer.scores`; equal wrong answers are recognised as equal."""
+        """Return the score of each text; equal wrong answers count as one answer."""
         (gold,) = document.gold
         verdicts = checker.verdicts([Attempt(gold, text) for text in texts])
         wrong = [
@@ -34,7 +34,7 @@ class ExpressionScorer(Scorer):
 
 
 def _representatives(answers: list[str], checker: AnswerChecker) -> dict[str, str]:
-    """For every answer the first one that equals it."""
+    """Return, for every answer, the first one that equals it."""
     found: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
         known = list(dict.fromkeys(found.values()))

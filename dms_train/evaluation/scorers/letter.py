@@ -1,4 +1,4 @@
-"""Multiple choice: the letter behind "Answer:"."""
+"""Multiple choice: the letter after "Answer:"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LetterScorer(Scorer):
     def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Score]:
-        """As `Scorer.scores`."""
+        """Return the score of each text."""
         return [_score(document.gold[0], text) for text in texts]
 
 

@@ -17,7 +17,7 @@ _PYTHON = ("", "python", "python3", "py")
 
 
 class ProgramScorer(Scorer):
-    """The last block of code behind the reasoning is run on the tests of the document."""
+    """Runs the last block of code after the reasoning on the tests of the document."""
 
     name = "program"
     runs_code = True
@@ -25,7 +25,7 @@ class ProgramScorer(Scorer):
     def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Score]:
-        """As `Scorer.scores`.
+        """Return the score of each text.
 
         Raises:
             EvaluationError: Running code was not allowed, or cannot be limited here.

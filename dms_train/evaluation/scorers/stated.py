@@ -1,4 +1,4 @@
-"""Numbers behind "The final answer is"."""
+"""Numbers after "The final answer is"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StatedScorer(Scorer):
     def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
     ) -> list[Score]:
-        """As `Scorer.scores`."""
+        """Return the score of each text."""
         (gold,) = document.gold
         found = []
         for text in texts:

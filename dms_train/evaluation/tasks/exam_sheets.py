@@ -34,11 +34,11 @@ class ExamSheets(Task):
         )
 
     def messages(self, document: Document) -> Messages:
-        """The sheet itself."""
+        """Return the sheet itself."""
         return Messages(user=document.question, plain=True)
 
     def stop(self, document: Document) -> tuple[str, ...]:
-        """The end of a sheet."""
+        """Return the end of a sheet."""
         return (document.details["stop"],) if "stop" in document.details else ()
 
 

@@ -16,7 +16,7 @@ _LLAMA_SYSTEM = (
 
 
 def _llama3(messages: Messages) -> str:
-    """Llama 3, with the date that the paper's prompt names (appendix F)."""
+    """Format for Llama 3, with the date that the paper's prompt names (appendix F)."""
     system = messages.system or _LLAMA_SYSTEM
     turns = "".join(
         f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
@@ -26,7 +26,7 @@ def _llama3(messages: Messages) -> str:
 
 
 def _r1(messages: Messages) -> str:
-    """DeepSeek R1 and its distilled models; the reasoning has begun."""
+    """Format for DeepSeek R1 and its distilled models; the reasoning has begun."""
     reasoning = messages.answer_prefix or "<think>\n"
     return f"{messages.system}<｜User｜>{messages.user}<｜Assistant｜>{reasoning}"  # noqa: RUF001
 
@@ -40,7 +40,7 @@ def _chatml(messages: Messages) -> str:
 
 
 def _plain(messages: Messages) -> str:
-    """A base model continues the task's text."""
+    """Join the parts as they are: a base model continues the task's text."""
     before = f"{messages.system}\n\n" if messages.system else ""
     return f"{before}{messages.user}{messages.answer_prefix}"
 
@@ -60,16 +60,16 @@ _MARKS = {
 
 
 def detect_format(knows: Callable[[str], bool]) -> str:
-    """The format whose special token is in a vocabulary; `plain` if none is.
+    """Return the format whose special token is in a vocabulary; `plain` if none is.
 
     Args:
-        knows: Whether a text is one token of the vocabulary.
+        knows: Function that tells whether a text is one token of the vocabulary.
     """
     return next((name for name, mark in _MARKS.items() if knows(mark)), "plain")
 
 
 def render(messages: Messages, prompt_format: str) -> str:
-    """The text that a model continues.
+    """Return the text that a model continues.
 
     Raises:
         EvaluationError: There is no such format.
