@@ -74,7 +74,7 @@ class Manifest:
         sources: Input files in order.
         created_with: Version of each program that wrote it.
         loss_mask: The mask files; None when every token counts in the loss.
-        preparation: How the documents were chosen and rendered, for commands that do both.
+        preparation: Choice and rendering of the documents, for commands that do both.
     """
 
     format_version: int = FORMAT_VERSION
@@ -108,17 +108,17 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """Path of the manifest of a shard."""
+    """Return the path of the manifest of a shard."""
     return Path(f"{prefix}.manifest.json")
 
 
 def mask_prefix(prefix: str | Path) -> Path:
-    """Prefix of the mask files of a shard."""
+    """Return the prefix of the mask files of a shard."""
     return Path(f"{prefix}.loss_mask")
 
 
 def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in blocks."""
+    """Return the hexadecimal SHA-256 of a file, read in blocks."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -44,7 +44,7 @@ def add_commands(
     """Add both commands to the parser of `dms-data`.
 
     Args:
-        commands: Of `dms-data`.
+        commands: Subcommands of `dms-data`.
         rows: Made by `row_arguments`.
         shared: Arguments of all commands with several processes.
     """
@@ -84,7 +84,7 @@ def _common(
 
 
 def row_arguments() -> argparse.ArgumentParser:
-    """Arguments of all commands that read rows."""
+    """Add the arguments of all commands that read rows."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="PREFIX")
@@ -165,7 +165,7 @@ def _rows(args: argparse.Namespace, columns: tuple[str, ...]) -> Any:
 
 
 def hub_options(args: argparse.Namespace) -> HubOptions:
-    """The part of a data set of the hub that the arguments of `row_arguments` name."""
+    """Return the part of a data set of the hub that the arguments of `row_arguments` name."""
     return HubOptions(
         config=args.hub_config,
         split=args.hub_split,
@@ -206,7 +206,7 @@ def report_shard(prefix: Path, manifest: Manifest, counted: tuple[str, ...]) -> 
     """Print what a shard holds, and why rows are not in it.
 
     Args:
-        prefix: Of its files.
+        prefix: Prefix of its files.
         manifest: Its manifest.
         counted: Groups of counts to print.
     """

@@ -36,7 +36,7 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "tokenizers", "tra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which traces of a row become documents.
+    """Choice of the traces of a row that become documents.
 
     Attributes:
         every_trace: All that are correct and fit; otherwise the first of them.
@@ -56,14 +56,14 @@ class ConversationJob:
     Attributes:
         command: Name of the command, for the manifest.
         output: Prefix of the files to write.
-        rows: Where the rows come from.
+        rows: Source of the rows.
         sample_of: Makes a sample of a row.
-        settings: What `sample_of` depends on, for the manifest.
-        chat: How a conversation becomes tokens.
-        choice: Which conversations become documents.
+        settings: Settings of `sample_of`, for the manifest.
+        chat: Conversion of a conversation to tokens.
+        choice: Choice of the conversations that become documents.
         evaluation_sets: Files whose problems must not be trained on.
-        shard: Which rows are read.
-        verify: Whether traces are verified.
+        shard: Share of the rows.
+        verify: Verify traces.
         workers: Processes for each of verification and tokenisation.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
@@ -109,7 +109,7 @@ def make_shard(job: ConversationJob) -> Manifest:
 def _settings(
     job: ConversationJob, encoder: ConversationEncoder, sets: EvaluationSets
 ) -> dict[str, Any]:
-    """All that the documents depend on."""
+    """Return everything that the documents depend on."""
     settings = {
         "command": job.command,
         **job.settings,

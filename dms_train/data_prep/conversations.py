@@ -25,10 +25,10 @@ _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*$")
 
 
 class LossOn(StrEnum):
-    """Which tokens the loss counts.
+    """Tokens that the loss counts.
 
     Attributes:
-        ASSISTANT: What the assistant says, and the special token that ends its turn.
+        ASSISTANT: Tokens of the assistant, and the special token that ends its turn.
         ALL: Every token.
     """
 
@@ -38,13 +38,13 @@ class LossOn(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes tokens.
+    """Conversion of a conversation to tokens.
 
     Attributes:
         tokenizer: Local Hugging Face directory with `tokenizer.json`.
         chat_template: Jinja text; None is the tokenizer's own template.
         variables: Names and values that the template is given.
-        loss_on: Which tokens the loss counts.
+        loss_on: Tokens that the loss counts.
         append_eod: End every document in the tokenizer's `eos_token`.
     """
 
@@ -92,8 +92,8 @@ class ChatTemplate:
         """Find the template.
 
         Args:
-            tokenizer: That renders.
-            name: Of its directory, for messages.
+            tokenizer: Tokenizer that renders.
+            name: Name of its directory, for messages.
             given: Jinja text; None is the tokenizer's own template.
             variables: Names and values that the template is given.
 
@@ -117,10 +117,10 @@ class ChatTemplate:
     def apply(
         self, where: str, messages: list[Message], *, add_generation_prompt: bool = False
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Args:
-            where: Of the conversation, for messages.
+            where: Place of the conversation, for messages.
             messages: `role` and `content` of each.
             add_generation_prompt: End it where the assistant continues.
 
@@ -177,10 +177,10 @@ class ConversationEncoder:
             self.eod_id = int(self._tokenizer.eos_token_id)
 
     def render(self, where: str, messages: list[Message]) -> ChatText:
-        """The text of a conversation, every assistant turn whole.
+        """Return the text of a conversation, with every assistant turn whole.
 
         Args:
-            where: Of the conversation, for messages.
+            where: Place of the conversation, for messages.
             messages: `role` and `content` of each.
 
         Raises:
@@ -205,7 +205,7 @@ class ConversationEncoder:
         return _joined(between, turns)
 
     def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
-        """Tokens of a conversation and which of them the loss counts.
+        """Return the tokens of a conversation, and a mask of those that the loss counts.
 
         A token belongs to a turn when it holds a character of it: SentencePiece joins a blank that
         the template writes to the first word of the turn. The special token that ends a turn, such
@@ -213,7 +213,7 @@ class ConversationEncoder:
         is the `eos_token` alone, and the white space belongs to the turn too.
 
         Raises:
-            DataError: As `render`, or the text cannot be tokenised.
+            DataError: See `render`; or the text cannot be tokenised.
         """
         text, turns = self.render(where, messages)
         try:
@@ -260,7 +260,7 @@ class ConversationEncoder:
 
 
 def _joined(between: list[str], turns: list[str]) -> ChatText:
-    """The pieces of a template with the turns between them."""
+    """Return the pieces of a template with the turns between them."""
     text, places = "", []
     for piece, turn in zip(between, turns, strict=False):
         if turn.lstrip().startswith("<think>"):

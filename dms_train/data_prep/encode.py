@@ -30,12 +30,12 @@ Result = TypeVar("Result", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderOptions:
-    """How one document becomes token ids.
+    """Conversion of one document to token ids.
 
     Attributes:
         tokenizer: Local Hugging Face directory with `tokenizer.json`.
         append_eod: End every document in the end-of-document token.
-        eod_token: That token; None is the tokenizer's `eos_token`.
+        eod_token: End-of-document token; None is the tokenizer's `eos_token`.
         add_bos: Begin every document with the tokenizer's `bos_token`.
         chat_template: Jinja text for conversations; None is the tokenizer's own template.
     """
@@ -63,7 +63,7 @@ class ChunkEncoder(Protocol[Item, Result]):
     """Something that encodes consecutive items together."""
 
     def encode(self, chunk: list[Item], /) -> Result:
-        """What becomes of the items."""
+        """Result of the items."""
         ...
 
 
@@ -147,7 +147,7 @@ def encode_in_order(
     """Encode a stream of items in chunks; the result does not depend on `workers`.
 
     Args:
-        items: Read only as far ahead as the workers need.
+        items: Items, which are read only as far as the workers need them.
         encoder: Used when `workers` is 1.
         make: Makes the encoder of a worker process; picklable.
         workers: Processes.
@@ -208,7 +208,7 @@ def check_no_message_lost(
     """Refuse a conversation of which the chat template leaves out a message.
 
     Args:
-        where: Of the conversation, for the message.
+        where: Place of the conversation, for the message.
         messages: `role` and `content` of each.
         render: Applies the template.
 

@@ -19,7 +19,7 @@ class Part:
     """One input of a blend.
 
     Attributes:
-        prefix: Of the shard.
+        prefix: Prefix of the shard.
         weight: Its share of the tokens, relative to the other weights; None takes all of it.
     """
 
@@ -43,7 +43,7 @@ def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -
     Args:
         parts: All of them with a weight, or none.
         output: Prefix of the files to write.
-        seed: Of the order of the documents.
+        seed: Seed of the order of the documents.
         overwrite: Replace an existing shard.
 
     Raises:
@@ -101,7 +101,7 @@ def _check_together(parts: list[Part], readers: list[ShardReader]) -> None:
 def _order(
     readers: list[ShardReader], weights: list[float], seed: int, *, all_of_them: bool
 ) -> Iterator[_Pick]:
-    """The next document comes from the shard that is furthest behind its share."""
+    """Take the next document from the shard that is furthest below its share."""
     queues = []
     for number, reader in enumerate(readers):
         order = list(range(len(reader)))

@@ -47,16 +47,16 @@ class Shard:
     count: int = 1
 
     def holds(self, number: int) -> bool:
-        """Whether a row belongs to it."""
+        """Return whether a row belongs to it."""
         return number % self.count == self.index
 
     def size(self, rows: int) -> int:
-        """How many of the first rows it holds."""
+        """Return how many of the first rows it holds."""
         return len(range(self.index, rows, self.count))
 
 
 class Rows(Protocol):
-    """Where rows come from.
+    """Source of rows.
 
     Attributes:
         sources: Name and hash of every input; `rows` is 0.
@@ -67,13 +67,13 @@ class Rows(Protocol):
     total: int | None
 
     def read(self, first: int, shard: Shard) -> Iterator[Row]:
-        """The rows of a shard with numbers from `first` on."""
+        """Yield the rows of a shard with numbers from `first` on."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """Which part of a data set of the hub.
+    """Part of a data set of the hub.
 
     Attributes:
         config: Its configuration; None takes the default one.
@@ -91,11 +91,11 @@ class HubOptions:
 def open_rows(
     inputs: list[str], columns: tuple[str, ...], hub: HubOptions, *, lines: bool = False
 ) -> Rows:
-    """Rows of local files, or of one data set of the hub.
+    """Return the rows of local files, or of one data set of the hub.
 
     Args:
         inputs: `.parquet`, `.jsonl`, `.json` and `.csv` files in order, or one hub id `owner/name`.
-        columns: Those that are read.
+        columns: Columns to read.
         hub: Used for a hub id.
         lines: Take `.txt` files too, whose lines are the first column; blank ones are left out.
 
@@ -130,7 +130,7 @@ class FileRows:
         self.sources = tuple(Source(name=p.name, sha256=file_sha256(p), rows=0) for p in paths)
 
     def read(self, first: int, shard: Shard) -> Iterator[Row]:
-        """The rows of a shard with numbers from `first` on.
+        """Yield the rows of a shard with numbers from `first` on.
 
         Raises:
             DataError: A row is damaged.
@@ -270,7 +270,7 @@ class HubRows:
         self.sources: tuple[Source, ...] = (Source(name=label, sha256=digest, rows=0),)
 
     def read(self, first: int, shard: Shard) -> Iterator[Row]:
-        """The rows of a shard with numbers from `first` on.
+        """Yield the rows of a shard with numbers from `first` on.
 
         Raises:
             DataError: The hub cannot be reached any more.
@@ -286,7 +286,7 @@ class HubRows:
 
 
 def _place(name: str, hub: HubOptions) -> tuple[str, str]:
-    """Commit of the data set, and the directory or id under which it is opened."""
+    """Return the commit of the data set, and the directory or id under which it is opened."""
     import huggingface_hub
 
     try:

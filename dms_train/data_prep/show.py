@@ -20,10 +20,10 @@ _RULE = "─" * 12
 def show_documents(
     prefix: Path, tokenizer: str, *, first: int, count: int, colour: bool
 ) -> Iterator[str]:
-    """Lines for `count` documents from number `first` on.
+    """Yield lines for `count` documents from number `first` on.
 
     Args:
-        prefix: Of the shard.
+        prefix: Prefix of the shard.
         tokenizer: Directory of the tokenizer that it was made with.
         first: Number of the first document.
         count: Most documents to show.

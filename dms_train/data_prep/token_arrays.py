@@ -76,7 +76,7 @@ def _documents(path: Path) -> Iterator[npt.NDArray[np.int32]]:
 
 
 def _read(path: Path) -> tuple[Ids, Ids]:
-    """Ids of all documents, and where each starts, with the end."""
+    """Return the ids of all documents, and where each starts, with the end."""
     try:
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         arrays = None if isinstance(loaded, np.ndarray) else dict(loaded)

@@ -1,4 +1,4 @@
-"""How many sequences the server takes at a time, and when it accepts none."""
+"""Admission of sequences: how many run at a time, and when none is accepted."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Admission:
         queue: Sequences that may wait for one of these rows.
 
     Attributes:
-        draining: Whether new requests are refused.
+        draining: True if new requests are refused.
         inside: Sequences that run or wait in the engine.
-        rows: As given.
+        rows: Number of batch slots.
         most: Sequences that may be inside.
     """
 
@@ -82,6 +82,6 @@ class Admission:
         await self._empty.wait()
 
     def _expected_wait(self) -> int:
-        """Whole seconds until the sequences that wait now have their rows."""
+        """Return the seconds, rounded up, until the sequences that wait now have batch slots."""
         rounds = max(1.0, self.inside / self.rows - 1)
         return min(_MOST_WAIT_SECONDS, math.ceil(rounds * self._seconds))

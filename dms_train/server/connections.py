@@ -68,14 +68,14 @@ class Connection(H11Protocol):
         self._limit_sending()
 
     def resume_writing(self) -> None:
-        """The client has read all that was sent."""
+        """Note that the client has read all that was sent."""
         super().resume_writing()
         if self._sending is not None:
             self._sending.cancel()
 
     @property
     def idle_until(self) -> float | None:
-        """When the connection is closed because no request comes; None while one is answered."""
+        """Return when an idle connection is closed; None while a request is answered."""
         timer = self._arrival or self.timeout_keep_alive_task
         return None if timer is None else timer.when()
 

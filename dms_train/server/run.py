@@ -34,8 +34,8 @@ def serve(model: str, name: str, engine_options: EngineOptions, options: ServerO
 
     Args:
         model: Directory or hub id (local cache only).
-        name: Of the model in requests and answers.
-        engine_options: How to run it.
+        name: Name of the model in requests and answers.
+        engine_options: Engine options.
         options: Address and limits.
 
     Returns:
@@ -63,7 +63,7 @@ def warm_up(engine: InferenceEngine) -> None:
 
 
 def bound_socket(options: ServerOptions) -> socket.socket:
-    """A socket bound to the address of the options; it does not listen yet.
+    """Return a socket bound to the address of the options; it does not listen yet.
 
     Raises:
         ServerError: The address is in use or not one of this machine.
@@ -83,7 +83,7 @@ def bound_socket(options: ServerOptions) -> socket.socket:
 
 
 def describe(engine: InferenceEngine, directory: Path, name: str) -> ServedModel:
-    """A loaded model as the routes see it."""
+    """Return a loaded model as the routes see it."""
     return ServedModel(
         name=name,
         longest=engine.longest,
@@ -199,7 +199,7 @@ class _Http(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
+        """Do nothing: the signals stay as they are."""
         yield
 
 

@@ -38,8 +38,8 @@ class Ticket:
         request_id: The engine's; None until it has accepted the request.
         output: The latest.
         positions: Live positions at that time, if they were requested and the cache keeps them.
-        failure: Why the request ended without an output.
-        wants_positions: Whether `positions` are requested.
+        failure: Reason why the request ended without an output.
+        wants_positions: True if `positions` are requested.
         on_done: Called on the event loop when nothing more will come.
     """
 
@@ -53,7 +53,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether nothing more will come."""
         return self.failure is not None or (self.output is not None and self.output.finished)
 
 
@@ -65,7 +65,7 @@ class _Update:
     failure: ApiError | None = None
 
     def deliver(self) -> None:
-        """On the event loop."""
+        """Pass the update to its request, on the event loop."""
         ticket = self.ticket
         if self.output is not None:
             ticket.output, ticket.positions = self.output, self.positions
@@ -87,7 +87,7 @@ class EngineThread:
         engine: Used by the thread alone from `start` on.
 
     Attributes:
-        allocated_bytes: Of the cache after the last step or abort.
+        allocated_bytes: Size of the cache after the last step or abort.
         failures: Steps that raised an exception.
         broken: Last cause when the engine is broken; None before.
     """
@@ -130,7 +130,7 @@ class EngineThread:
 
         Args:
             ticket: Takes its outputs.
-            prompt: As in `InferenceEngine.add_request`.
+            prompt: See `InferenceEngine.add_request`.
             params: Likewise.
             priority: Likewise.
             seconds: Time that it has.
@@ -241,7 +241,7 @@ class EngineThread:
             self._in_a_row = 0
 
     def _lost(self, error: Exception) -> list[_Update]:
-        """Failures for the requests that a failed step has aborted, or for all of them."""
+        """Return failures for the requests that a failed step has aborted, or for all of them."""
         self.failures += 1
         self._in_a_row += 1
         self._returned = 0
@@ -258,7 +258,7 @@ class EngineThread:
         return updates
 
     def _free(self, request_id: str) -> None:
-        """Have the engine forget a request; an error is logged."""
+        """Let the engine forget a request; an error is logged."""
         try:
             self._engine.abort(request_id)
             self.allocated_bytes = self._engine.allocated_bytes
