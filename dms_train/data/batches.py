@@ -1,8 +1,8 @@
-"""Cuts numbered samples into the microbatches of one data-parallel rank.
+"""Microbatches of one data-parallel rank, cut from numbered samples.
 
-The position in the data is one integer, the number of the first sample of a global batch. A number
-stands for the same tokens in every run with the same data settings, so a run resumes from that
-integer alone, with any data-parallel size.
+The position in the data is one integer: the number of the first sample of a global batch. With the
+same data settings, a number stands for the same tokens in every run. A run therefore resumes from
+that integer alone, with any data-parallel size.
 """
 
 from __future__ import annotations

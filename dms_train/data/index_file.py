@@ -1,4 +1,4 @@
-"""Writes Megatron's `PREFIX.idx`, and reads and checks it before Megatron maps it.
+"""Megatron's `PREFIX.idx`: writing it, and checking it before Megatron maps it.
 
 Megatron's own reader asserts on a bad header and maps whatever lengths the header claims, and its
 writer imports torch. The file is a 34-byte header (magic, version, dtype code, counts), then int32

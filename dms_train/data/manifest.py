@@ -1,10 +1,10 @@
-"""`PREFIX.manifest.json`: what a pair of `.bin/.idx` files must contain, and its tokenizer.
+"""`PREFIX.manifest.json`: required content of a pair of `.bin/.idx` files, and its tokenizer.
 
-A shard whose loss counts some tokens only has a second pair, `PREFIX.loss_mask.bin` and `.idx`,
-with one byte for each token: 1 where the token counts as a label, else 0.
+If the loss counts only some tokens, the shard has a second pair, `PREFIX.loss_mask.bin` and `.idx`.
+It has one byte for each token: 1 where the token counts as a label, else 0.
 
-Megatron's files record no tokenizer, no vocabulary size and no checksum. With the manifest a
-truncated file, or one made with another tokenizer, is refused before the training.
+Megatron's files record no tokenizer, no vocabulary size and no checksum. The manifest lets a run
+refuse a truncated file, or a file of another tokenizer, before the training.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Best-fit packing of documents into sequences (Ding et al., arXiv:2404.10830, section 3).
 
-A document of n tokens takes n - 1 positions, the inputs of its n - 1 next tokens. One that takes
-more than a sequence has is cut into pieces, each a document of its own; one of a single token has
-nothing to predict and is left out. Pieces are placed longest first, each into the fullest sequence
-that it fits into, so that no sequence is cut short by the next document.
+A document of n tokens takes n - 1 positions, the inputs of its n - 1 next tokens. A document longer
+than a sequence is cut into pieces, each a document of its own. A document of one token has nothing
+to predict and is left out. The longest pieces are placed first, each into the fullest sequence with
+enough room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the documents of a shard one by one, with their loss masks."""
+"""Documents of a shard one by one, with their loss masks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Builds the training and validation samples through Megatron's own data sets.
+"""Training and validation samples, built by Megatron's own data sets.
 
 Megatron concatenates the documents of a split in a shuffled order, epoch after epoch, cuts the
 stream into windows of `seq_length + 1` tokens and shuffles the windows. Documents are not kept
 apart by masks: each should end in an end-of-document token. With `packing` a sample holds whole
 documents instead, which are kept apart (`packed_dataset`). Labels that a shard's mask files leave
 out do not count in the loss. The order depends on the data, the seed, the split, the sequence
-length and the number of samples requested: a run that resumes must request the same number.
+length and the number of samples requested. A resumed run must request the same number.
 """
 
 from __future__ import annotations

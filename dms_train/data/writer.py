@@ -1,4 +1,4 @@
-"""Writes one shard of token files; an interrupted write leaves no shard."""
+"""Writer of one shard of token files; an interrupted write leaves no shard."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _DocumentFile:
 
 
 class ShardWriter:
-    """Collects documents under temporary names; `finish` renames them, the manifest last.
+    """Writer of documents under temporary names; `finish` renames them, the manifest last.
 
     Use it as a context manager: leaving it without `finish` removes the temporary files.
     """

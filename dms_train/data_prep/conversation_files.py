@@ -1,7 +1,7 @@
 """From rows to a shard of conversations: choose, verify, render, write.
 
-Every step is a generator over `Sample`s in the order of their rows, so that memory does not grow
-with the data, and the documents depend on neither the number of workers nor on interruptions.
+Every step is a generator over `Sample`s in the order of their rows. Memory therefore does not grow
+with the data, and the documents depend neither on the number of workers nor on interruptions.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Documents(NamedTuple):
 
 
 class _Encoder:
-    """Renders the open traces of samples and chooses among them."""
+    """Renderer of the open traces of samples, which also chooses among them."""
 
     def __init__(
         self, chat: ChatOptions, choice: Choice, encoder: ConversationEncoder | None = None

@@ -1,8 +1,8 @@
-"""Renders conversations with a model's chat template and marks what the loss counts.
+"""Conversations as tokens of a model's chat template, and the tokens that the loss counts.
 
-Templates of reasoning models delete what stands before `</think>`, or an earlier turn's reasoning:
+Templates of reasoning models delete the text before `</think>`, or an earlier turn's reasoning:
 right for a prompt, wrong for training. Each assistant turn is therefore rendered as a placeholder
-that is replaced by the whole turn afterwards, which also says where the turn begins and ends.
+and inserted afterwards. This also shows where the turn begins and ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads documents from `.txt` and `.jsonl` files, one at a time and in order."""
+"""Documents of `.txt` and `.jsonl` files, one at a time and in order."""
 
 from __future__ import annotations
 

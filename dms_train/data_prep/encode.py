@@ -1,4 +1,4 @@
-"""Turns documents into token ids, over several processes without changing their order."""
+"""Token ids of documents, computed by several processes without changing the order."""
 
 from __future__ import annotations
 

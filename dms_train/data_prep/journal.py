@@ -1,8 +1,8 @@
-"""Keeps the documents of an unfinished preparation, so that a killed command can be continued.
+"""Documents of an unfinished preparation, so that a killed command can be continued.
 
-The folder holds files that only grow and `state.json`, which records how much of them counts. A
-restart cuts the files to that length and continues with the next row, so the result does not depend
-on how often the work was interrupted.
+The folder holds files that only grow, and `state.json` with their valid lengths. A restart cuts the
+files to these lengths and continues with the next row. The result therefore does not depend on
+interruptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blends shards into one, without repeating a document."""
+"""One shard blended from several, without repeating a document."""
 
 from __future__ import annotations
 

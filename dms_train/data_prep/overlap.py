@@ -1,4 +1,4 @@
-"""Finds problems that also stand in evaluation sets."""
+"""Overlap of problems with evaluation sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Reads the rows of parquet, JSON and CSV files, or of a data set of the hub, from any row on."""
+"""Rows of parquet, JSON and CSV files, or of a data set of the hub, from any row on.
+
+`datasets` reads the hub only. For local files it guesses types (`007` becomes 7.0, `NA` becomes
+None, dates become objects), and its errors name neither file nor line.
+"""
 
 from __future__ import annotations
 

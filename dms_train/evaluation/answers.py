@@ -5,10 +5,10 @@ phrase such as "the final answer is $5$"; never the last number of the text) and
 math-verify. Three cases that math-verify accepts are wrong here: another base (`17_8` for 17),
 another unit (18 m for 18 cm) and a set for a tuple.
 
-The time of a call of math-verify is limited, in seconds of the processor, so that a busy machine
-finds what a free one does. The limit is a signal, which only the main thread of a process can have,
-and which does not interrupt arithmetic of very large numbers: `verification` runs `verify_answer`
-in processes of its own.
+The processor time of a call of math-verify is limited, so that a busy machine gives the same
+verdicts as a free one. The limit is a signal. It works in the main thread only, and does not
+interrupt arithmetic of very large numbers: `verification` runs `verify_answer` in processes of its
+own.
 """
 
 from __future__ import annotations

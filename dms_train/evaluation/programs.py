@@ -1,4 +1,4 @@
-"""Runs programs that a model wrote, each in a process with limits (`program_process`)."""
+"""Programs that a model wrote, each run in a process with limits (`program_process`)."""
 
 from __future__ import annotations
 

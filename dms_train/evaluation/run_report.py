@@ -1,7 +1,7 @@
 """A run folder as one HTML file that loads nothing: plots, tables, configuration.
 
-Everything comes from `metrics.jsonl` and `config.yaml`; the rows themselves are in the file too, as
-JSON, so that programs can read the report and it does not depend on the run folder.
+Everything comes from `metrics.jsonl` and `config.yaml`. The file also holds the rows as JSON, so
+that programs can read them without the run folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Verifies many answers in worker processes, each with limited time.
+"""Verification of many answers in worker processes, each with limited time.
 
 The comparison of two expressions can run for ever in code that no signal interrupts, such as the
 power of two large numbers. A worker that has used up its processor time is killed and replaced; its
-attempt gets the verdict `timeout`. Time of the clock is limited too, generously: a process that
-waits for others on a busy machine is not stuck.
+attempt gets the verdict `timeout`. Wall-clock time is limited too, but generously, because a
+process that waits for others on a busy machine is not stuck.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Verifier:
 
         Args:
             workers: Number of worker processes.
-            limits: After which a worker that has not answered is killed.
+            limits: Limits after which a silent worker is killed.
 
         Raises:
             EvaluationError: math-verify is not installed.

@@ -1,7 +1,7 @@
 """HTTP connections with deadlines and a limit to their number.
 
-uvicorn closes a connection that stays idle after an answer. It sets no limit to the time in which
-a request arrives or an answer is read.
+uvicorn closes a connection that stays idle after an answer. It does not limit the time in which a
+request arrives or an answer is read.
 """
 
 from __future__ import annotations

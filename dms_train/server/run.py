@@ -163,7 +163,7 @@ class Server:
         return self._thread.broken is not None
 
     def _end_broken(self) -> None:
-        """Refuse requests, and end after a moment in which those that have failed are answered."""
+        """Refuse requests, wait until failed requests are answered, and end."""
         self.admission.draining = True
         logger().error(
             "%d steps failed and the engine did no work between them; the server shuts down - %s",

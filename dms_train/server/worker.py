@@ -1,8 +1,8 @@
 """The thread that runs the engine, and the event loop's side of it.
 
 `InferenceEngine` blocks and is not safe to share between threads, so only this thread touches it.
-The event loop sends it calls through a queue. After each step the thread returns the outputs; a
-reader that is slower than the engine finds the latest output only, which holds all tokens so far.
+The event loop sends it calls through a queue. After each step the thread returns the outputs. A
+reader that is slower than the engine finds only the latest output, with all tokens so far.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class _Update:
 
 
 class EngineThread:
-    """Runs an engine until `stop`.
+    """Thread that runs an engine until `stop`.
 
-    A step that fails ends its requests. After `MOST_FAILURES` failed steps without a proof between
-    them that the engine works, it counts as broken: all requests end, further ones are refused, and
-    no step is computed any more. A finished request is a proof, and so are `_PROOF_STEPS` steps in
-    a row that return tokens. On a GPU a single step may succeed that only starts what fails later.
+    A step that fails ends its requests. The engine counts as broken after `MOST_FAILURES` failed
+    steps without a proof between them that it works: all requests end, further ones are refused,
+    and no further step is computed. A proof is a finished request, or `_PROOF_STEPS` steps in a row
+    that return tokens. One good step proves nothing: on a GPU it may only launch a later failure.
 
     Args:
         engine: Used by the thread alone from `start` on.

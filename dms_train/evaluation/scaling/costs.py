@@ -45,16 +45,15 @@ def joint_peaks(
 ) -> list[list[Peak]]:
     """Return the joint peak tokens of the first chains of a document, for every number of chains.
 
-    The chains decode in step from one prompt, and a chain frees its cache when it ends. No token
-    that a chain generated has left its window during the first `window` + 1 steps, so what it
-    holds then is the prompt and all its tokens; afterwards what it holds of the prompt does not
-    change.
+    The chains decode in step from one prompt, and a chain frees its cache when it ends. During the
+    first `window` + 1 steps no generated token leaves the window: a chain holds its prompt and all
+    its tokens. Afterwards the part of the prompt that it holds does not change.
 
     Args:
         traces: Traces of the chains.
         limits: Generated tokens after which chains are cut off.
-        window: Newest tokens that are never evicted; None where tokens of the prompt may be at
-            any time, so that what chains hold of it together is not known: they count apart.
+        window: Newest tokens that are never evicted. None if prompt tokens can be evicted at any
+            time; the chains' shares of the prompt are then unknown, and each counts on its own.
 
     Returns:
         [chains][limits]: entry i is about the first i + 1 chains.

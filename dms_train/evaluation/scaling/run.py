@@ -1,8 +1,8 @@
 """One run: a model on a task, all lengths and widths of a sweep from the same chains.
 
 The chains are generated once, with the largest length and width. A shorter budget cuts them off,
-and a narrower one takes the first of them: that gives the tokens and the costs that generating
-them again would give, because a chain depends on its seed and its number only.
+and a narrower one takes the first of them. Generating them again would give the same tokens and
+costs, because a chain depends only on its seed and its number.
 """
 
 from __future__ import annotations

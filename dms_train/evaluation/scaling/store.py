@@ -4,8 +4,8 @@
     chains/00000-of-00004.jsonl   chains of one process
     summary.json              scores and costs of every budget
 
-The chains of a document are written at once and synchronised, so that a process that is killed at
-any moment leaves whole documents and at most one damaged end, which the next one removes.
+The chains of a document are written at once and synchronised. A killed process therefore leaves
+whole documents and at most one damaged end, and the next process removes that end.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _row(line: bytes) -> Row | None:
 
 
 class ChainWriter:
-    """Appends the chains of documents to the file of one process; use it as a context manager.
+    """Writer of the chains of documents to the file of one process; use it as a context manager.
 
     Args:
         folder: Folder of the run.
