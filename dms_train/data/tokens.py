@@ -64,7 +64,7 @@ class TokenSamples:
                 vocabulary.
         """
         if not 0 <= number < self._samples:
-            raise DataError(f"{self._name}: no sample {number}, there are {self._samples}")
+            raise DataError(f"{self._name}: no sample {number}, only {self._samples} exist")
         try:
             row = self._dataset[number]
         except (AssertionError, IndexError, OSError, ValueError) as error:

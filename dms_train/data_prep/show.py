@@ -41,7 +41,7 @@ def show_documents(
             f"is {found[:12]}; give the one that it was made with"
         )
     if first >= len(reader):
-        raise DataError(f"{prefix}: no document {first}, there are {len(reader)}")
+        raise DataError(f"{prefix}: no document {first}, only {len(reader)} exist")
     for number in range(first, min(first + count, len(reader))):
         document = reader[number]
         yield _edge(number, document, colour=colour)

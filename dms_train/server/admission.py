@@ -49,7 +49,9 @@ class Admission:
             ApiError: 503 while draining; 429 when the queue is full; 400 when it could never run.
         """
         if self.draining:
-            raise ApiError(503, "the server stops; use another one", headers={"Retry-After": "5"})
+            raise ApiError(
+                503, "the server is shutting down; use another one", headers={"Retry-After": "5"}
+            )
         if sequences > self.most:
             raise ApiError(
                 400, f"{sequences} continuations: this server takes {self.most} at a time"

@@ -118,7 +118,7 @@ class EngineThread:
     async def stop(self) -> None:
         """End the thread after the step that runs; what still runs ends with 503."""
         self._calls.put(None)
-        failure = ApiError(503, "the server stops")
+        failure = ApiError(503, "the server is shutting down")
         await asyncio.to_thread(self._thread.join)
         _deliver([_Update(ticket=ticket, failure=failure) for ticket in self._tickets.values()])
         self._tickets.clear()

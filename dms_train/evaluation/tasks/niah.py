@@ -97,7 +97,7 @@ def needles(count: int, seed: int) -> Iterator[Needle]:
     adjectives, nouns = words["adjectives"], words["nouns"]
     most = len(adjectives) * len(nouns)
     if count > most:
-        raise EvaluationError(f"task niah: task.count={count}; there are {most} keys")
+        raise EvaluationError(f"task niah: task.count={count}: only {most} keys exist; lower it")
     rng = random.Random(seed)
     keys = unlike(lambda r: f"{r.choice(adjectives)}-{r.choice(nouns)}", rng)
     values = unlike(lambda r: str(r.randint(1_000_000, 9_999_999)), rng)
