@@ -266,10 +266,10 @@ def check_hash(path: Path, sha256: str) -> None:
         DataError: The hash differs.
         OSError: The file cannot be read.
     """
-    found = file_sha256(path)
-    if found != sha256:
+    sha256_of_file = file_sha256(path)
+    if sha256_of_file != sha256:
         raise DataError(
-            f"{path}: SHA-256 {found[:12]}, the manifest says {sha256[:12]}; "
+            f"{path}: SHA-256 {sha256_of_file[:12]}, the manifest says {sha256[:12]}; "
             "the file is damaged: copy it or tokenise the data again"
         )
 

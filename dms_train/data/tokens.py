@@ -228,9 +228,9 @@ def build_valid_samples(
 
 def _check_options(options: DataOptions) -> None:
     """Refuse values that Python code may pass and a configuration may not."""
-    found = list(limits.wrong_types(options, "data"))
-    if found:
-        raise DataError("\n".join(found))
+    problems = list(limits.wrong_types(options, "data"))
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def _open_shard(prefix: str, vocab_size: int, tokenizer_sha256: str | None = None) -> _Shard:

@@ -246,8 +246,8 @@ def _flush(path: Path) -> None:
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages of these names that are installed."""
-    found = {}
+    versions = {}
     for name in names:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions

@@ -163,8 +163,8 @@ def _settings(
         "append_eod": job.append_eod,
         "versions": package_versions(_PACKAGES),
     }
-    found: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
-    return found
+    stored: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    return stored
 
 
 def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder) -> None:

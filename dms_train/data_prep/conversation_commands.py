@@ -210,21 +210,24 @@ def report_shard(prefix: Path, manifest: Manifest, counted: tuple[str, ...]) -> 
         manifest: Its manifest.
         counted: Groups of counts to print.
     """
-    found = manifest.preparation
-    assert found is not None
+    preparation = manifest.preparation
+    assert preparation is not None
     print(
         f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, "
-        f"{found['loss_tokens']} in the loss, {manifest.dtype}"
+        f"{preparation['loss_tokens']} in the loss, {manifest.dtype}"
     )
     for name in counted:
-        if found[name]:
-            print(f"{name}: " + ", ".join(f"{count} {why}" for why, count in found[name].items()))
+        if preparation[name]:
+            print(
+                f"{name}: "
+                + ", ".join(f"{count} {why}" for why, count in preparation[name].items())
+            )
     print(f"every row: {verdicts_path(prefix)}")
 
 
 def _report(job: ConversationJob, manifest: Manifest) -> None:
-    found = manifest.preparation
-    assert found is not None
+    preparation = manifest.preparation
+    assert preparation is not None
     report_shard(shard_prefix(job.output, job.shard), manifest, ("rows", "traces", "overlaps"))
-    if found["traces"].get("timeout"):
+    if preparation["traces"].get("timeout"):
         print("some answers could not be compared in time (timeout)", file=sys.stderr)

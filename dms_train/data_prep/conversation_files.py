@@ -125,8 +125,8 @@ def _settings(
         "append_eod": job.chat.append_eod,
         "versions": package_versions(_PACKAGES),
     }
-    found: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
-    return found
+    stored: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    return stored
 
 
 class _Documents(NamedTuple):
@@ -149,18 +149,18 @@ class _Encoder:
         return [_Documents(sample, self._documents(sample)) for sample in samples]
 
     def _documents(self, sample: Sample) -> list[MaskedTokens]:
-        found: list[MaskedTokens] = []
+        documents: list[MaskedTokens] = []
         for trace in sample.open:
-            if found and not self._choice.every_trace:
+            if documents and not self._choice.every_trace:
                 trace.outcome = Outcome.NOT_CHOSEN
                 continue
             document = self._encoder.encode(sample.where, trace.messages)
             trace.outcome = self._judge(document)
             if trace.outcome is Outcome.KEPT:
-                found.append(document)
+                documents.append(document)
         for trace in sample.traces:
             trace.messages = []  # not needed any more
-        return found
+        return documents
 
     def _judge(self, document: MaskedTokens) -> Outcome:
         if not document.mask.any():

@@ -217,12 +217,12 @@ class ConversationEncoder:
         """
         text, turns = self.render(where, messages)
         try:
-            found = self._tokenizer(
+            encoding = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
         except Exception as error:  # the tokenizers library raises bare exceptions
             raise DataError(f"{where}: cannot be tokenised ({error})") from None
-        ids, offsets = found["input_ids"], found["offset_mapping"]
+        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         if not ids:
             raise DataError(f"{where}: the conversation has no tokens")
         mask = self._mask(ids, [text[first:end] for first, end in offsets], offsets, turns)
@@ -246,17 +246,17 @@ class ConversationEncoder:
             mask[(ends > first) & (starts < end)] = 1
             after = int(np.searchsorted(starts, end))
             mask[after : self._after_end_token(ids, pieces, after)] = 1
-        found: list[int] = mask.tolist()
-        return found
+        counted: list[int] = mask.tolist()
+        return counted
 
     def _after_end_token(self, ids: list[int], pieces: list[str], place: int) -> int:
         """Return the index after the special token that ends a turn; `place` if there is none."""
-        found = place
-        while found < len(ids) and ids[found] not in self._special and pieces[found].isspace():
-            found += 1
+        end = place
+        while end < len(ids) and ids[end] not in self._special and pieces[end].isspace():
+            end += 1
         # after white space, any other special token begins the next message
-        ends = self._special if found == place else self._ends
-        return found + 1 if found < len(ids) and ids[found] in ends else place
+        ends = self._special if end == place else self._ends
+        return end + 1 if end < len(ids) and ids[end] in ends else place
 
 
 def _joined(between: list[str], turns: list[str]) -> ChatText:

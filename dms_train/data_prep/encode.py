@@ -111,10 +111,10 @@ class DocumentEncoder:
     def _special_id(self, token: str | None, name: str) -> int:
         if token is None:
             raise DataError(f"{self._options.tokenizer}: the tokenizer has no {name}")
-        found = self._tokenizer.get_vocab().get(token)
-        if found is None:
+        token_id = self._tokenizer.get_vocab().get(token)
+        if token_id is None:
             raise DataError(f"{self._options.tokenizer}: the tokenizer has no token {token!r}")
-        return int(found)
+        return int(token_id)
 
     def _text(self, document: Document) -> str:
         if isinstance(document.content, str):
@@ -229,9 +229,9 @@ def _check_turns_whole(where: str, messages: list[Message], text: str) -> None:
     position = 0
     for message in messages:
         content = message["content"].strip()
-        found = text.find(content, position)
-        if found >= 0:
-            position = found + len(content)
+        start = text.find(content, position)
+        if start >= 0:
+            position = start + len(content)
         elif message["role"] == "assistant":
             raise DataError(
                 f"{where}: the chat template drops part of an assistant turn; "

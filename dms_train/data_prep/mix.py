@@ -85,15 +85,15 @@ def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -
 def _check_together(parts: list[Part], readers: list[ShardReader]) -> None:
     first = readers[0].manifest
     for part, reader in zip(parts, readers, strict=True):
-        found = reader.manifest
-        if found.tokenizer_sha256 != first.tokenizer_sha256:
+        other = reader.manifest
+        if other.tokenizer_sha256 != first.tokenizer_sha256:
             raise DataError(
                 f"{part.prefix} and {parts[0].prefix} were made with different tokenizers; "
                 "make both with the model's own tokenizer"
             )
-        if found.eod_id != first.eod_id:
+        if other.eod_id != first.eod_id:
             raise DataError(
-                f"{part.prefix}: documents end in token {found.eod_id}, those of "
+                f"{part.prefix}: documents end in token {other.eod_id}, those of "
                 f"{parts[0].prefix} in {first.eod_id}; make both with or without --append-eod"
             )
 

@@ -174,10 +174,10 @@ class PromptEncoder:
 
     def _ids(self, where: str, text: str, *, special: bool) -> list[int]:
         try:
-            found = self._tokenizer(text, add_special_tokens=special, verbose=False)
+            encoding = self._tokenizer(text, add_special_tokens=special, verbose=False)
         except Exception as error:  # the tokenizers library raises bare exceptions
             raise DataError(f"{where}: cannot be tokenised ({error})") from None
-        ids: list[int] = found["input_ids"]
+        ids: list[int] = encoding["input_ids"]
         return ids
 
     def _beginning(self, where: str) -> list[int]:

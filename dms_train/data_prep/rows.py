@@ -259,12 +259,12 @@ class HubRows:
         commit, place = _place(name, hub)
         revision = {"revision": commit} if hub.allow_network else {}
         try:
-            found = datasets.load_dataset(
+            dataset = datasets.load_dataset(
                 place, hub.config, split=hub.split, streaming=True, **revision
             )
-            present = [name for name in columns if name in (found.column_names or ())]
+            present = [name for name in columns if name in (dataset.column_names or ())]
             # some formats have columns with the first row only
-            self._rows = found.select_columns(present) if present else found
+            self._rows = dataset.select_columns(present) if present else dataset
         except Exception as error:  # as many kinds as there are file formats and networks
             reason = " ".join(str(error).split())
             raise DataError(f"{name}: cannot be opened ({reason})") from None

@@ -121,12 +121,12 @@ def _finish(journal: Journal, shard: PreparedShard) -> Manifest:
 
 def _part(journal: Journal, kind: str) -> dict[str, int]:
     """Return the counts whose names begin with `kind`, largest first."""
-    found = {
+    counts = {
         name.removeprefix(f"{kind}: "): count
         for name, count in journal.counts.items()
         if name.startswith(f"{kind}: ")
     }
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _sources(journal: Journal, shard: PreparedShard) -> tuple[Source, ...]:

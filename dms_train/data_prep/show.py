@@ -34,11 +34,11 @@ def show_documents(
     """
     reader = ShardReader(prefix)
     decoder = load_tokenizer(tokenizer)
-    found = file_sha256(Path(tokenizer) / "tokenizer.json")
-    if found != reader.manifest.tokenizer_sha256:
+    sha256 = file_sha256(Path(tokenizer) / "tokenizer.json")
+    if sha256 != reader.manifest.tokenizer_sha256:
         raise DataError(
             f"{prefix}: made with tokenizer {reader.manifest.tokenizer_sha256[:12]}, {tokenizer} "
-            f"is {found[:12]}; give the one that it was made with"
+            f"is {sha256[:12]}; give the one that it was made with"
         )
     if first >= len(reader):
         raise DataError(f"{prefix}: no document {first}, only {len(reader)} exist")

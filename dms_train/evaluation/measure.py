@@ -258,7 +258,7 @@ def run_selftest(export: Path, device: str) -> SelfTestResult:
     """
     reference = SelfTest.load(export)
     llm = LLM(export, dtype=reference.dtype, device=device, max_num_seqs=1, prefill_chunk=_CHUNK)
-    found = llm.logits(reference.input_ids.tolist()).cpu()
-    recorded, computed = reference.logits.double(), found.double()
+    logits = llm.logits(reference.input_ids.tolist()).cpu()
+    recorded, computed = reference.logits.double(), logits.double()
     kl = kl_teacher_student(computed, recorded).mean().item()
     return SelfTestResult(kl=kl, limit=reference.kl_tolerance)

@@ -91,17 +91,17 @@ def _output(source: str, test: ProgramTest, seconds: float) -> str | None:
         return written.read_text(encoding="utf-8", errors="replace") if code == 0 else None
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Compare two outputs line by line, ignoring outer white space and forms of numbers."""
-    lines, wanted = ([line.strip() for line in t.strip().split("\n")] for t in (found, expected))
+    lines, wanted = ([line.strip() for line in t.strip().split("\n")] for t in (output, expected))
     if len(lines) != len(wanted):
         return False
     return all(a == b or _same_numbers(a, b) for a, b in zip(lines, wanted, strict=True))
 
 
-def _same_numbers(found: str, expected: str) -> bool:
+def _same_numbers(output: str, expected: str) -> bool:
     try:
-        first, second = ([Decimal(word) for word in line.split()] for line in (found, expected))
+        first, second = ([Decimal(word) for word in line.split()] for line in (output, expected))
     except InvalidOperation:
         return False
     return first == second

@@ -51,20 +51,20 @@ def tables(result: ValidationResult) -> str:
     return "\n\n".join(parts)
 
 
-def _agreement_table(found: Agreement, spec: MethodSpec) -> str:
+def _agreement_table(agreement: Agreement, spec: MethodSpec) -> str:
     counted = "tokens past the window" if spec.window else "all tokens but the first"
-    share = found.evicted_share(found.student, spec.window)
+    share = agreement.evicted_share(agreement.student, spec.window)
     rows = [
-        [f"KL(original, {spec.label}), nats/token", str(found.kl)],
-        ["same most likely token", str(found.top1)],
-        ["next-token loss of the original, nats", str(found.teacher_loss)],
-        [f"next-token loss of {spec.label}, nats", str(found.student_loss)],
+        [f"KL(original, {spec.label}), nats/token", str(agreement.kl)],
+        ["same most likely token", str(agreement.top1)],
+        ["next-token loss of the original, nats", str(agreement.teacher_loss)],
+        [f"next-token loss of {spec.label}, nats", str(agreement.student_loss)],
         [f"{spec.verb}, of {counted}", f"{share:.3f}"],
     ]
-    if found.window_only is not None:
+    if agreement.window_only is not None:
         rows += [
-            ["KL(original, window only), nats/token", str(found.window_only.kl)],
-            ["next-token loss of window only, nats", str(found.window_only.loss)],
+            ["KL(original, window only), nats/token", str(agreement.window_only.kl)],
+            ["next-token loss of window only, nats", str(agreement.window_only.loss)],
         ]
     return markdown_table(["agreement", "value"], rows)
 

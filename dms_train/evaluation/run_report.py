@@ -146,12 +146,12 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 def _validation(rows: list[dict[str, Any]]) -> str:
     """Return the last validation of the export; intervals are in one row with their value."""
-    found = [row for row in rows if any(name.startswith(_VALIDATION) for name in row)]
-    if not found:
+    validations = [row for row in rows if any(name.startswith(_VALIDATION) for name in row)]
+    if not validations:
         return ""
     values = {
         name.removeprefix(_VALIDATION): value
-        for name, value in found[-1].items()
+        for name, value in validations[-1].items()
         if name.startswith(_VALIDATION)
     }
     own = [name for name in values if not name.endswith((".low", ".high"))]
@@ -161,12 +161,12 @@ def _validation(rows: list[dict[str, Any]]) -> str:
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> str:
-    found = [row for row in rows if any(name.startswith(_EVALUATION) for name in row)]
-    if not found:
+    evaluations = [row for row in rows if any(name.startswith(_EVALUATION) for name in row)]
+    if not evaluations:
         return ""
-    present = (name for row in found for name in row if name.startswith(_EVALUATION))
+    present = (name for row in evaluations for name in row if name.startswith(_EVALUATION))
     names = [name for name in dict.fromkeys(present) if name != KEPT]
-    lines = [[row["step"], *(row.get(name) for name in names)] for row in found]
+    lines = [[row["step"], *(row.get(name) for name in names)] for row in evaluations]
     header = ["step", *(name.removeprefix(_EVALUATION) for name in names)]
     return f"<h2>Evaluations</h2>{_table(header, lines)}"
 

@@ -79,34 +79,34 @@ def _interval(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}.low": estimate.low, f"{name}.high": estimate.high}
 
 
-def _agreement_numbers(found: Agreement, window: int) -> dict[str, float]:
+def _agreement_numbers(agreement: Agreement, window: int) -> dict[str, float]:
     numbers = {
-        **_interval("kl_nats_per_token", found.kl),
-        **_interval("top1_agreement", found.top1),
-        "lm_nats_per_token.teacher": found.teacher_loss.value,
-        "lm_nats_per_token.student": found.student_loss.value,
-        "evicted_share.student": found.evicted_share(found.student, window),
+        **_interval("kl_nats_per_token", agreement.kl),
+        **_interval("top1_agreement", agreement.top1),
+        "lm_nats_per_token.teacher": agreement.teacher_loss.value,
+        "lm_nats_per_token.student": agreement.student_loss.value,
+        "evicted_share.student": agreement.evicted_share(agreement.student, window),
     }
-    if found.window_only is not None:
-        control = found.window_only
+    if agreement.window_only is not None:
+        control = agreement.window_only
         numbers |= {
             **_interval("kl_nats_per_token.window_only", control.kl),
             "lm_nats_per_token.window_only": control.loss.value,
-            "evicted_share.window_only": found.evicted_share(control.cost, window),
+            "evicted_share.window_only": agreement.evicted_share(control.cost, window),
         }
     return numbers
 
 
 def _cost_numbers(prefix: str, both: dict[str, Cost]) -> dict[str, float]:
-    found: dict[str, float] = {f"{prefix}cr_factor": both["student"].cr_factor}
+    numbers: dict[str, float] = {f"{prefix}cr_factor": both["student"].cr_factor}
     for name, cost in both.items():
-        found |= {
+        numbers |= {
             f"{prefix}kv_reads.{name}": cost.kv_reads,
             **({f"{prefix}prefill_reads.{name}": cost.prefill_reads} if cost.prefill_reads else {}),
             f"{prefix}peak_tokens.{name}": cost.peak_tokens,
             f"{prefix}cache_bytes.{name}": cost.cache_bytes,
         }
-    return found
+    return numbers
 
 
 def validate(

@@ -94,9 +94,9 @@ class CompletionShape(_Shape):
             return None
         return {
             "tokens": [self._piece(entry.token) for entry in entries],
-            "token_logprobs": [found.logprob if found else None for _, found in entries],
-            "top_logprobs": [self._by_piece(found.top) if found else None for _, found in entries],
-            "text_offset": [found.text_offset if found else 0 for _, found in entries],
+            "token_logprobs": [entry.logprob if entry else None for _, entry in entries],
+            "top_logprobs": [self._by_piece(entry.top) if entry else None for _, entry in entries],
+            "text_offset": [entry.text_offset if entry else 0 for _, entry in entries],
         }
 
     def _piece(self, token: int) -> str:
@@ -147,11 +147,11 @@ class ChatShape(_Shape):
             return None
         content = [
             {
-                **self._token(token, found.logprob),
-                "top_logprobs": [self._token(t, v) for t, v in found.top.items()],
+                **self._token(token, entry.logprob),
+                "top_logprobs": [self._token(t, v) for t, v in entry.top.items()],
             }
-            for token, found in entries
-            if found is not None
+            for token, entry in entries
+            if entry is not None
         ]
         return {"content": content, "refusal": None}
 

@@ -447,8 +447,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, str(error.detail))
-    return JSONResponse(found.body(), error.status_code, error.headers)
+    refusal = ApiError(error.status_code, str(error.detail))
+    return JSONResponse(refusal.body(), error.status_code, error.headers)
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

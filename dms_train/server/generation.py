@@ -137,8 +137,8 @@ class PromptEcho:
         entries = None
         if output.prompt_logprobs is not None:
             entries = [
-                TokenEntry(token, found and found._replace(text_offset=offset))
-                for token, found, offset in zip(
+                TokenEntry(token, entry and entry._replace(text_offset=offset))
+                for token, entry, offset in zip(
                     output.prompt_token_ids,
                     output.prompt_logprobs,
                     self._offsets(output.prompt_token_ids),
@@ -153,8 +153,8 @@ class PromptEcho:
             return part
         ahead = len(self._text)
         entries = [
-            TokenEntry(token, found and found._replace(text_offset=found.text_offset + ahead))
-            for token, found in part.entries
+            TokenEntry(token, entry and entry._replace(text_offset=entry.text_offset + ahead))
+            for token, entry in part.entries
         ]
         return replace(part, entries=entries)
 

@@ -226,9 +226,9 @@ class EngineThread:
         ticket = self._tickets[output.request_id]
         positions = None
         if ticket.wants_positions:
-            found = self._engine.live_positions(output.request_id)
-            if found is not None:
-                positions = [[head.tolist() for head in layer] for layer in found]
+            live = self._engine.live_positions(output.request_id)
+            if live is not None:
+                positions = [[head.tolist() for head in layer] for layer in live]
         if output.finished:
             del self._tickets[output.request_id]
             self._free(output.request_id)

@@ -15,5 +15,5 @@ _FILE = "assets/published_dms.json"
 def published() -> dict[str, dict[str, Any]]:
     """Return tables by name: `caption`, `columns`, and `rows` of a label and cells (None is NA)."""
     text = files("dms_train").joinpath(_FILE).read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found
+    tables: dict[str, dict[str, Any]] = json.loads(text)
+    return tables

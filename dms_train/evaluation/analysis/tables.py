@@ -156,9 +156,9 @@ def published_tables() -> list[Table]:
     """Return the tables that the paper prints, named as such."""
     return [
         Table(
-            caption=f"Published, {name.replace('table', 'Table ')}: {found['caption']} ({SOURCE})",
-            columns=["", *found["columns"]],
-            rows=found["rows"],
+            caption=f"Published, {name.replace('table', 'Table ')}: {table['caption']} ({SOURCE})",
+            columns=["", *table["columns"]],
+            rows=table["rows"],
         )
-        for name, found in published().items()
+        for name, table in published().items()
     ]

@@ -168,8 +168,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         texts = [text for c, more in pairs if c for text in (c + more, c.rstrip())]
         texts = list(dict.fromkeys(texts))  # those that are encoded one by one otherwise
         self._encoded = dict(zip(texts, self._encode_all(texts), strict=True))
-        found: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return answers
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -257,15 +257,15 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
         """Encode texts like `tok_encode`, many at a time on all cores."""
-        found: list[list[int]] = [[]] * len(texts)
+        encoded: list[list[int]] = [[]] * len(texts)
         for special in (False, True):
             numbers = [i for i, x in enumerate(texts) if x.startswith(self._prefix) != special]
             for begin in range(0, len(numbers), _TEXTS):
                 part = numbers[begin : begin + _TEXTS]
                 ids = self.tokenizer([texts[i] for i in part], add_special_tokens=special)
                 for number, tokens in zip(part, ids["input_ids"], strict=True):
-                    found[number] = tokens
-        return found
+                    encoded[number] = tokens
+        return encoded
 
     def _by_context(self, requests: Sequence[Scored]) -> list[_Shared]:
         """Group requests by their contexts, cut at the left to the model's maximum length."""

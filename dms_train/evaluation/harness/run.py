@@ -85,12 +85,12 @@ def load_tasks(options: HarnessOptions) -> list[Any]:
     loaded: list[Any] = []
     with _network(allowed=options.download):
         for name in dict.fromkeys(options.tasks):
-            found = _load(manager, name, download=options.download)
-            groups = found.get("groups", {})
+            entry = _load(manager, name, download=options.download)
+            groups = entry.get("groups", {})
             nested = {child for group in groups.values() for child in group.child_names}
             tops = [group for key, group in groups.items() if key not in nested]
-            loaded += tops or list(found["tasks"].values())
-            for key, task in found["tasks"].items():
+            loaded += tops or list(entry["tasks"].values())
+            for key, task in entry["tasks"].items():
                 if getattr(task, "UNSAFE_CODE", False):
                     raise EvaluationError(
                         f"task {key}: runs programs that the model wrote without limits; use "
@@ -117,7 +117,7 @@ def evaluate(
     started, directory = time.monotonic(), resolve(model)
     lm = EngineLM(model, engine_options, seed=options.seed)
     limit = options.limit
-    found: dict[str, Any] = simple_evaluate(
+    results: dict[str, Any] = simple_evaluate(
         model=lm,
         tasks=tasks,
         task_manager=TaskManager(include_defaults=False),
@@ -130,7 +130,7 @@ def evaluate(
         torch_random_seed=options.seed,
         fewshot_random_seed=options.seed,
     )
-    found["dms"] = {
+    results["dms"] = {
         "model": model,
         "model_sha256": model_hash(directory),
         "engine": asdict(engine_options),
@@ -139,34 +139,34 @@ def evaluate(
         "versions": {name: _version(name) for name in _PACKAGES}
         | {"python": platform.python_version()},
     }
-    return found
+    return results
 
 
-def write_results(found: dict[str, Any], folder: Path, *, samples: bool) -> None:
+def write_results(results: dict[str, Any], folder: Path, *, samples: bool) -> None:
     """Write `results.json`, and the samples of each task as JSON lines if asked for.
 
     Args:
-        found: From `evaluate`.
+        results: From `evaluate`.
         folder: Output folder; made if it is not there.
         samples: Also write prompts, answers and scores of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if samples:
-        for task, rows in found["samples"].items():
+        for task, rows in results["samples"].items():
             lines = (json.dumps(row, default=handle_non_serializable) for row in rows)
             (folder / f"samples_{task}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    results = {name: value for name, value in found.items() if name != "samples"}
+    results = {name: value for name, value in results.items() if name != "samples"}
     text = json.dumps(results, indent=1, default=handle_non_serializable)
     partial = folder / f"{RESULTS}.partial"
     partial.write_text(text + "\n", encoding="utf-8")
     partial.rename(folder / RESULTS)
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Return the harness' tables of results, as Markdown."""
-    tables: list[str] = [make_table(found)]
-    if found.get("groups"):
-        tables.append(make_table(found, "groups"))
+    tables: list[str] = [make_table(results)]
+    if results.get("groups"):
+        tables.append(make_table(results, "groups"))
     return "\n".join(tables)
 
 
@@ -202,12 +202,12 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
         hint = f"; did you mean {', '.join(near)}?" if near else "; see --include-path"
         raise EvaluationError(f"task {name}: lm-evaluation-harness has no such task{hint}")
     try:
-        found: dict[str, Any] = manager.load([name])
+        loaded: dict[str, Any] = manager.load([name])
     except Exception as error:  # of the hub, of the files of data sets, of the task's own code
         reason = " ".join(str(error).split())[:200]
         hint = "" if download else "; --download fetches its data set where it is not on this disk"
         raise EvaluationError(f"task {name}: {reason}{hint}") from None
-    return found
+    return loaded
 
 
 def _kv(engine: InferenceEngine) -> dict[str, Any] | None:

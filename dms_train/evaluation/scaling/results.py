@@ -126,8 +126,8 @@ class RunResult:
     @property
     def cr(self) -> float:
         """Compression ratio of the model or its policy."""
-        found: float = self.header["config"]["cr"]
-        return found
+        cr: float = self.header["config"]["cr"]
+        return cr
 
     @property
     def complete(self) -> bool:
@@ -155,12 +155,12 @@ class RunResult:
         """
         how = Aggregate(self.header["aggregate"])
         limit = length_in_tokens(self.header["config"]["sweep"]["lengths"][index])
-        found = []
+        measures = []
         for rows in self.documents.values():
             scores = self._scores(rows, limit)
             right = sum(all(each.correct) for each in scores)
             taken = rows[:width]
-            found.append(
+            measures.append(
                 DocumentMeasure(
                     score=score(scores[:width], how),
                     chain_score=score(scores[:width], Aggregate.MEAN),
@@ -173,7 +173,7 @@ class RunResult:
                     truncated=sum(_is_cut(row, limit) for row in taken) / width,
                 )
             )
-        return found
+        return measures
 
     def _scores(self, rows: Sequence[Row], limit: int) -> list[ChainScore]:
         scored = bool(self.header["scores_truncated"])

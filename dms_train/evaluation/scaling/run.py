@@ -366,9 +366,9 @@ def evaluate(
             for number, rows in enumerate(_chains(prepared, missing, checker), 1):
                 writer.add(rows)
                 note(f"{number}/{len(missing)}: {rows[0]['document']}: {_counts(rows)}")
-    found = results.load([folder])
-    store.write_summary(folder, results.summary(found))
-    return found
+    result = results.load([folder])
+    store.write_summary(folder, results.summary(result))
+    return result
 
 
 def _counts(rows: list[store.Row]) -> str:
@@ -422,8 +422,8 @@ def _row(
         "prefill_reads": output.kv.prefill_reads,
         "kv_reads": [reads_within(trace, limit) for limit in limits],
         "peak": [peak_within(trace, limit) for limit in limits],
-        "joint_peak": [found.separate for found in joint],
-        "joint_peak_shared": [found.shared for found in joint],
+        "joint_peak": [peak.separate for peak in joint],
+        "joint_peak_shared": [peak.shared for peak in joint],
         "peak_bytes": output.kv.peak_live_bytes,
         "seconds": output.seconds,
         "text": output.text,

@@ -69,14 +69,14 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
 
 def differing_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> list[str]:
     """Return dotted keys whose values are not the same."""
-    found = []
+    keys = []
     for key in sorted({*first, *second}):
         here, a, b = f"{path}{key}", first.get(key), second.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differing_keys(a, b, f"{here}.")
+            keys += differing_keys(a, b, f"{here}.")
         elif a != b:
-            found.append(here)
-    return found
+            keys.append(here)
+    return keys
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -86,14 +86,14 @@ def read_header(folder: Path) -> dict[str, Any]:
         EvaluationError: There is none, or it is damaged or of another program.
     """
     try:
-        found = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        content = json.loads((folder / RUN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvaluationError(f"{folder}: no {RUN}; give the folder of a dms-eval run") from None
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{folder / RUN}: not UTF-8 ({error.reason})") from None
     except (ValueError, RecursionError) as error:
         raise EvaluationError(f"{folder / RUN}: not valid JSON ({error})") from None
-    header: dict[str, Any] = found if isinstance(found, dict) else {}
+    header: dict[str, Any] = content if isinstance(content, dict) else {}
     if not isinstance(header.get("config"), dict) or not header.get("config_hash"):
         raise EvaluationError(f"{folder / RUN}: not of a dms-eval run; leave the folder out")
     return header
@@ -105,11 +105,11 @@ def read_chains(folder: Path) -> list[Row]:
     Raises:
         EvaluationError: A file is damaged elsewhere than at its end.
     """
-    found: dict[tuple[str, int], Row] = {}
+    chains: dict[tuple[str, int], Row] = {}
     for path in sorted((folder / CHAINS).glob("*.jsonl")):
         for row in _whole_documents(path)[0]:
-            found.setdefault((row["document"], row["chain"]), row)
-    return [found[key] for key in sorted(found)]
+            chains.setdefault((row["document"], row["chain"]), row)
+    return [chains[key] for key in sorted(chains)]
 
 
 def _whole_documents(path: Path) -> tuple[list[Row], int]:
@@ -205,7 +205,7 @@ def find_runs(paths: Iterable[Path]) -> Iterator[Path]:
         EvaluationError: There is none at or below a path.
     """
     for path in paths:
-        found = sorted({file.parent for file in path.rglob(RUN)})
-        if not found:
+        folders = sorted({file.parent for file in path.rglob(RUN)})
+        if not folders:
             raise EvaluationError(f"{path}: no {RUN} here or below; give folders of dms-eval runs")
-        yield from found
+        yield from folders

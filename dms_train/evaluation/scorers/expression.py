@@ -25,21 +25,21 @@ class ExpressionScorer(Scorer):
             for text, verdict in zip(texts, verdicts, strict=True)
         ]
         same = _representatives([answer for answer in wrong if answer is not None], checker)
-        found = []
+        scores = []
         for answer, verdict in zip(wrong, verdicts, strict=True):
             correct = verdict is Verdict.CORRECT
             given = gold if correct else same.get(answer) if answer is not None else None
-            found.append(Score(answers=(given,), correct=(correct,), verdict=verdict.value))
-        return found
+            scores.append(Score(answers=(given,), correct=(correct,), verdict=verdict.value))
+        return scores
 
 
 def _representatives(answers: list[str], checker: AnswerChecker) -> dict[str, str]:
     """Return, for every answer, the first one that equals it."""
-    found: dict[str, str] = {}
+    representatives: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
-        known = list(dict.fromkeys(found.values()))
+        known = list(dict.fromkeys(representatives.values()))
         text = f"\\boxed{{{answer}}}"
         verdicts = checker.verdicts([Attempt(other, text, AnswerForm.BOXED) for other in known])
         equal = [o for o, v in zip(known, verdicts, strict=True) if v is Verdict.CORRECT]
-        found[answer] = equal[0] if equal else answer
-    return found
+        representatives[answer] = equal[0] if equal else answer
+    return representatives

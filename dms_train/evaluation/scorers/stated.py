@@ -19,11 +19,11 @@ class StatedScorer(Scorer):
     ) -> list[Score]:
         """Return the score of each text."""
         (gold,) = document.gold
-        found = []
+        scores = []
         for text in texts:
             verdict = verify_answer(Attempt(gold, text, AnswerForm.STATED))
             complete = verdict in (Verdict.CORRECT, Verdict.WRONG)
             answer = stated_answer(text) if complete else None
             correct = verdict is Verdict.CORRECT
-            found.append(Score(answers=(answer,), correct=(correct,), verdict=verdict.value))
-        return found
+            scores.append(Score(answers=(answer,), correct=(correct,), verdict=verdict.value))
+        return scores

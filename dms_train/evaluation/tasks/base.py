@@ -151,9 +151,9 @@ class Task(ABC):
             FileNotFoundError: `options.path` names no file.
         """
         rows, where = self._rows(options, tokens)
-        found: dict[str, Document] = {}
+        documents: dict[str, Document] = {}
         for number, row in enumerate(rows, 1):
-            if len(found) == options.limit:
+            if len(documents) == options.limit:
                 break
             try:
                 if not self.selects(row):
@@ -163,12 +163,12 @@ class Task(ABC):
                 raise EvaluationError(f"{where}:{number}: no column {error}") from None
             except (ValueError, TypeError, AttributeError) as error:
                 raise EvaluationError(f"{where}:{number}: {error}") from None
-            if document.id in found:
+            if document.id in documents:
                 raise EvaluationError(f"{where}:{number}: document {document.id} occurs twice")
-            found[document.id] = document
-        if not found:
+            documents[document.id] = document
+        if not documents:
             raise EvaluationError(f"{where}: no documents")
-        return list(found.values())
+        return list(documents.values())
 
     def _rows(self, options: TaskOptions, tokens: TokenCounter) -> tuple[list[Row], str]:
         """Return all rows, and their name in error messages."""

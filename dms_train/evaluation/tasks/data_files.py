@@ -43,7 +43,7 @@ class DataSource:
                 "the hub needs huggingface_hub; pip install 'dms-train[hf]'"
             ) from None
         try:
-            found = hf_hub_download(
+            path = hf_hub_download(
                 self.repo, self.file, repo_type="dataset", local_files_only=not download
             )
         except Exception as error:  # of the hub, the network and the disk
@@ -51,7 +51,7 @@ class DataSource:
             if not download and isinstance(error, LocalEntryNotFoundError):
                 reason = "not in the local cache of the hub; task.download=true fetches it"
             raise EvaluationError(f"{self.repo}/{self.file}: {reason}") from None
-        return Path(found)
+        return Path(path)
 
 
 def read_rows(path: Path, *, sha256: str | None = None) -> Iterator[dict[str, Any]]:

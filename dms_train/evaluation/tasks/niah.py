@@ -108,8 +108,8 @@ def needles(count: int, seed: int) -> Iterator[Needle]:
 @cache
 def _key_words() -> dict[str, list[str]]:
     text = files("dms_train").joinpath(_WORDS).read_text(encoding="utf-8")
-    found: dict[str, list[str]] = json.loads(text)
-    return found
+    words: dict[str, list[str]] = json.loads(text)
+    return words
 
 
 def hidden(text: str, needle: Needle) -> str:
