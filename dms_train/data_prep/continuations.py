@@ -212,7 +212,7 @@ def _in_order(
     """Continue like `_continued`; a prompt starts when an earlier one has finished."""
     slots = job.engine.max_num_seqs
     queue: deque[tuple[Prompt, str | None]] = deque()  # from the first unfinished prompt on
-    done: dict[str | None, list[CompletionOutput]] = {None: []}
+    finished: dict[str | None, list[CompletionOutput]] = {None: []}
     running = 0
     while True:
         while running < 2 * slots and len(queue) < _AHEAD * slots:
@@ -221,15 +221,15 @@ def _in_order(
                 break
             queue.append((prompt, _start(engine, job, prompt)))
             running += prompt.rejected is None
-        while queue and queue[0][1] in done:
+        while queue and queue[0][1] in finished:
             prompt, request_id = queue.popleft()
-            yield prompt, done[request_id]
+            yield prompt, finished[request_id]
             if request_id is not None:
-                del done[request_id]
+                del finished[request_id]
         if not queue:
             return
         for output in engine.step():
-            done[output.request_id] = output.outputs
+            finished[output.request_id] = output.outputs
             running -= 1
 
 

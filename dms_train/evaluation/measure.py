@@ -203,12 +203,12 @@ def _scores(
     rows = []
     for text, *hidden in zip(texts, student.hidden, teacher.hidden, strict=True):
         columns = (*hidden, text.labels, text.loss_mask.double())
-        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        column_sums = torch.zeros(5, dtype=torch.float64, device=device)
         for first in range(0, len(text.tokens), COMPARED_POSITIONS):
             part = [column[first : first + COMPARED_POSITIONS].to(device) for column in columns]
             ours, theirs = (F.linear(part[i], heads[i]).double() for i in range(2))
-            sums += _compared(ours, theirs, part[2], part[3])
-        rows.append(sums.tolist())
+            column_sums += _compared(ours, theirs, part[2], part[3])
+        rows.append(column_sums.tolist())
     return [list(column) for column in zip(*rows, strict=True)]
 
 

@@ -55,7 +55,7 @@ def _plot(axes: Any, curves: dict[str, Curve], unit: str) -> Any:
         rare = name.startswith("eval/") or name.endswith("checkpoint_seconds")
         alone = rare or len(curve[0]) == 1
         axes.plot(*curve, "o" if alone else "-", label=name)
-    axes.set(xlabel="step", ylabel=unit)
+    axes.set(xlabel="optimizer step", ylabel=unit)
     axes.legend()
     return axes
 
@@ -72,7 +72,7 @@ def draw_training(rows: Path, path: Path) -> bool:
     curves = curves_of(read_rows(rows))
     panels = [
         ("nats/token", ("train/kl", "train/lm", "eval/kl", "eval/lm")),
-        ("compression ratio", ("train/target_cr", "train/cr", "eval/cr")),
+        ("compression ratio (tokens / cache slots)", ("train/target_cr", "train/cr", "eval/cr")),
     ]
     shown = [(label, [n for n in names if n in curves]) for label, names in panels]
     shown = [(label, names) for label, names in shown if names]

@@ -264,7 +264,7 @@ class Generation:
         """Sum tokens and cache of the request over its prompts and continuations."""
         outputs = [p.ticket.output for p in self._prompts if p.ticket.output is not None]
         prompt = sum(map(len, self.job.prompts))
-        completion = sum(len(done.token_ids) for output in outputs for done in output.outputs)
+        completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -287,9 +287,9 @@ class Generation:
         if self.timing.first_token is None:
             self.timing.first_token = time.monotonic()
         parts: list[Part] = []
-        for choice, done in zip(prompt.choices, output.outputs, strict=True):
+        for choice, completion in zip(prompt.choices, output.outputs, strict=True):
             begins = choice.tokens == 0
-            part = choice.advance(done)
+            part = choice.advance(completion)
             if part is not None and prompt.echo is not None:
                 if begins:
                     parts.append(prompt.echo.part(choice.index, output))
@@ -334,7 +334,7 @@ def _cached_tokens(outputs: list[RequestOutput]) -> int:
 
 
 def _kv_usage(outputs: list[RequestOutput]) -> dict[str, Any]:
-    costs = [done.kv for output in outputs for done in output.outputs]
+    costs = [each.kv for output in outputs for each in output.outputs]
     live = sum(kv.live_tokens for kv in costs)
     return {
         "kv_reads": sum(kv.kv_reads for kv in costs),

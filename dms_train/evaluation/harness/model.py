@@ -192,14 +192,14 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             ):
                 windows.append((None, *utils.make_disjoint_window(window)))
                 owners.append(number)
-        totals = [0.0] * len(texts)
+        log_likelihoods = [0.0] * len(texts)
         for owner, (value, _) in zip(
             owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
         ):
-            totals[owner] += value
-        for text, total in zip(texts, totals, strict=True):
+            log_likelihoods[owner] += value
+        for text, total in zip(texts, log_likelihoods, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return totals
+        return log_likelihoods
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return continuations up to the first stop text.
@@ -248,8 +248,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
         answers: list[Answer] = [(0.0, True)] * len(requests)
         for group, output in self._outputs(len(shared), add, "loglikelihood", disable_tqdm):
-            for number, done in zip(shared[group].numbers, output.outputs, strict=True):
-                answers[number] = _answer(done)
+            for number, completion in zip(shared[group].numbers, output.outputs, strict=True):
+                answers[number] = _answer(completion)
         for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -346,13 +346,13 @@ def _tokenizer(directory: Path) -> Any:
         raise EvaluationError(str(error)) from None
 
 
-def _answer(done: CompletionOutput) -> Answer:
-    assert done.scores is not None
-    return sum(done.scores.logprobs), all(done.scores.greedy)
+def _answer(completion: CompletionOutput) -> Answer:
+    assert completion.scores is not None
+    return sum(completion.scores.logprobs), all(completion.scores.greedy)
 
 
 def _require_whole(output: RequestOutput) -> None:
-    if any(done.finish_reason == "memory" for done in output.outputs):
+    if any(each.finish_reason == "memory" for each in output.outputs):
         length = len(output.prompt_token_ids)
         raise InferenceError(
             f"a prompt of {length} tokens: the cache is too small for it; raise --cache-bytes"

@@ -358,9 +358,9 @@ def evaluate(
         store.ChainWriter(folder, options.shard, options.shards, job) as writer,
         AnswerChecker(options.workers, allow_code=options.allow_code) as checker,
     ):
-        done = {row["document"] for row in store.read_chains(folder)}
+        finished = {row["document"] for row in store.read_chains(folder)}
         mine = prepared.documents[options.shard :: options.shards]
-        missing = [each for each in mine if each.document.id not in done]
+        missing = [each for each in mine if each.document.id not in finished]
         note(f"{len(missing)} of {len(mine)} documents to do")
         if missing:
             for number, rows in enumerate(_chains(prepared, missing, checker), 1):
