@@ -72,7 +72,7 @@ def draw_training(rows: Path, path: Path) -> bool:
     curves = curves_of(read_rows(rows))
     panels = [
         ("nats/token", ("train/kl", "train/lm", "eval/kl", "eval/lm")),
-        ("compression ratio (tokens / cache slots)", ("train/target_cr", "train/cr", "eval/cr")),
+        ("CR (tokens / cache slots)", ("train/target_cr", "train/cr", "eval/cr")),
     ]
     shown = [(label, [n for n in names if n in curves]) for label, names in panels]
     shown = [(label, names) for label, names in shown if names]
