@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # Processes that run tests, one thread each; a test may start four more.
 WORKERS ?= 2
 
-.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-slurm test-faults test-mutations test-full docs demo
+.PHONY: setup check fmt fmt-check lint types imports test test-research test-gpu test-slurm test-faults test-mutations test-full docs demo
 
 setup: $(STAMP)
 
@@ -39,7 +39,11 @@ imports: $(STAMP)
 
 # A file's tests stay in one process, so that what they share is made once; tests/conftest.py orders.
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu and not slurm and not faults"
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu and not slurm and not faults and not research"
+
+# The experiments in research/; the default tests have one quick test of them.
+test-research: $(STAMP)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/research
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)

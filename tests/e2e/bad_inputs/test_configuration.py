@@ -75,7 +75,7 @@ CASES = {
         done="`experiment=huge`",
         arrange=train("experiment=huge"),
         kind="config error",
-        facts=("experiment=huge", "ablation", "demo"),
+        facts=("experiment=huge", "demo", "paper"),
     ),
     "wrong-type": Case(
         done="`optim.lr=fast`",
