@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Installed on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# Exports load with transformers 4, too: one test puts these before the installed ones.
+TRANSFORMERS_4 := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
 
 # Processes that run tests, one thread each; a test may start four more.
 WORKERS ?= 2
@@ -17,6 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[hf,track,plot,progress,serve,data,harness,dev,docs]'
+	$(BIN)/python -m pip install --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
 	touch $(STAMP)
 
 check: fmt-check lint types imports

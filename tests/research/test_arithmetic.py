@@ -149,7 +149,7 @@ def test_a_chain_is_right_as_often_as_stated_and_a_vote_more_often() -> None:
 
 
 def test_lengths_are_those_of_the_guide() -> None:
-    """docs/guides/lab.md: 0.27, 0.58, 0.89 within 256, 512 and 1,024 tokens, none above 1,661."""
+    """research/lab/README.md: 0.27, 0.58, 0.89 within 256, 512 and 1,024 tokens; 1,661 at most."""
     rng, count = random.Random(3), 1000
     drawn = [Arithmetic().draw(rng) for _ in range(count)]
     sizes = np.array([len(each.tokens) - each.prompt for each in drawn])

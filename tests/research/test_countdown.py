@@ -217,7 +217,7 @@ def test_first_moves_come_in_random_order() -> None:
 
 
 def test_an_ideal_solver_finishes_within_these_lengths() -> None:
-    """As docs/guides/lab.md says: 0.42, 0.74, 0.98 within 512, 1,024 and 2,048 tokens."""
+    """As research/lab/README.md says: 0.42, 0.74, 0.98 within 512, 1,024 and 2,048 tokens."""
     rng, count = random.Random(11), 1000
     drawn = [instance(rng, PROBLEMS[4], "held_out") for _ in range(count)]
     sizes = np.array([len(search(rng, each)) - 7 for each in drawn])
