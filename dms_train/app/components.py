@@ -74,7 +74,7 @@ def trainer_components(
         source=source,
         exporter=exporter,
         validator=_validator(prepared, valid),
-        evaluator=TaskEvaluator(folder=prepared.folder, options=config.stage.evaluate),
+        evaluator=TaskEvaluator(folder=prepared.folder, options=config.stage.run_tasks),
         reporter=reporter,
         watch=watch,
         saver=saver,
@@ -95,7 +95,7 @@ def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidat
         folder=prepared.folder,
         teacher=prepared.start.model_dir,
         samples=samples,
-        options=prepared.config.stage.validate,
+        options=prepared.config.stage.validate_export,
         since=prepared.since,
     )
 

@@ -28,7 +28,7 @@ def check_memory(
         config: The configuration.
         architecture: Architecture of the model.
         view: This rank's place.
-        validates: Whether the process goes on to the stage `validate`.
+        validates: Whether the process goes on to the stage `validate_export`.
 
     Raises:
         ConfigError: Weights, gradients and optimizer state alone are too large, or a validation

@@ -123,9 +123,9 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
 def _action(config: RunConfig, action: Action) -> str:
     if action == "export":
         return f"format {config.stage.export.format}"
-    if action == "evaluate":
-        return f"tasks {', '.join(config.stage.evaluate.tasks)}"
-    options = config.stage.validate
+    if action == "run_tasks":
+        return f"tasks {', '.join(config.stage.run_tasks.tasks)}"
+    options = config.stage.validate_export
     problems = "" if options.problems is None else f", problems of {options.problems}"
     return f"{options.samples} samples{problems}"
 

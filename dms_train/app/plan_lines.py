@@ -65,19 +65,19 @@ def _operations(
 def validation_lines(
     config: RunConfig, architecture: Architecture, world_size: int
 ) -> Iterator[str]:
-    """Memory of the stage `validate`; ConfigError if the chosen GPU cannot hold it."""
-    if "validate" not in config.stage.run:
+    """Memory of the stage `validate_export`; ConfigError if the chosen GPU cannot hold it."""
+    if "validate_export" not in config.stage.run:
         return
     gpu = _chosen(config)
     alone = validation.needed_bytes(config, architecture)
     trained = layouts.planned(config, architecture, world_size, gpu).stages[0].fixed
     yield (
-        f"memory  of validate: {alone / _GIB:.2f} GiB of one GPU in a job of its own, "
+        f"memory  of validate_export: {alone / _GIB:.2f} GiB of one GPU in a job of its own, "
         f"{(alone + trained) / _GIB:.2f} GiB in the process that has trained"
     )
     problem = validation.problem(config, architecture, gpu.label, gpu.memory)
     if config.cluster.gpu is not None and problem is not None:
-        raise ConfigError(f"{problem}; leave validate out of stage.run")
+        raise ConfigError(f"{problem}; leave validate_export out of stage.run")
 
 
 def layout_table(

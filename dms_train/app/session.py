@@ -104,7 +104,7 @@ def _begin(prepared: Prepared, count: int, files: StateFiles) -> None:
     run_folder.write(config, is_main_rank=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
     check_memory(
-        config, prepared.architecture, view, validates="validate" in config.stage.run[:count]
+        config, prepared.architecture, view, validates="validate_export" in config.stage.run[:count]
     )
     if view.rank == 0:
         files.begin()

@@ -101,7 +101,6 @@ def _report(words: list[str]) -> None:
     args = parser.parse_args(words)
     if args.output.suffix == ".md":
         parser.error(f"--output {args.output}: the page; its Markdown goes beside it as .md")
-    from dms_train.evaluation.analysis.charts import standalone
     from dms_train.evaluation.analysis.comparison import Comparison
     from dms_train.evaluation.analysis.page import figures, markdown, page
     from dms_train.evaluation.scaling.results import load_all
@@ -110,8 +109,8 @@ def _report(words: list[str]) -> None:
     files = {args.output: page(comparison), args.output.with_suffix(".md"): markdown(comparison)}
     if args.figures is not None:
         args.figures.mkdir(parents=True, exist_ok=True)
-        for name, svg in figures(comparison):
-            files[args.figures / f"{name}.svg"] = standalone(svg, comparison.methods)
+        for name, svg in figures(comparison, links=False):
+            files[args.figures / f"{name}.svg"] = f"{svg}\n"
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")

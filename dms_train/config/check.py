@@ -87,29 +87,32 @@ def _stages(config: RunConfig) -> Iterator[str]:
 
 
 def _validation(config: RunConfig) -> Iterator[str]:
-    if "validate" not in config.stage.run:
+    if "validate_export" not in config.stage.run:
         return
-    wanted, built = config.stage.validate.samples, config.run.eval_samples
+    wanted, built = config.stage.validate_export.samples, config.run.eval_samples
     if "export" not in config.stage.run:
-        yield "stage.run: validate measures what export wrote; put export before it"
+        yield "stage.run: validate_export measures what export wrote; put export before it"
     if "pretrain" in config.stage.run:
-        yield "stage.run: validate measures what a retrofit changed; leave it out after pretrain"
+        yield (
+            "stage.run: validate_export measures what a retrofit changed; leave it out after "
+            "pretrain"
+        )
     elif config.model.path is None:
-        yield "model.path: validate needs the original as teacher; set it, or leave validate out"
+        yield "model.path: validate_export needs the original as teacher; set it, or leave it out"
     if wanted > built:
         yield (
-            f"stage.validate.samples={wanted}: run.eval_samples={built} are the validation samples "
-            "there are; lower the one or raise the other"
+            f"stage.validate_export.samples={wanted}: only run.eval_samples={built} validation "
+            "samples exist; lower the first or raise the second"
         )
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    if "evaluate" not in config.stage.run:
+    if "run_tasks" not in config.stage.run:
         return
     if "export" not in config.stage.run:
-        yield "stage.run: evaluate measures what export wrote; put export before it"
-    if not config.stage.evaluate.tasks:
-        yield "stage.evaluate.tasks=[]: name at least one; `dms-eval tasks` lists them"
+        yield "stage.run: run_tasks measures what export wrote; put export before it"
+    if not config.stage.run_tasks.tasks:
+        yield "stage.run_tasks.tasks=[]: name at least one; `dms-eval tasks` lists them"
 
 
 def _starting_weights(config: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ import yaml
 
 from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
+from dms_train.observe.state_files import current_stage
 
 CONFIG_FILE = "config.yaml"
 # What a resumed run may change: it affects no sample, weight or decision.
@@ -17,8 +18,8 @@ _FREE = (
     "observe",
     "cluster",
     "kernels",
-    "stage.validate",
-    "stage.evaluate",
+    "stage.validate_export",
+    "stage.run_tasks",
     "data.micro_batch_size",
     "data.cache_dir",
 )
@@ -26,6 +27,8 @@ _FREE = (
 _MOVED = {
     "method.kl_direction": "loss.kl_direction",
     "method.kl_temperature": "loss.kl_temperature",
+    "stage.validate": "stage.validate_export",
+    "stage.evaluate": "stage.run_tasks",
 }
 
 
@@ -57,6 +60,9 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
         if name in current.get(block, {}):
             target, _, new_name = new.partition(".")
             current.setdefault(target, {})[new_name] = current[block].pop(name)
+    stage = current.get("stage")
+    if isinstance(stage, dict) and isinstance(stage.get("run"), list):
+        stage["run"] = [current_stage(name) for name in stage["run"]]
     return current
 
 

@@ -63,7 +63,7 @@ _TOKENIZE = (
 )
 _ARRAYS = """\
 Make a shard from token ids. A .npy file has one document a row; a .npz file has `ids` of all
-documents, one behind the other, and their `lengths`, or `offsets` with the end.
+documents, one after the other, and their `lengths`, or `offsets` with the end.
 """
 
 
@@ -74,8 +74,8 @@ class TokenizeJob:
     Attributes:
         inputs: Files, read in this order.
         output: Prefix of the files to write.
-        rule: How the inputs are divided into documents.
-        encoder: How a document becomes tokens.
+        rule: Division of the inputs into documents.
+        encoder: Conversion of a document to tokens.
         workers: Tokenising processes.
         limit: Stop after this many documents; None takes all.
         overwrite: Replace an existing shard.

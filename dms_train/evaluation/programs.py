@@ -1,4 +1,4 @@
-"""Runs programs that a model wrote, each in a process with limits (`program_process`)."""
+"""Programs that a model wrote, each run in a process with limits (`program_process`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProgramTest(NamedTuple):
 
 
 def passes(source: str, tests: Iterable[ProgramTest], *, seconds: float = 6.0) -> bool:
-    """Whether a program gives every expected output, in a process with limits each.
+    """Return whether a program gives every expected output, each in a process with limits.
 
     Args:
         source: Python.
@@ -61,7 +61,7 @@ def _passes(source: str, test: ProgramTest, seconds: float) -> bool:
 
 
 def _output(source: str, test: ProgramTest, seconds: float) -> str | None:
-    """What a program writes; None when it fails or exceeds a limit."""
+    """Return the output of a program; None if it fails or exceeds a limit."""
     with tempfile.TemporaryDirectory(prefix="dms-program-") as folder:
         program, given, written = (Path(folder) / name for name in ("source", "in", "out"))
         program.write_text(source, encoding="utf-8", errors="replace")
@@ -91,17 +91,17 @@ def _output(source: str, test: ProgramTest, seconds: float) -> str | None:
         return written.read_text(encoding="utf-8", errors="replace") if code == 0 else None
 
 
-def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs have the same lines, but for outer white space and forms of numbers."""
-    lines, wanted = ([line.strip() for line in t.strip().split("\n")] for t in (found, expected))
+def same_output(output: str, expected: str) -> bool:
+    """Compare two outputs line by line, ignoring outer white space and forms of numbers."""
+    lines, wanted = ([line.strip() for line in t.strip().split("\n")] for t in (output, expected))
     if len(lines) != len(wanted):
         return False
     return all(a == b or _same_numbers(a, b) for a, b in zip(lines, wanted, strict=True))
 
 
-def _same_numbers(found: str, expected: str) -> bool:
+def _same_numbers(output: str, expected: str) -> bool:
     try:
-        first, second = ([Decimal(word) for word in line.split()] for line in (found, expected))
+        first, second = ([Decimal(word) for word in line.split()] for line in (output, expected))
     except InvalidOperation:
         return False
     return first == second

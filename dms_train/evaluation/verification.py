@@ -1,9 +1,9 @@
-"""Verifies many answers in worker processes, each with limited time.
+"""Verification of many answers in worker processes, each with limited time.
 
 The comparison of two expressions can run for ever in code that no signal interrupts, such as the
 power of two large numbers. A worker that has used up its processor time is killed and replaced; its
-attempt gets the verdict `timeout`. Time of the clock is limited too, generously: a process that
-waits for others on a busy machine is not stuck.
+attempt gets the verdict `timeout`. Wall-clock time is limited too, but generously, because a
+process that waits for others on a busy machine is not stuck.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Worker:
         self.look_at = now + min(limits)
 
     def has_time(self) -> bool:
-        """Whether no limit is exceeded; `look_at` is when that can be otherwise."""
+        """Return whether no limit is exceeded; `look_at` is when that can change."""
         now = time.monotonic()
         if now < self.look_at:
             return True
@@ -146,8 +146,8 @@ class Verifier:
         """Start the processes.
 
         Args:
-            workers: How many.
-            limits: After which a worker that has not answered is killed.
+            workers: Number of worker processes.
+            limits: Limits after which a silent worker is killed.
 
         Raises:
             EvaluationError: math-verify is not installed.
@@ -178,7 +178,7 @@ class Verifier:
         return Losses(self._stuck, self._crashed)
 
     def verdicts(self, attempts: Iterable[Attempt]) -> Iterator[Verdict]:
-        """The verdict of every attempt, in order; attempts are read a little ahead.
+        """Yield the verdict of every attempt, in order; a few attempts are read in advance.
 
         Raises:
             EvaluationError: A worker does not start.
@@ -189,7 +189,7 @@ class Verifier:
     def verified(
         self, items: Iterable[Item], attempts: Callable[[Item], list[Attempt]]
     ) -> Iterator[tuple[Item, list[Verdict]]]:
-        """Every item with the verdicts of its attempts, in order; items are read a little ahead.
+        """Yield every item with the verdicts of its attempts, in order; a few are read in advance.
 
         Raises:
             EvaluationError: A worker does not start.
@@ -260,7 +260,7 @@ def _is_busy(worker: _Worker) -> bool:
 
 
 def _work(pipe: Connection) -> None:
-    """A worker process: reports that it is ready, then answers attempts until the pipe closes."""
+    """Run a worker process: report that it is ready, then answer attempts until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_WORKER_BYTES, _WORKER_BYTES))

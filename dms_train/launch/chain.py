@@ -20,7 +20,8 @@ from dms_train.launch.nodes import Needs
 
 Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(dms_train.__file__).parent / "slurm"
-PREPARE, IMPORT, VALIDATE, EVALUATE = "prepare", "hf_to_megatron", "validate", "evaluate"
+PREPARE, IMPORT = "prepare", "hf_to_megatron"
+VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _FP32 = 4
 START_FOLDER = "start"  # in the run folder: what IMPORT writes and training begins with
@@ -39,12 +40,13 @@ def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
 
     `prepare` checks the token files, and makes them if --prepare was given; `hf_to_megatron` makes
     the checkpoint that training starts from; then follow the stages of `stage.run`. An export is
-    validated on one node, whether or not `stage.run` names `validate`, and evaluated on one node.
+    always validated, whether or not `stage.run` names `validate_export`. Validation and tasks take
+    one node.
 
     Raises:
         ConfigError: A stage to skip does not exist, or the stages do not make a chain.
     """
-    trained = [stage for stage in config.stage.run if stage not in (VALIDATE, EVALUATE)]
+    trained = [stage for stage in config.stage.run if stage not in (VALIDATE_EXPORT, RUN_TASKS)]
     if len(set(trained)) != len(trained):
         raise ConfigError("stage.run: a chain has one job for each stage; name each once")
     jobs = [Job(PREPARE, "convert")]
@@ -52,9 +54,9 @@ def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
         jobs.append(Job(IMPORT, "convert"))
     jobs += [Job(stage, "train") for stage in trained]
     if "export" in trained and config.model.path is not None and compresses(config):
-        jobs.append(Job(VALIDATE, "validate"))
-    if EVALUATE in config.stage.run:
-        jobs.append(Job(EVALUATE, "validate"))
+        jobs.append(Job(VALIDATE_EXPORT, "validate"))
+    if RUN_TASKS in config.stage.run:
+        jobs.append(Job(RUN_TASKS, "validate"))
     names = [job.stage for job in jobs]
     for name in skipped:
         if name not in names:
@@ -95,7 +97,12 @@ def needs(job: Job, config: RunConfig) -> Needs:
     # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)
     architecture = read_architecture(config.model)
-    free = {PREPARE: 0, VALIDATE: 0, EVALUATE: 0, IMPORT: _FP32 * parameter_count(architecture)}
+    free = {
+        PREPARE: 0,
+        VALIDATE_EXPORT: 0,
+        RUN_TASKS: 0,
+        IMPORT: _FP32 * parameter_count(architecture),
+    }
     return Needs(
         gpus if cluster.gpus_per_node else 0,
         # a tenth on top for the index and for the rows that pad the vocabulary
@@ -119,7 +126,7 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
         "LOG": _log_pattern(run, job),
         "NODES": str(cluster.nodes),
         "CPUS": str(cluster.cpus_per_node),
-        "TIME": cluster.time if job.kind == "train" or job.stage == EVALUATE else convert,
+        "TIME": cluster.time if job.kind == "train" or job.stage == RUN_TASKS else convert,
         "SITE": "\n".join(_site_lines(cluster, job.kind)),
         "NPROC": str(cluster.processes_per_node),
         "NODE_GPUS": str(wanted.gpus),

@@ -42,10 +42,10 @@ from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
 from dms_train.config.gpus import GPUS
 from dms_train.config.schema import RunConfig
 from dms_train.launch import scheduler
-from dms_train.launch.chain import VALIDATE, Job, chain, frozen, needs, script
+from dms_train.launch.chain import VALIDATE_EXPORT, Job, chain, frozen, needs, script
 from dms_train.launch.freeze import freeze, workdir
 from dms_train.launch.stage import PREPARE_FILE
-from dms_train.observe.state_files import StateFiles
+from dms_train.observe.state_files import StateFiles, current_stage
 
 _JOBS_FILE = Path("launch") / "jobs.json"
 _VERBS = ("status", "resume", "cancel")
@@ -106,14 +106,14 @@ def _check_site(cluster: ClusterOptions) -> None:
 def _check_validation(jobs: list[Job], config: RunConfig) -> None:
     """Refuse a validation that its one GPU cannot hold."""
     name = config.cluster.gpu
-    if name is None or VALIDATE not in [job.stage for job in jobs]:
+    if name is None or VALIDATE_EXPORT not in [job.stage for job in jobs]:
         return
     gpu = GPUS[name]
     problem = validation.problem(config, read_architecture(config.model), gpu.label, gpu.memory)
     if problem is not None:
         raise ConfigError(
-            f"{problem}; leave it out with --skip {VALIDATE}, and run dms-validate on a larger "
-            "GPU or on a CPU"
+            f"{problem}; leave it out with --skip {VALIDATE_EXPORT}, and run dms-validate on a "
+            "larger GPU or on a CPU"
         )
 
 
@@ -263,7 +263,8 @@ def _act(verb: str, run: Path) -> int:
         return _cancel(run)
     scheduler.require()
     with _alone(run):
-        _submit([job for job in chain(config) if job.stage in _submitted(run)], config)
+        submitted = {current_stage(name) for name in _submitted(run)}
+        _submit([job for job in chain(config) if job.stage in submitted], config)
     return 0
 
 

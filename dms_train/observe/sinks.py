@@ -31,9 +31,9 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 RUN_ID_FILE = "wandb_id"
 STEP, TOKENS = "step", "tokens"
-VALIDATION = "export_eval/"
+VALIDATION = "validate_export/"
 # Curves over steps, and over the tokens that a model has been trained on.
-_AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "eval/*": TOKENS}
+_AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "run_tasks/*": STEP, "eval/*": TOKENS}
 _PROBE_SECONDS = 3.0
 _FINISH_SECONDS = 60.0
 

@@ -23,6 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_FORMER_STAGES = {"validate": "validate_export", "evaluate": "run_tasks"}
+
+
+def current_stage(name: str) -> str:
+    """Return the name of a stage that a run folder written by an earlier version mentions."""
+    return _FORMER_STAGES.get(name, name)
+
 
 @dataclass(frozen=True, slots=True)
 class StateFiles:
@@ -75,8 +82,8 @@ class StateFiles:
         self._write(self.state / "DONE", "all stages\n")
 
     def is_done(self, stage: str) -> bool:
-        """Whether a stage is finished."""
-        return (self.state / f"{stage}.done").is_file()
+        """Return whether a stage is finished."""
+        return stage in {current_stage(file.stem) for file in self.state.glob("*.done")}
 
     def failed(self, rank: int, attempt: str, error: BaseException, lines: list[str]) -> None:
         """Keep why a rank ends.

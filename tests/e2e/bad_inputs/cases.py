@@ -99,7 +99,10 @@ def edit_weights(workspace: Workspace, edit: Callable[[dict[str, torch.Tensor]],
     save_file(tensors, file, {"format": "pt"})
 
 
-VALIDATED = ("stage.run=[zero_neuron,retrofit,export,validate]", "stage.validate.samples=2")
+VALIDATED = (
+    "stage.run=[zero_neuron,retrofit,export,validate_export]",
+    "stage.validate_export.samples=2",
+)
 
 
 def file_in_place_of_run(workspace: Workspace) -> None:

@@ -141,5 +141,5 @@ def test_a_validation_takes_one_model_at_a_time(name, dtype, gpu, fits):
     assert (line is None) == fits
     if not fits:
         assert f"needs {needed / 2**30:.1f} GiB of one GPU, a {known.label} has" in line
-    on_cpu = config(stage__export={"dtype": dtype}, stage__validate={"device": "cpu"})
+    on_cpu = config(stage__export={"dtype": dtype}, stage__validate_export={"device": "cpu"})
     assert validation.problem(on_cpu, model, known.label, known.memory) is None

@@ -42,7 +42,7 @@ def written(source: str) -> str:
 
 def verdicts(document, *texts: str) -> list[str]:
     with AnswerChecker(allow_code=True) as checker:
-        return [m.verdict for m in ProgramScorer().marks(document, texts, checker)]
+        return [m.verdict for m in ProgramScorer().scores(document, texts, checker)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.id)
@@ -78,7 +78,7 @@ def test_hidden_tests_count():
 
 def test_nothing_runs_unless_it_is_allowed():
     with AnswerChecker() as checker, pytest.raises(EvaluationError, match="only with --allow-code"):
-        ProgramScorer().marks(DOCUMENTS[0], [written("print(1)")], checker)
+        ProgramScorer().scores(DOCUMENTS[0], [written("print(1)")], checker)
 
 
 FORBIDDEN = {
