@@ -18,12 +18,12 @@ import yaml
 from benchmarks.lab.differences import chain_scores, over_seeds
 from benchmarks.lab.tasks import TASKS, named
 from dms_train.cli.errors import run_main
-from dms_train.config.memory import parameter_count
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.results import RunResult, load
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture
+from dms_train.planning.memory import parameter_count
 
 TEACHER = "teacher"
 GREEDY = f"{TEACHER}_greedy"

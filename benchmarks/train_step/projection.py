@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.train_step.shapes import QWEN_32B, SHAPES, Case
-from dms_train.config.flops import forward_flops_per_token
-from dms_train.config.memory import parameter_count
+from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.memory import parameter_count
 
 GPUS, TP, PP = 256, 8, 2
 DP = GPUS // (TP * PP)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from dms_train.config import layouts, memory, validation
 from dms_train.config.build import ConfigError
-from dms_train.config.gpus import like
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
 from dms_train.observe import log
+from dms_train.planning import layouts, memory, validation_memory
+from dms_train.planning.gpus import like
 
 _GIB = 2**30
 
@@ -41,7 +41,7 @@ def check_memory(
     stages = memory.estimate_stages(config, architecture, view.world_size)
     if validates:
         name, total, _ = gpus[0]
-        problem = validation.problem(config, architecture, name, total, stages[0].fixed)
+        problem = validation_memory.problem(config, architecture, name, total, stages[0].fixed)
         if problem is not None:
             raise ConfigError(
                 f"{problem}; leave it out of stage.run and run dms-validate afterwards"

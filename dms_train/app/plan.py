@@ -7,15 +7,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from dms_train.app.plan_lines import layout_lines, layout_table, validation_lines
-from dms_train.config import divide, layouts
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
-from dms_train.config.gpus import GPUS
-from dms_train.config.memory import parameter_count
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.schedule import evicted_fraction
+from dms_train.planning import divide, layouts
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS
+from dms_train.planning.memory import parameter_count
 from dms_train.training.stages import Action, Stage, build_stages
 
 _SHOWN_STEPS = 5

@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from dms_train.app import failures, launcher
 from dms_train.cli.known_warnings import hide_known_warnings
-from dms_train.cli.light_imports import skip_unused_imports
 
 INTERRUPTED = 130
 _PATIENCE_SECONDS = 5.0
@@ -28,7 +27,6 @@ def run_main(command: Callable[[], int | None]) -> int:
     that sees rank 0 fail ends them meanwhile, and rank 0 is never ended before its message.
     """
     hide_known_warnings()
-    skip_unused_imports()
     try:
         return command() or 0
     except KeyboardInterrupt:

@@ -21,8 +21,8 @@ from dms_train.app.model import read_architecture
 from dms_train.app.plan import advise, describe, loaded_ratio, ranked
 from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
-from dms_train.config.check import check
-from dms_train.config.gpus import GPUS, gpu
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS, gpu
 
 _INFERENCE_GPU = "h100"  # the paper's
 _EPILOG = """\

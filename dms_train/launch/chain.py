@@ -14,9 +14,9 @@ import dms_train
 from dms_train.app.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
-from dms_train.config.memory import checkpoint_bytes, parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
+from dms_train.planning.memory import checkpoint_bytes, parameter_count
 
 Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(dms_train.__file__).parent / "slurm"

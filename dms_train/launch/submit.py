@@ -34,18 +34,18 @@ from pathlib import Path
 from dms_train.app.model import read_architecture
 from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
-from dms_train.config import validation
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
 from dms_train.config.cluster import ClusterOptions
 from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
-from dms_train.config.gpus import GPUS
 from dms_train.config.schema import RunConfig
 from dms_train.launch import scheduler
 from dms_train.launch.chain import VALIDATE, Job, chain, frozen, needs, script
 from dms_train.launch.freeze import freeze, workdir
 from dms_train.launch.stage import PREPARE_FILE
 from dms_train.observe.state_files import StateFiles
+from dms_train.planning import validation_memory
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS
 
 _JOBS_FILE = Path("launch") / "jobs.json"
 _VERBS = ("status", "resume", "cancel")
@@ -109,7 +109,9 @@ def _check_validation(jobs: list[Job], config: RunConfig) -> None:
     if name is None or VALIDATE not in [job.stage for job in jobs]:
         return
     gpu = GPUS[name]
-    problem = validation.problem(config, read_architecture(config.model), gpu.label, gpu.memory)
+    problem = validation_memory.problem(
+        config, read_architecture(config.model), gpu.label, gpu.memory
+    )
     if problem is not None:
         raise ConfigError(
             f"{problem}; leave it out with --skip {VALIDATE}, and run dms-validate on a larger "

@@ -74,7 +74,7 @@ def test_training_needs_base_packages_only():
 def test_configuration_is_read_without_torch():
     done = python(
         "import sys\n"
-        "import dms_train.config.check, dms_train.cli.plan\n"
+        "import dms_train.planning.check, dms_train.cli.plan\n"
         "from dms_train.cli.config_source import compose\n"
         "compose(['experiment=tiny_pretrain'])\n"
         "sys.exit(', '.join({'torch', 'megatron', 'numpy', 'wandb'} & set(sys.modules)) or 0)\n"
@@ -98,3 +98,14 @@ def test_help_is_shown_without_torch(target):
     )
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower() or "dms-train" in done.stdout
+
+
+def test_data_is_written_without_torch(tmp_path):
+    words = ["exam-sheets", "--out", str(tmp_path / "data"), "--sheets", "20"]
+    done = python(
+        "import sys\n"
+        "from dms_train.data_prep import prepare\n"
+        f"assert prepare.main({words!r}) == 0\n"
+        "sys.exit(', '.join({'torch', 'megatron', 'hydra'} & set(sys.modules)) or 0)\n"
+    )
+    assert done.returncode == 0, done.stderr

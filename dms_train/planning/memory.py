@@ -11,13 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from dms_train.config import activations
-from dms_train.config.activations import Microbatch, padded_vocab
-from dms_train.config.gpus import Calibration
-from dms_train.config.pipeline import passes
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.token_losses import TOKEN_LOSSES
+from dms_train.planning import activations
+from dms_train.planning.activations import Microbatch, padded_vocab
+from dms_train.planning.gpus import Calibration
+from dms_train.planning.pipeline import passes
 
 _FP32 = 4
 _ADAM_MOMENTS = 2

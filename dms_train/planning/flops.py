@@ -7,8 +7,8 @@ the query. Not counted are embeddings, norms, recomputed layers, and what evicti
 
 from __future__ import annotations
 
-from dms_train.config.memory import layer_products
 from dms_train.hf.architecture import Architecture
+from dms_train.planning.memory import layer_products
 
 
 def forward_flops_per_token(architecture: Architecture, seq_length: int) -> float:

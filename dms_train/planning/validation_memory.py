@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dms_train.config.gpus import calibration
-from dms_train.config.memory import parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import COMPARED_POSITIONS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
+from dms_train.planning.gpus import calibration
+from dms_train.planning.memory import parameter_count
 
 _GIB = 2**30
 _WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}

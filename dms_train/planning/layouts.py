@@ -11,12 +11,12 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from dms_train.config import divide, memory
-from dms_train.config.gpus import Calibration, Gpu, calibration
-from dms_train.config.memory import MemoryEstimate
 from dms_train.config.schema import RunConfig
-from dms_train.config.step_time import StepTime, step_time
 from dms_train.hf.architecture import Architecture
+from dms_train.planning import divide, memory
+from dms_train.planning.gpus import Calibration, Gpu, calibration
+from dms_train.planning.memory import MemoryEstimate
+from dms_train.planning.step_time import StepTime, step_time
 
 _TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
 _MOST_STAGES = 16

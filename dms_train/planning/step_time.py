@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dms_train.config import activations
-from dms_train.config.gpus import Calibration, Gpu
-from dms_train.config.memory import PipelineStage, layer_products
-from dms_train.config.pipeline import bubble
+from dms_train.planning import activations
+from dms_train.planning.gpus import Calibration, Gpu
+from dms_train.planning.memory import PipelineStage, layer_products
+from dms_train.planning.pipeline import bubble
 
 _GPUS_PER_NODE = 8
 _TERA, _GIGA = 1e12, 1e9

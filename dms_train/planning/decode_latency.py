@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dms_train.config.gpus import Gpu
 from dms_train.hf.architecture import Architecture
+from dms_train.planning.gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
