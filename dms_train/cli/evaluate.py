@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
 from dms_train.cli.harness import evaluate_tasks
 from dms_train.evaluation.tasks.registry import all_tasks
@@ -119,6 +118,8 @@ def _report(words: list[str]) -> None:
 
 
 def _evaluate(overrides: list[str]) -> None:
+    from dms_train.cli.config_source import compose_evaluation
+
     options = compose_evaluation(overrides)
     from dms_train.app import launcher
     from dms_train.evaluation.scaling.run import evaluate, prepare

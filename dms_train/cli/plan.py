@@ -19,7 +19,6 @@ from pathlib import Path
 from dms_train.app.inference_plan import inference_table
 from dms_train.app.model import read_architecture
 from dms_train.app.plan import advise, describe, loaded_ratio, ranked
-from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
 from dms_train.planning.check import check
 from dms_train.planning.gpus import GPUS, gpu
@@ -40,6 +39,8 @@ def main() -> None:
 
 def _main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
+    from dms_train.cli.config_source import compose
+
     unused = ["data.paths=[]"] if options.inference else []
     config = compose([*options.overrides, *unused], options.config_dir)
     parallel = config.parallel

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     hide_known_warnings()
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if not is_expected(error):
             raise
         print(f"dms-data: {message(error)}", file=sys.stderr)

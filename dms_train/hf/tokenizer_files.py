@@ -37,10 +37,8 @@ def read_tokenizer(directory: Path) -> Any:
             a file beside it is damaged or gives a token another id.
     """
     path = directory / TOKENIZER_FILE
-    try:
-        import tokenizers
-    except ImportError:
-        raise HFError(f"{path}: text needs the tokenizers package; install it") from None
+    import tokenizers
+
     if not path.is_file():
         raise HFError(f"{directory}: no {TOKENIZER_FILE}; give a local tokenizer directory")
     text = _plain_text(path)
@@ -84,7 +82,9 @@ def read_chat_tokenizer(directory: Path) -> Any:
             **_without_other_keys(directory, tokenizer),
         )
     except ImportError:
-        raise HFError(f"{directory}: chat templates need transformers; install it") from None
+        raise HFError(
+            f"{directory}: chat templates need transformers; pip install 'dms-train[serve]'"
+        ) from None
     except Exception as error:  # damaged files surface as many kinds of error
         raise HFError(f"{directory}: the tokenizer does not load ({_one_line(error)})") from None
     _require_same_ids(directory, tokenizer, wrapped)

@@ -32,7 +32,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dms_train.app.model import read_architecture
-from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
@@ -62,6 +61,8 @@ def _main(arguments: list[str]) -> int:
     if arguments and arguments[0] in _VERBS:
         return _act_on(arguments[0], arguments[1:])
     options = _parse(arguments)
+    from dms_train.cli.config_source import compose
+
     config = compose(options.overrides, options.config_dir)
     skipped = [name for name in options.skip.split(",") if name]
     check(
