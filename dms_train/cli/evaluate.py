@@ -62,10 +62,10 @@ def _main(words: list[str]) -> None:
     parser = _parser("dms-eval")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
     parser.add_argument(
-        "--allow-code", action="store_true", help="run programs that the model wrote, with limits"
+        "--allow-code", action="store_true", help="run programs that the model wrote, in bubblewrap"
     )
     args = parser.parse_intermixed_args(words)
-    _evaluate([*args.overrides, *(["run.allow_code=true"] if args.allow_code else [])])
+    _evaluate([*args.overrides, *(["run.allow_code=sandbox"] if args.allow_code else [])])
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
