@@ -20,11 +20,11 @@ def inference_table(
     lengths: Sequence[int],
     ratios: Sequence[float],
 ) -> str:
-    """One line for each batch, length and compression ratio.
+    """Return one line for each batch, length and compression ratio.
 
     Args:
-        architecture: Of the model.
-        gpu: Where it runs.
+        architecture: Architecture of the model.
+        gpu: Model of the GPU.
         batches: Sequences of a step.
         lengths: Tokens of a sequence.
         ratios: Tokens over tokens held.

@@ -1,4 +1,4 @@
-"""A run's expected memory beside what its GPUs have, before anything is allocated."""
+"""Comparison of a run's expected memory with that of its GPUs, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIB = 2**30
 def check_memory(
     config: RunConfig, architecture: Architecture, view: ParallelView, *, validates: bool
 ) -> None:
-    """Refuse what cannot fit a GPU whatever the batch, warn of what is not expected to.
+    """Fail if weights and optimizer state exceed GPU memory; warn if activations probably do.
 
     All ranks call it, and all use the GPU with the largest shortage, which may be another rank's.
     Rank 0 validates, so its GPU must hold a model beside the state of the training.
@@ -27,8 +27,8 @@ def check_memory(
     Args:
         config: The configuration.
         architecture: Architecture of the model.
-        view: This rank's place.
-        validates: Whether the process goes on to the stage `validate`.
+        view: Position of this rank in the parallel groups.
+        validates: True if the process goes on to the stage `validate`.
 
     Raises:
         ConfigError: Weights, gradients and optimizer state alone are too large, or a validation

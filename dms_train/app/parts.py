@@ -1,4 +1,4 @@
-"""What the training loop of a run calls: exporter, validator, saver, reporter, batches."""
+"""Components of the training loop: exporter, validator, saver, reporter, batches."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def loop_parts(
 
     Args:
         prepared: The run, at the point it starts from.
-        view: This rank's place.
+        view: Position of this rank in the parallel groups.
         engine: Student and teacher.
         watch: Signals and heartbeats.
-        contents: What every checkpoint records of the run's inputs.
+        contents: Record of the run's inputs in every checkpoint.
     """
     config, is_main_rank = prepared.config, view.rank == 0
     train, valid = datasets(prepared, view)

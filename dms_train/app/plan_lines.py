@@ -22,7 +22,7 @@ def _chosen(config: RunConfig) -> Gpu:
 
 
 def layout_lines(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
-    """Memory of every stage, operations and time of a step, once `check` has passed."""
+    """Return the memory of every stage, operations and time of a step, once `check` has passed."""
     gpu, c = _chosen(config), calibration()
     layout = layouts.planned(config, architecture, world_size, gpu)
     per_stage = world_size // len(layout.stages)
@@ -65,7 +65,7 @@ def _operations(
 def validation_lines(
     config: RunConfig, architecture: Architecture, world_size: int
 ) -> Iterator[str]:
-    """Memory of the stage `validate`; ConfigError if the chosen GPU cannot hold it."""
+    """Return the memory of the stage `validate`; ConfigError if the chosen GPU cannot hold it."""
     if "validate" not in config.stage.run:
         return
     gpu = _chosen(config)
@@ -83,7 +83,7 @@ def validation_lines(
 def layout_table(
     config: RunConfig, architecture: Architecture, world_size: int, count: int
 ) -> Iterator[str]:
-    """The fastest layouts that divide and fit, with the words to type for each."""
+    """Return the fastest layouts that divide and fit, with the words to type for each."""
     gpu, c = _chosen(config), calibration()
     found = layouts.search(config, architecture, world_size, gpu)
     if not found:

@@ -1,4 +1,4 @@
-"""What can be checked about a run before any process group exists."""
+"""Checks of a run before any process group exists."""
 
 from __future__ import annotations
 

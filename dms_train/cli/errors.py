@@ -43,7 +43,7 @@ def run_main(command: Callable[[], int | None]) -> int:
 
 
 def run_process(command: Callable[[], int | None]) -> NoReturn:
-    """`run_main`, then the end of this process.
+    """Call `run_main`, then end this process.
 
     One of several ranks that failed after they met ends at once: shutting the interpreter down
     waits for the collectives under way, which the others may never join, and may crash in the

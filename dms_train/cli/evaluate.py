@@ -43,7 +43,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return run_main(lambda: _main(words))
 

@@ -33,7 +33,7 @@ examples:
 
 
 def main() -> None:
-    """Entry point; exit code 0, or 2 for a refused configuration."""
+    """Run the command; exit code 0, or 2 for a refused configuration."""
     sys.exit(run_main(lambda: _main(sys.argv[1:])))
 
 

@@ -146,7 +146,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0 after SIGTERM or Ctrl-C, 1 if the engine broke, 2 with one line."""
+    """Run the command; exit code 0 after SIGTERM or Ctrl-C, 1 for a broken engine, else 2."""
     args = _parse(arguments)
     return run_main(lambda: _serve(args))
 

@@ -23,7 +23,7 @@ from dms_train.config.schema import RunConfig
 
 
 def main() -> None:
-    """Entry point; exit code 0, 2 for a refused configuration or data, 130 for Ctrl-C."""
+    """Run the command; exit code 0, 2 for a refused configuration or data, 130 for Ctrl-C."""
     run_process(lambda: _main(sys.argv[1:]))
 
 

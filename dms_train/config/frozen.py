@@ -24,7 +24,7 @@ _FREE = (
 
 
 def read_frozen(file: Path) -> RunConfig:
-    """The configuration that a run folder holds.
+    """Return the configuration that a run folder holds.
 
     Raises:
         ConfigError: There is none, or it is not one of this version.
@@ -63,7 +63,7 @@ def require_same(config: RunConfig, file: Path) -> None:
 
 
 def _own_rates(flat: dict[str, Any]) -> dict[str, Any]:
-    """A flat view in which a stage's learning rate that is the common one is named so.
+    """Return a flat view that names a stage's learning rate if it is the common one.
 
     A change of `optim.lr` is then one difference and not one for each stage.
     """
@@ -77,7 +77,7 @@ def _own_rates(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fixed(values: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Flat view of the keys that a resumed run must not change."""
+    """Return the flat view of the keys that a resumed run must not change."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         here = f"{path}.{key}" if path else key

@@ -53,7 +53,7 @@ _AGAIN_SECONDS = 0.2
 
 
 def main() -> None:
-    """Entry point; exit code 0, or 2 with one line for each problem."""
+    """Run the command; exit code 0, or 2 with one line for each problem."""
     sys.exit(run_main(lambda: _main(sys.argv[1:])))
 
 
@@ -191,7 +191,7 @@ def _left(jobs: list[Job], config: RunConfig) -> list[Job]:
 
 
 def _show(jobs: list[Job], config: RunConfig) -> None:
-    """What would be submitted, and SLURM's answer to it."""
+    """Print what would be submitted, and SLURM's answer to it."""
     left = _left(jobs, config)
     print(f"run folder {config.run.dir}: {' -> '.join(job.stage for job in jobs)}")
     for job in jobs:
@@ -240,7 +240,7 @@ def _submit(jobs: list[Job], config: RunConfig) -> None:
 
 
 def _submitted(run: Path) -> dict[str, str]:
-    """Job ids of the newest submission by stage."""
+    """Return the job ids of the newest submission by stage."""
     file = run / _JOBS_FILE
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
@@ -281,7 +281,7 @@ def _cancel(run: Path) -> int:
 
 
 def _why(files: StateFiles) -> str:
-    """What the newest attempt records about its end."""
+    """Return what the newest attempt records about its end."""
     cause = files.root_cause()
     if cause is None or cause["error"] == "PeerLost":
         return (
@@ -291,7 +291,7 @@ def _why(files: StateFiles) -> str:
 
 
 def _ended(run: Path, stage: str, job: str) -> str:
-    """What is known about a job that SLURM ended before it wrote its state file."""
+    """Return what is known about a job that SLURM ended before it wrote its state file."""
     if not scheduler.available():
         return "not finished; SLURM is not installed here"
     state = scheduler.ended_as(job)
@@ -301,7 +301,7 @@ def _ended(run: Path, stage: str, job: str) -> str:
 
 
 def _status(run: Path) -> int:
-    """One line for each stage, why the run failed if it did, and how far it is."""
+    """Return one line for each stage, why the run failed if it did, and how far it is."""
     files, jobs = StateFiles(run), _submitted(run)
     queue = scheduler.states(jobs.values())
     failed = False

@@ -1,4 +1,4 @@
-"""Whether the blocks of a configuration fit each other, the model and the number of processes.
+"""Check that the blocks of a configuration fit each other, the model and the processes.
 
 Every rule yields one line: what is wrong, where, and how to fix it. Nothing is read from disk.
 """
@@ -52,7 +52,7 @@ def _gpu_name(config: RunConfig) -> Iterator[str]:
 
 
 def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
-    """What does not divide, and with it the nearest layout that does."""
+    """Yield what does not divide, followed by the nearest layout that does."""
     problems = list(divide.problems(config, world_size, architecture))
     yield from problems
     name = config.cluster.gpu

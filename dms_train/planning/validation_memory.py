@@ -15,7 +15,7 @@ _LOGIT_BYTES = 8 * 8  # float64, and as many copies while they are compared
 
 
 def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
-    """Bytes for the larger of the two models with its dense cache, or for comparing logits.
+    """Return the bytes for the larger model with its dense cache, or for comparing logits.
 
     The original is taken to be stored like the export.
     """
@@ -36,7 +36,7 @@ def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
 def problem(
     config: RunConfig, architecture: Architecture, label: str, memory: float, training: float = 0
 ) -> str | None:
-    """One line if `validate` does not fit a GPU; None if it does.
+    """Return one line if `validate` does not fit a GPU; None if it does.
 
     Args:
         config: The configuration.
