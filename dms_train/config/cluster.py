@@ -16,7 +16,7 @@ class ClusterOptions:
         nodes: Nodes of a training job.
         processes_per_node: Ranks on each of them, one for each GPU.
         gpus_per_node: GPUs to request; 0 requests none.
-        gpu: Model of the GPUs, one of `planning.gpus.GPUS`; a run that does not fit it is refused. None
+        gpu: Model of the GPUs in `planning.gpus.GPUS`; a run that does not fit it is refused. None
             is unknown.
         cpus_per_node: Cores to request.
         time: Time limit of a job that trains or evaluates on tasks, as SLURM writes it; the run

@@ -105,8 +105,8 @@ def _validation(config: RunConfig) -> Iterator[str]:
         yield "model.path: validate needs the original as teacher; set it, or leave validate out"
     if wanted > built:
         yield (
-            f"stage.validate.samples={wanted}: run.eval_samples={built} are the validation samples "
-            "there are; lower the one or raise the other"
+            f"stage.validate.samples={wanted}: only run.eval_samples={built} validation samples "
+            "exist; lower stage.validate.samples or raise run.eval_samples"
         )
 
 
