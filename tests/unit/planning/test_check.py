@@ -129,7 +129,7 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
         ),
         (
             {"stage__run": ["retrofit", "export", "validate"], "run__eval_samples": 8},
-            "stage.validate.samples=64: run.eval_samples=8 are",
+            "stage.validate.samples=64: only run.eval_samples=8 validation samples exist",
         ),
         ({"stage__run": ["retrofit", "evaluate"], **TASKS}, "evaluate measures what export wrote"),
         ({"stage__run": ["export", "evaluate"]}, "stage.evaluate.tasks=[]: name at least one"),
