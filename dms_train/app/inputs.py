@@ -30,7 +30,7 @@ _FIX = "restore it, or choose another run.dir to start again"
 
 
 def record(prefixes: Sequence[str], model_dir: Path | None, view: ParallelView) -> dict[str, Any]:
-    """Return the what a checkpoint records of its run's inputs.
+    """Describe the inputs of a run for its checkpoints.
 
     All ranks call it and share the weight files; each is read once.
 

@@ -1,4 +1,4 @@
-"""Check that an exported model computes what the trained model computed."""
+"""Verification that an exported model computes what the trained model computed."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class WandbSink:
             self._run.define_metric(names, step_metric=axis)
 
     def _mode(self, options: ObserveOptions, wandb: Any) -> Mode:
-        """Return online only if a server answers and a key is set; nothing prompts or hangs."""
+        """Choose `online` only if a server answers and a key is set; nothing prompts or hangs."""
         if options.wandb != "online":
             return "offline"
         url = wandb.setup().settings.base_url

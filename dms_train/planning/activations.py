@@ -21,7 +21,7 @@ _WIDE_KERNELS = ("blockwise", "reference")
 
 
 def padded_vocab(architecture: Architecture) -> int:
-    """Return the rows of the embedding after padding for tensor parallelism."""
+    """Return the number of rows of the embedding after padding for tensor parallelism."""
     return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -110,13 +110,13 @@ def norm_statistics(m: Microbatch) -> int:
 
 
 def _heads(m: Microbatch) -> tuple[int, int]:
-    """Return the query and KV heads on a rank."""
+    """Return the numbers of query and KV heads on a rank."""
     a = m.architecture
     return a.num_attention_heads // m.tp, a.num_query_groups // m.tp
 
 
 def attention_kernel(m: Microbatch) -> int:
-    """Return what the attention keeps besides q, k, v: the output, a sum per row, the bias."""
+    """Return the bytes that attention keeps besides q, k, v: output, a sum per row, bias."""
     heads, groups = _heads(m)
     if m.kernels in _WIDE_KERNELS:
         wide = (m.query + 2 * m.key) // m.width * _FP32

@@ -1,4 +1,4 @@
-"""Check that the blocks of a configuration fit each other, the model and the processes.
+"""Checks that the blocks of a configuration fit each other, the model and the processes.
 
 Every rule yields one line: what is wrong, where, and how to fix it. Nothing is read from disk.
 """

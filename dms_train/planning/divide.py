@@ -1,4 +1,4 @@
-"""Check that a parallel layout divides the model, the batch and the processes."""
+"""Checks that a parallel layout divides the model, the batch and the processes."""
 
 from __future__ import annotations
 

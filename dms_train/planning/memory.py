@@ -222,7 +222,7 @@ def _moments(stage: PipelineStage) -> list[_Moment]:
 
 
 def _in_transit(stage: PipelineStage) -> int:
-    """Return the stage tensors and their gradients that are being sent and received."""
+    """Return the bytes of stage tensors and gradients that are being sent and received."""
     if stage.pp == 1:
         return 0
     tensors = (stage.rank > 0) + (not stage.is_last) if stage.vp == 1 else 4
@@ -266,24 +266,24 @@ def needs_teacher(config: RunConfig) -> bool:
 
 
 def parameter_count(architecture: Architecture) -> int:
-    """Return the parameters of the model, a tied output projection counted once."""
+    """Count the parameters of the model, a tied output projection once."""
     a = architecture
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
     return a.num_layers * (_sharded(a) + _replicated(a)) + embeddings + a.hidden_size
 
 
 def layer_products(a: Architecture) -> int:
-    """Return the weights of one layer that are multiplied with every token."""
+    """Count the weights of one layer that are multiplied with every token."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     return 2 * a.hidden_size * (query + key) + 3 * a.hidden_size * a.ffn_hidden_size
 
 
 def _sharded(a: Architecture) -> int:
-    """Return the weights of one layer that tensor parallelism divides."""
+    """Count the weights of one layer that tensor parallelism divides."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     return layer_products(a) + (query + 2 * key if a.add_qkv_bias else 0)
 
 
 def _replicated(a: Architecture) -> int:
-    """Return the weights of one layer that every tensor-parallel rank holds: the norms."""
+    """Count the weights of one layer that every tensor-parallel rank holds: the norms."""
     return 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)

@@ -14,7 +14,7 @@ class Pass(NamedTuple):
 
 
 def warmup_passes(rank: int, pp: int, vp: int, microbatches: int) -> int:
-    """Return the forward passes of stage `rank` before its first backward pass.
+    """Return the number of forward passes of stage `rank` before its first backward pass.
 
     Args:
         rank: Number of the stage.
