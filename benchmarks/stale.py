@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import benchmarks
+import research
 from benchmarks.records import ROOT, Table, git
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.errors import EvaluationError
@@ -40,12 +41,12 @@ class Stale(NamedTuple):
 
 
 def tables() -> list[Table]:
-    """Tables of all benchmarks."""
+    """Return the tables of all benchmarks and experiments."""
     found: list[Table] = []
-    for package in pkgutil.iter_modules(benchmarks.__path__, "benchmarks."):
-        found += (
-            getattr(importlib.import_module(package.name), "TABLES", ()) if package.ispkg else ()
-        )
+    for parent in (benchmarks, research):
+        for package in pkgutil.iter_modules(parent.__path__, f"{parent.__name__}."):
+            if package.ispkg:
+                found += getattr(importlib.import_module(package.name), "TABLES", ())
     return found
 
 
@@ -63,14 +64,14 @@ def stale(root: Path, known: list[Table]) -> Iterator[Stale]:
     """Yield the rows of records whose measured code has changed, by file and commit.
 
     Args:
-        root: A git repository with `benchmarks/results`.
+        root: A git repository with `benchmarks/results` and `research/results`.
         known: Tables to check.
 
     Raises:
         EvaluationError: A file is no record, or a commit is unknown.
     """
     for table in known:
-        for file in sorted((root / "benchmarks" / "results").glob(table.records)):
+        for file in sorted(root.glob(f"*/results/{table.records}")):
             name = str(file.relative_to(root))
             for commit in sorted(_commits_of(root, file)):
                 span = ("log", "--format=%h %as %s", f"{commit}..HEAD", "--", *table.measures)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.serve.models import random_model
-from dms_train.data_prep.token_documents import EOD, write_word_tokenizer
+from benchmarks.word_tokenizer import EOD, write_word_tokenizer
 from dms_train.export.writer import write_export
 from dms_train.inference.models.decoder import Decoder
 

@@ -112,7 +112,7 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     engine.begin_stage(rate)
     settings: dict[str, Any] = {"loss": "lm" if case.kind == "lm" else "distill"}
     if case.kind in METHODS:
-        settings |= {"eviction": "soft", "neuron_scale": 0.0, "target_cr": 4.0}
+        settings |= {"eviction": "soft", "channel_scale": 0.0, "target_cr": 4.0}
     batches, taken = random_batches(case, view.dp_rank), iter(range(1000))
 
     def step() -> float:

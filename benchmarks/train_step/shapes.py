@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.records import ROOT
 from dms_train.cli.config_source import compose
 from dms_train.hf.architecture import Architecture, RopeScaling
 from dms_train.planning.flops import forward_flops_per_token
@@ -76,7 +77,7 @@ _TINY = Architecture(
 
 def _of_experiment(name: str) -> tuple[Architecture, int, int]:
     """What an experiment pretrains."""
-    config = compose([f"experiment={name}"])
+    config = compose([f"experiment={name}"], ROOT / "research" / "conf")
     assert config.model.architecture is not None
     return config.model.architecture, config.data.seq_length, config.data.micro_batch_size
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import stale
-from benchmarks.lab import wall_clock
 from benchmarks.records import ROOT, Table, measured_at, origin, show, write_page
 from benchmarks.serve import __main__ as serve
 from benchmarks.serve import kernels, online
@@ -24,7 +23,6 @@ COMMANDS = [
     pytest.param(serve.main, "--predicted", "serve.json", id="predicted"),
     pytest.param(kernels.main, "--table", "kernels_llama_3_2_1b_1.json", id="kernels"),
     pytest.param(online.main, "--table", "online.json", id="online"),
-    pytest.param(wall_clock.main, "--table", "wall_clock.json", id="wall_clock"),
 ]
 Main = Callable[[list[str]], int]
 
@@ -36,10 +34,8 @@ def test_the_tables_of_the_pages_are_those_of_the_records(
     assert main([option, str(STORED / name)]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("|")]
-    docs = Path(__file__).resolve().parents[3] / "docs"
-    pages = (docs / "performance" / "serving.md").read_text() + (docs / "science.md").read_text()
-    if name != "wall_clock.json":  # whose page has it with models beside each other
-        assert set(rows) <= set(pages.splitlines())
+    page = Path(__file__).resolve().parents[3] / "docs" / "performance" / "serving.md"
+    assert set(rows) <= set(page.read_text().splitlines())
     assert len(rows) > 4
 
 
@@ -64,7 +60,7 @@ def test_a_gpu_that_is_not_known_is_named(tmp_path: Path, capsys) -> None:
 
 
 def test_every_stored_record_is_json_in_the_folder_of_its_device() -> None:
-    for file in STORED.parent.glob("*/*.json"):
+    for file in ROOT.glob("*/results/*/*.json"):
         device = json.loads(file.read_text())["device"]
         assert re.sub(r"\W+", "_", device.lower()) == file.parent.name
 
@@ -173,7 +169,7 @@ def test_a_commit_that_the_repository_lacks_is_named(tree: Path) -> None:
 
 def test_every_stored_record_has_one_table_and_its_code_exists() -> None:
     known = stale.tables()
-    for file in STORED.parent.glob("*/*.json*"):
+    for file in ROOT.glob("*/results/*/*.json*"):
         name = f"{file.parent.name}/{file.name}"
         assert sum(fnmatch(name, table.records) for table in known) == 1, name
     for table in known:
@@ -183,7 +179,7 @@ def test_every_stored_record_has_one_table_and_its_code_exists() -> None:
 @pytest.mark.parametrize("table", stale.tables(), ids=lambda table: table.records)
 def test_pages_say_where_their_tables_were_measured(table: Table) -> None:
     page = " ".join((ROOT / table.page).read_text().split())
-    for file in STORED.parent.glob(table.records):
+    for file in ROOT.glob(f"*/results/{table.records}"):
         for line in file.read_text().splitlines() if file.suffix == ".jsonl" else [None]:
             assert missing(json.loads(line or file.read_text()), page) == set(), file
 

@@ -45,3 +45,11 @@ def test_a_changed_value_is_named_with_what_the_run_was_started_with(
     with pytest.raises(ConfigError) as refused:
         require_same(configs.config(**changes), file)
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(("stored", "mode"), [(False, None), (True, "sandbox")])
+def test_the_permission_to_run_code_of_an_earlier_version_is_read(tmp_path, stored, mode) -> None:
+    values = to_mapping(configs.config())
+    values["stage"]["evaluate"]["allow_code"] = stored
+    (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(values))
+    assert read_frozen(tmp_path / CONFIG_FILE).stage.evaluate.allow_code == mode
