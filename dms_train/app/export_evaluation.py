@@ -38,8 +38,8 @@ def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) 
 
     Args:
         config: The configuration.
-        start: Where the run starts; its tokenizer is the export's.
-        compresses: Whether the student will evict tokens when it is exported.
+        start: Start of the run; its tokenizer is the export's.
+        compresses: True if the student will evict tokens when it is exported.
 
     Raises:
         ConfigError: The export will evict nothing.
@@ -61,12 +61,12 @@ def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) 
 
 
 def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> EvaluationTarget:
-    """The two models of an evaluation, after checks that load no weights.
+    """Return the two models of an evaluation, after checks that load no weights.
 
     Args:
         export: Directory of the export.
         teacher: Directory of the original model.
-        options: What to measure, and on which device.
+        options: Measurements and device.
 
     Raises:
         EvaluationError: Not an export, no such device, too little memory on it, or problems that do
@@ -101,7 +101,7 @@ def evaluate_export(
     Args:
         target: From `evaluation_target`.
         samples: Validation text, at least `options.samples` samples; None to leave it out.
-        options: What to measure.
+        options: Measurements.
         folder: Receives `metrics.json`, `report.md` and pictures. Where it is a run folder, the
             curves of the training are drawn too.
         since: `time.monotonic()` when the process began.
@@ -159,7 +159,7 @@ class ModelValidator:
         folder: Run folder; the report goes there.
         teacher: Directory of the original; None is refused before the run.
         samples: Validation text of the run.
-        options: What to measure.
+        options: Measurements.
         since: `time.monotonic()` at the start of the run.
     """
 
@@ -170,7 +170,7 @@ class ModelValidator:
     since: float
 
     def validate(self) -> dict[str, float]:
-        """Flat metrics, the same on every rank; every rank calls it.
+        """Return flat metrics, the same on every rank; every rank calls it.
 
         Raises:
             EvaluationError: On every rank, when rank 0 refused an input or the self-test failed.

@@ -27,7 +27,7 @@ def check_tasks(config: RunConfig, start: StartPoint) -> None:
 
     Args:
         config: The configuration.
-        start: Where the run starts; its tokenizer is the export's.
+        start: Start of the run; its tokenizer is the export's.
 
     Raises:
         ConfigError: There is no tokenizer.
@@ -91,7 +91,7 @@ class TaskEvaluator:
     options: TaskStageOptions
 
     def evaluate_tasks(self) -> dict[str, float]:
-        """Flat metrics, the same on every rank; every rank calls it.
+        """Return flat metrics, the same on every rank; every rank calls it.
 
         Raises:
             EvaluationError: On every rank, when rank 0 was refused something.

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
 from dms_train.cli.harness import evaluate_tasks
 from dms_train.evaluation.tasks.registry import all_tasks
@@ -44,7 +43,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return run_main(lambda: _main(words))
 
@@ -63,10 +62,10 @@ def _main(words: list[str]) -> None:
     parser = _parser("dms-eval")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
     parser.add_argument(
-        "--allow-code", action="store_true", help="run programs that the model wrote, with limits"
+        "--allow-code", action="store_true", help="run programs that the model wrote, in bubblewrap"
     )
     args = parser.parse_intermixed_args(words)
-    _evaluate([*args.overrides, *(["run.allow_code=true"] if args.allow_code else [])])
+    _evaluate([*args.overrides, *(["run.allow_code=sandbox"] if args.allow_code else [])])
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -118,6 +117,8 @@ def _report(words: list[str]) -> None:
 
 
 def _evaluate(overrides: list[str]) -> None:
+    from dms_train.cli.config_source import compose_evaluation
+
     options = compose_evaluation(overrides)
     from dms_train.app import launcher
     from dms_train.evaluation.scaling.run import evaluate, prepare

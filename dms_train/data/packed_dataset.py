@@ -61,7 +61,8 @@ class PackedGPTDataset(GPTDataset):
             tokens[first:last], labels[first:last] = text[:-1], text[1:]
             loss_mask[first:last] = 1.0
             if self._masks is not None:
-                loss_mask[first:last] = torch.from_numpy(self._masks.get(*place)[1:]).float()
+                mask = self._masks.get(*place)[1:].astype("float32")
+                loss_mask[first:last] = torch.from_numpy(mask)
         if self.config.eod_mask_loss:
             loss_mask[tokens == self.config.tokenizer.eod] = 0.0
         return {

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from dms_train.limits import AtLeast, Matches, Share
+from dms_train.limits import AtLeast, Matches, OneOf, Share
 
 Device = Annotated[str, Matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:1")]
 COMPARED_POSITIONS = 128  # whose logits a validation holds at a time, in float64
+SANDBOX = "sandbox"
+CODE_MODES = (SANDBOX, "unisolated")
 TOKENS_PER_LENGTH = 1024  # of L in L-W-CR
 ANSWER_PATTERN = r"(?m)The final answer is (.*?)\.?\s*$"
 
@@ -209,14 +211,15 @@ class RunFolderOptions:
         shard: Number of this process, from 0.
         shards: Number of processes.
         workers: Processes that compare answers.
-        allow_code: Run programs that the model wrote, in processes with limits.
+        allow_code: Run programs that the model wrote, with limits on time, memory and output:
+            `sandbox` in bubblewrap, `unisolated` with the rights of this process.
     """
 
     dir: str = "outputs/eval"
     shard: Annotated[int, AtLeast(0)] = 0
     shards: Annotated[int, AtLeast(1)] = 1
     workers: Annotated[int, AtLeast(1)] = 1
-    allow_code: bool = False
+    allow_code: Annotated[str | None, OneOf(None, *CODE_MODES)] = None
 
     def check(self, path: str) -> Iterator[str]:
         """Report a shard beyond the last one."""
@@ -257,7 +260,8 @@ class TaskStageOptions:
         sampling: Sampling of the chains.
         sweep: Budgets.
         workers: Processes that compare answers.
-        allow_code: Run programs that the model wrote, in processes with limits.
+        allow_code: Run programs that the model wrote, with limits on time, memory and output:
+            `sandbox` in bubblewrap, `unisolated` with the rights of this process.
     """
 
     tasks: tuple[str, ...] = ()
@@ -267,7 +271,7 @@ class TaskStageOptions:
     sampling: ChainSamplingOptions = ChainSamplingOptions()
     sweep: SweepOptions = SweepOptions()
     workers: Annotated[int, AtLeast(1)] = 1
-    allow_code: bool = False
+    allow_code: Annotated[str | None, OneOf(None, *CODE_MODES)] = None
 
     def check(self, path: str) -> Iterator[str]:
         """Report tasks that cannot share their settings."""

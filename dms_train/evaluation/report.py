@@ -19,7 +19,7 @@ from dms_train.tables import markdown_table
 
 METRICS, REPORT = "metrics.json", "report.md"
 TRAINING, RETENTION = "training.png", "retention.png"
-NO_PLOTS = "no plots: matplotlib is not installed; pip install 'dms-train[plot]' draws them"
+NO_PLOTS = "no plots: matplotlib is not installed; pip install 'dms-train[eval]' draws them"
 _NAMES = {
     "teacher": "original",
     "window_only": "original, window only",

@@ -93,7 +93,7 @@ def render(record: RunRecord) -> str:
         pictures = "".join(_pictures(record.rows))
     except (ImportError, InferenceError) as error:
         raise EvaluationError(
-            f"a report needs matplotlib; pip install 'dms-train[plot]' ({error})"
+            f"a report needs matplotlib; pip install 'dms-train[eval]' ({error})"
         ) from error
     name = html.escape(record.folder.resolve().name)
     parts = [

@@ -21,8 +21,6 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-import psutil
-
 from dms_train.evaluation.answers import (
     CALL_SECONDS,
     AnswerForm,
@@ -43,15 +41,15 @@ _WORKER_BYTES = 4 << 30  # address space; an expression may be a number of any s
 
 
 def require_math_verify() -> None:
-    """Refuse early where math-verify is not installed.
+    """Refuse early if math-verify is missing.
 
     Raises:
-        EvaluationError: It is not.
+        EvaluationError: math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise EvaluationError(
             "answers are compared by math-verify, which is not installed; "
-            "pip install 'math-verify[antlr4_9_3]' or the extra `data`"
+            "pip install 'dms-train[data]'"
         )
 
 
@@ -87,7 +85,6 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.entry: _Entry | None = None
-        self._watched = psutil.Process(self.process.pid)
         self._limit(Limits(processor=_START_SECONDS))
 
     def give(self, entry: _Entry, limits: Limits) -> None:
@@ -112,8 +109,10 @@ class _Worker:
         return left > 0
 
     def _processor_time(self) -> float:
+        import psutil  # not in the base installation
+
         try:
-            used = self._watched.cpu_times()
+            used = psutil.Process(self.process.pid).cpu_times()
         except psutil.Error:  # it has ended, which its pipe will say
             return 0.0
         return float(used.user + used.system)

@@ -14,9 +14,9 @@ import dms_train
 from dms_train.app.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
-from dms_train.config.memory import checkpoint_bytes, parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
+from dms_train.planning.memory import checkpoint_bytes, parameter_count
 
 Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(dms_train.__file__).parent / "slurm"
@@ -29,14 +29,14 @@ START_FOLDER = "start"  # in the run folder: what IMPORT writes and training beg
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One stage of the chain; its name is that of its mark in the run folder."""
+    """One stage of the chain; its name is also the name of its mark in the run folder."""
 
     stage: str
     kind: Kind
 
 
 def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
-    """The jobs of a run in order.
+    """Return the jobs of a run in order.
 
     `prepare` checks the token files, and makes them if --prepare was given; `hf_to_megatron` makes
     the checkpoint that training starts from; then follow the stages of `stage.run`. An export is
@@ -65,18 +65,18 @@ def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
 
 
 def imports(config: RunConfig) -> bool:
-    """Whether training starts from a checkpoint that the chain makes."""
+    """Return whether training starts from a checkpoint that the chain makes."""
     own = str(Path(config.run.dir) / START_FOLDER)
     return config.model.path is not None and config.run.load in (None, own)
 
 
 def compresses(config: RunConfig) -> bool:
-    """Whether the export has decisions that can be evaluated."""
+    """Return whether the export has decisions that can be evaluated."""
     return bool({"zero_neuron", "retrofit", "hold"} & set(config.stage.run))
 
 
 def frozen(config: RunConfig, skipped: Collection[str] = ()) -> RunConfig:
-    """The configuration that the jobs read: an absolute run folder and the chain's own start."""
+    """Return the configuration that the jobs read, with an absolute run folder."""
     run = replace(config.run, dir=str(Path(config.run.dir).expanduser().resolve()))
     config = replace(config, run=run)
     if imports(config) and IMPORT not in skipped:
@@ -85,14 +85,14 @@ def frozen(config: RunConfig, skipped: Collection[str] = ()) -> RunConfig:
 
 
 def script(job: Job, config: RunConfig, workdir: Path) -> str:
-    """The batch script of a job: its template with every `@PLACEHOLDER@` filled."""
+    """Return the batch script of a job: its template with every `@PLACEHOLDER@` filled."""
     text = (TEMPLATES / f"{job.kind}.sbatch").read_text(encoding="utf-8")
     values = _values(job, config, workdir)
     return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
 def needs(job: Job, config: RunConfig) -> Needs:
-    """What every node is checked for before a job starts."""
+    """Return what every node is checked for before a job starts."""
     cluster = config.cluster
     # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)
@@ -140,7 +140,7 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
 
 
 def _log_pattern(run: Path, job: Job) -> str:
-    """Where sbatch writes, in its own spelling: `%` begins a field, quotes keep spaces."""
+    """Return the path sbatch writes to, in its own spelling: `%` begins a field."""
     folder = str(run / "logs").replace("%", "%%")
     return shlex.quote(f"{folder}/{job.stage}-%j.log")
 
@@ -164,7 +164,7 @@ def _site_lines(cluster: ClusterOptions, kind: Kind) -> list[str]:
 
 
 def container_options(cluster: ClusterOptions, run: Path, workdir: Path) -> list[str]:
-    """Options of srun, not of sbatch: the batch shell stays outside, where scontrol exists."""
+    """Return the container's options of srun; the batch shell stays outside, with scontrol."""
     if cluster.container_image is None:
         return []
     own = [f"{folder}:{folder}" for folder in dict.fromkeys((run, workdir))]

@@ -97,7 +97,7 @@ def run(folder: Path, stage: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     folder, stage = sys.argv[1:] if arguments is None else arguments
     log.configure(0)
     return run_main(lambda: run(Path(folder), stage))

@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import TOKENS_PER_LENGTH, CachePolicyOptions, EvaluationOptions
+from dms_train.evaluation.options import (
+    SANDBOX,
+    TOKENS_PER_LENGTH,
+    CachePolicyOptions,
+    EvaluationOptions,
+)
+from dms_train.evaluation.programs import sandbox
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
@@ -106,10 +112,8 @@ def check(options: EvaluationOptions) -> CheckedRun:
         FileNotFoundError: The model or a file is absent.
     """
     task, directory = find_task(options.task.name), resolve(options.model.path)
-    if find_scorer(task.scorer).runs_code and not options.run.allow_code:
-        raise EvaluationError(
-            f"task {task.name}: runs programs that the model wrote; --allow-code allows it"
-        )
+    if find_scorer(task.scorer).runs_code:
+        _require_code(task.name, options.run.allow_code)
     options = _with_defaults(options, task)
     tokenizer, prompt_format = load_tokenizer(directory), options.model.prompt_format
     if prompt_format == "auto":
@@ -134,6 +138,16 @@ def check(options: EvaluationOptions) -> CheckedRun:
         cr=cr,
         engine=_engine_options(options, window),
     )
+
+
+def _require_code(task: str, allowed: str | None) -> None:
+    """Refuse early if programs of the model must not run, or cannot be isolated."""
+    if allowed is None:
+        raise EvaluationError(
+            f"task {task}: runs programs that the model wrote; --allow-code allows it"
+        )
+    if allowed == SANDBOX:
+        sandbox()
 
 
 def prepare(options: EvaluationOptions) -> PreparedRun:

@@ -39,10 +39,10 @@ class AnswerChecker:
 
     Args:
         workers: Processes that compare expressions; they start with the first comparison.
-        allow_code: Let programs that a model wrote run.
+        allow_code: One of `options.CODE_MODES`; None runs no program that a model wrote.
     """
 
-    def __init__(self, workers: int = 1, *, allow_code: bool = False) -> None:
+    def __init__(self, workers: int = 1, *, allow_code: str | None = None) -> None:
         self._workers = workers
         self._verifier: Verifier | None = None
         self.allow_code = allow_code

@@ -35,13 +35,9 @@ class DataSource:
         Raises:
             EvaluationError: It is not there, or cannot be downloaded.
         """
-        try:
-            from huggingface_hub import hf_hub_download
-            from huggingface_hub.errors import LocalEntryNotFoundError
-        except ImportError:
-            raise EvaluationError(
-                "the hub needs huggingface_hub; pip install 'dms-train[hf]'"
-            ) from None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
         try:
             path = hf_hub_download(
                 self.repo, self.file, repo_type="dataset", local_files_only=not download
@@ -95,12 +91,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise EvaluationError(
-            f"{path}: parquet needs pyarrow; pip install 'dms-train[data]'"
-        ) from None
+    from pyarrow import ArrowException, parquet
+
     path.open("rb").close()  # what the system refuses is no damage
     try:
         yield from parquet.read_table(path).to_pylist()

@@ -59,3 +59,11 @@ def test_a_folder_with_former_stage_names_is_read_and_resumed(tmp_path) -> None:
     file.write_text(yaml.safe_dump(values))
     assert read_frozen(file) == config
     require_same(config, file)
+
+
+@pytest.mark.parametrize(("stored", "mode"), [(False, None), (True, "sandbox")])
+def test_the_permission_to_run_code_of_an_earlier_version_is_read(tmp_path, stored, mode) -> None:
+    values = to_mapping(configs.config())
+    values["stage"]["run_tasks"]["allow_code"] = stored
+    (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(values))
+    assert read_frozen(tmp_path / CONFIG_FILE).stage.run_tasks.allow_code == mode

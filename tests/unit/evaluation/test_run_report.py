@@ -181,6 +181,6 @@ def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
     assert report.main([str(run)]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("no rows in metrics.jsonl; give the folder of a run")
-    assert "pip install 'dms-train[plot]'" in second
+    assert "pip install 'dms-train[eval]'" in second
     with pytest.raises(EvaluationError):
         read_run(tmp_path)

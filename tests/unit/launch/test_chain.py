@@ -14,9 +14,9 @@ from dms_train.app.model import read_architecture
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
-from dms_train.config.memory import parameter_count
 from dms_train.launch.chain import Job, chain, container_options, frozen, needs, script
 from dms_train.launch.nodes import Needs
+from dms_train.planning.memory import parameter_count
 from tests.support.chains import config, stages
 
 

@@ -230,7 +230,7 @@ WIRES: dict[str, Wire] = {
         {"run.shards": 2},
     ),
     "run.workers": Wire(3, checker("_workers")),
-    "run.allow_code": Wire(True, checker("allow_code")),
+    "run.allow_code": Wire("unisolated", checker("allow_code")),
 }
 # a process of its own takes a part of the documents; the stage has no such options
 ONLY_COMMAND = ("task.name", "model.path", "run.dir", "run.shard", "run.shards")

@@ -1,4 +1,4 @@
-"""Whether the blocks of a configuration fit each other, the model and the number of processes.
+"""Checks that the blocks of a configuration fit each other, the model and the processes.
 
 Every rule yields one line: what is wrong, where, and how to fix it. Nothing is read from disk.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dms_train.config import divide, layouts
 from dms_train.config.build import ConfigError
-from dms_train.config.gpus import GPUS
-from dms_train.config.memory import needs_teacher
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.limits import OneOf
+from dms_train.planning import divide, layouts
+from dms_train.planning.gpus import GPUS
+from dms_train.planning.memory import needs_teacher
 from dms_train.training.options import STAGES
 
 
@@ -29,7 +30,7 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         ConfigError: One line for every problem. Rules about sizes are only tried once each value
             is in its own range, and memory (where `cluster.gpu` is set) once all else is right.
     """
-    problems = [*check_ranges(config, architecture), *_stages(config)]
+    problems = [*check_ranges(config, architecture), *_gpu_name(config), *_stages(config)]
     if not problems:
         problems = [
             *_divided(config, world_size, architecture),
@@ -44,8 +45,14 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         raise ConfigError(*problems)
 
 
+def _gpu_name(config: RunConfig) -> Iterator[str]:
+    refusal = OneOf(None, *GPUS).refusal(config.cluster.gpu)
+    if refusal is not None:
+        yield f"cluster.gpu={config.cluster.gpu}: {refusal}"
+
+
 def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
-    """What does not divide, and with it the nearest layout that does."""
+    """Yield what does not divide, followed by the nearest layout that does."""
     problems = list(divide.problems(config, world_size, architecture))
     yield from problems
     name = config.cluster.gpu

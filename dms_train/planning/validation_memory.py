@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dms_train.config.gpus import calibration
-from dms_train.config.memory import parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import COMPARED_POSITIONS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
+from dms_train.planning.gpus import calibration
+from dms_train.planning.memory import parameter_count
 
 _GIB = 2**30
 _WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
@@ -15,7 +15,7 @@ _LOGIT_BYTES = 8 * 8  # float64, and as many copies while they are compared
 
 
 def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
-    """Bytes for the larger of the two models with its dense cache, or for comparing logits.
+    """Return the bytes for the larger model with its dense cache, or for comparing logits.
 
     The original is taken to be stored like the export.
     """

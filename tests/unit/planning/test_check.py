@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
 from dms_train.families import FAMILIES
+from dms_train.planning.check import check
 from tests.support import configs
 
 TP = "parallel__tensor_model_parallel_size"
