@@ -26,17 +26,17 @@ from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
 
-_SELFTEST_TOKENS = 128  # behind the window, so that evictions show
+_SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
 
 
 @contextmanager
 def open_engine(
     architecture: Architecture, spec: MethodSpec, dtype: str, source: WeightSource | None
 ) -> Iterator[McoreEngine]:
-    """An engine without optimizer; the parallel groups exist inside the block.
+    """Yield an engine without optimizer; the parallel groups exist inside the block.
 
     Args:
-        architecture: Of the model.
+        architecture: Architecture of the model.
         spec: Constants of the method.
         dtype: `fp32` or `bf16`.
         source: Initial weights; None when they are loaded inside the block.
@@ -63,7 +63,7 @@ def import_model(
         out: Folder to write; must not exist.
         dtype: `fp32` or `bf16`.
         revision: Hub revision; ignored for directories.
-        download: Whether the hub may be accessed over the network.
+        download: True if the hub may be accessed over the network.
 
     Raises:
         FileExistsError: `out` exists.
@@ -131,7 +131,7 @@ def export_checkpoint(
 
 
 def _random_tokens(engine: McoreEngine, wanted: int | None) -> torch.Tensor:
-    """Random ids: a checkpoint alone has no text. They exercise every row all the same."""
+    """Return random ids, because a checkpoint alone has no text. They cover every embedding row."""
     longest = engine.architecture.max_position_embeddings
     length = min(wanted or engine.spec.window + _SELFTEST_TOKENS, longest)
     generator = torch.Generator().manual_seed(0)

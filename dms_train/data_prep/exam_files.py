@@ -8,22 +8,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dms_train.data_prep.exam_sheets import HeldOutSheet, document, held_out_problems, sheet
+from dms_train.data_prep.exam_sheets import HeldOutSheet, document, sheet
 from dms_train.data_prep.exam_tokenizer import EOD_TOKEN
-from dms_train.data_prep.linear_1d import linear_1d_problems
-
-STYLES = {"exam": held_out_problems, "linear_1d": linear_1d_problems}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SheetText:
-    """What to write.
+    """Text to write.
 
     Attributes:
-        documents: How many.
+        documents: Number of documents.
         n_range: Fewest and most questions on a sheet.
         document_tokens: Length of every document, filled with sheets; None is one whole sheet.
-        seed: Of all draws.
+        seed: Seed of all draws.
     """
 
     documents: int
@@ -33,7 +30,7 @@ class SheetText:
 
 
 def write_sheets(path: Path, text: SheetText) -> None:
-    """JSON lines with a `text` field, for `dms-data tokenize`."""
+    """Write JSON lines with a `text` field, for `dms-data tokenize`."""
     rng = random.Random(text.seed)
     write_rows(path, ({"text": _document(rng, text)} for _ in range(text.documents)))
 
@@ -45,7 +42,7 @@ def _document(rng: random.Random, text: SheetText) -> str:
 
 
 def write_problems(path: Path, sheets: list[HeldOutSheet]) -> None:
-    """JSON lines with `prompt`, `answers` and `stop`, as the `validate` stage reads them."""
+    """Write JSON lines with `prompt`, `answers` and `stop`, for the task `exam_sheets`."""
     rows = ({"prompt": s.prompt, "answers": [str(a) for a in s.answers]} for s in sheets)
     write_rows(path, ({**row, "stop": "\n\n"} for row in rows))
 

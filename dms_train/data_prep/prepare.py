@@ -17,7 +17,6 @@ from pathlib import Path
 
 from dms_train.app.failures import REFUSED, is_expected, message
 from dms_train.cli.known_warnings import hide_known_warnings
-from dms_train.cli.light_imports import skip_unused_imports
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import (
     Manifest,
@@ -31,7 +30,6 @@ from dms_train.data.writer import ShardWriter
 from dms_train.data_prep import (
     conversation_commands,
     generate_command,
-    lab_commands,
     shard_commands,
 )
 from dms_train.data_prep.arguments import count
@@ -44,7 +42,8 @@ from dms_train.data_prep.documents import (
     read_documents,
 )
 from dms_train.data_prep.encode import DocumentEncoder, EncoderOptions, encode_in_order
-from dms_train.data_prep.exam_files import STYLES, SheetText, write_problems, write_sheets
+from dms_train.data_prep.exam_files import SheetText, write_problems, write_sheets
+from dms_train.data_prep.exam_sheets import held_out_problems
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
 from dms_train.data_prep.token_arrays import ArrayJob, write_arrays
@@ -63,7 +62,7 @@ _TOKENIZE = (
 )
 _ARRAYS = """\
 Make a shard from token ids. A .npy file has one document a row; a .npz file has `ids` of all
-documents, one behind the other, and their `lengths`, or `offsets` with the end.
+documents, one after the other, and their `lengths`, or `offsets` with the end.
 """
 
 
@@ -74,8 +73,8 @@ class TokenizeJob:
     Attributes:
         inputs: Files, read in this order.
         output: Prefix of the files to write.
-        rule: How the inputs are divided into documents.
-        encoder: How a document becomes tokens.
+        rule: Division of the inputs into documents.
+        encoder: Conversion of a document to tokens.
         workers: Tokenising processes.
         limit: Stop after this many documents; None takes all.
         overwrite: Replace an existing shard.
@@ -94,10 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 on success, 2 on a refused input or a wrong command line."""
     args = _parser().parse_args(argv)
     hide_known_warnings()
-    skip_unused_imports()
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if not is_expected(error):
             raise
         print(f"dms-data: {message(error)}", file=sys.stderr)
@@ -213,7 +211,7 @@ def _run_exam_sheets(args: argparse.Namespace) -> None:
 def _run_exam_problems(args: argparse.Namespace) -> None:
     if args.out.exists() and not args.overwrite:
         raise DataError(f"{args.out}: exists already; pass --overwrite to replace it")
-    write_problems(args.out, STYLES[args.style](args.sheets, args.n, args.seed))
+    write_problems(args.out, held_out_problems(args.sheets, args.n, args.seed))
     print(f"{args.out}: {args.sheets} sheets of {args.n} questions")
 
 
@@ -249,7 +247,6 @@ def _parser() -> argparse.ArgumentParser:
     generate_command.add_command(commands, rows)
     shard_commands.add_commands(commands)
     _add_exams(commands, shared)
-    lab_commands.add_commands(commands, shared)
     return parser
 
 
@@ -272,7 +269,6 @@ def _add_exams(
     add("--out", type=Path, required=True, help=".jsonl file to write")
     add("--sheets", type=count, required=True)
     add("--n", type=count, default=2, help="questions on a sheet")
-    add("--style", choices=list(STYLES), default="exam")
     add("--seed", type=int, default=1)
     add("--overwrite", action="store_true", help="replace existing output")
     problems.set_defaults(run=_run_exam_problems)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
+from dms_train.tables import markdown_table
 
 CARD_FILE = "README.md"
 UNKNOWN = "unknown"
+_NO_TITLES = ("", "")
 POOLED_FROM = "pooled_kv_heads"
 """Key of an export's provenance: KV heads of the base model, if they were averaged."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -139,7 +141,7 @@ def render(
             f"# {title}",
             "A dense model exported by dms-train.",
             *([] if pooled_from is None else [_pooled(architecture, pooled_from)]),
-            _table(origin),
+            markdown_table(_NO_TITLES, origin),
             _loading(code_files, None),
         ]
     else:
@@ -147,10 +149,10 @@ def render(
         parts += [
             f"# {title} with {model.spec.label}",
             _summary(model.spec),
-            _table([*origin, *_training(model, layout)]),
+            markdown_table(_NO_TITLES, [*origin, *_training(model, layout)]),
             "## Method",
             f"Constants of the retrofit (preset `{model.spec.preset}`):",
-            _table((f"`{key}`", value) for key, value in model.spec.to_dict().items()),
+            markdown_table(_NO_TITLES, [(f"`{k}`", v) for k, v in asdict(model.spec).items()]),
             "## Evaluation",
             f"{_BEGIN}\nNot evaluated.\n{_END}",
             _loading(code_files, layout),
@@ -225,11 +227,6 @@ def _loading(files: Collection[str], layout: ExportFormat | None) -> str:
     return text
 
 
-def _table(rows: Iterable[tuple[str, Any]]) -> str:
-    lines = (f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows)
-    return "\n".join(["| | |", "|---|---|", *lines])
-
-
 @typed
 def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
     """Replace the evaluation section of an export's card; nothing if there is no such section.
@@ -246,8 +243,9 @@ def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
     if not begin or not end:
         return
     rows = [(label, _number(name, numbers)) for name, label in _MEASURED.items() if name in numbers]
+    table = markdown_table(_NO_TITLES, rows)
     partial = card.with_name(f".{card.name}.partial")
-    partial.write_text(f"{before}{begin}\n{_table(rows)}\n{end}{after}", encoding="utf-8")
+    partial.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
     os.replace(partial, card)
 
 

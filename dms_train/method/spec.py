@@ -1,4 +1,4 @@
-"""The methods, found by their packages, their stored specifications and their presets; no torch.
+"""Find the methods by their packages, and read stored specifications and presets; no torch.
 
 A `method` block and a stored specification name their method under the key `kind`; without it the
 method is Dynamic Memory Sparsification. `conf/method/NAME.yaml` holds all values of each preset, so
@@ -101,12 +101,13 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 
 def _presets() -> dict[str, MethodOptions]:
-    found = {}
+    presets = {}
     for file in sorted(_PRESET_DIR.glob("*.yaml")):
         values = yaml.safe_load(file.read_text("utf-8"))
-        found[file.stem] = options_of(values).from_fields({KIND: DEFAULT_METHOD, **values})
-        found[file.stem].require_valid()
-    return found
+        preset = options_of(values).from_fields({KIND: DEFAULT_METHOD, **values})
+        preset.require_valid()
+        presets[file.stem] = preset
+    return presets
 
 
 PRESETS = _presets()

@@ -23,7 +23,7 @@ MAPPING: dict[str, Any] = {
         "retrofit": {"target_cr": 4, "steps_per_cr": 10},
         "hold": {"steps": 10},
         "export": {},
-        "validate": {},
+        "validate_export": {},
     },
     "data": {
         "paths": ["some/data"],

@@ -75,7 +75,7 @@ CASES = {
         done="`experiment=huge`",
         arrange=train("experiment=huge"),
         kind="config error",
-        facts=("experiment=huge", "ablation", "demo"),
+        facts=("experiment=huge", "demo", "paper"),
     ),
     "wrong-type": Case(
         done="`optim.lr=fast`",
@@ -212,22 +212,22 @@ CASES = {
         facts=("run.load",),
     ),
     "validate-alone": Case(
-        done="`stage.run=[retrofit,validate]`",
-        arrange=train("stage.run=[retrofit,validate]", "stage.validate.samples=2"),
+        done="`stage.run=[retrofit,validate_export]`",
+        arrange=train("stage.run=[retrofit,validate_export]", "stage.validate_export.samples=2"),
         kind="config error",
         facts=("stage.run", "put"),
     ),
     "validate-samples": Case(
-        done="`stage.validate.samples=64` with fewer validation samples",
+        done="`stage.validate_export.samples=64` with fewer validation samples",
         arrange=train(VALIDATED[0]),
         kind="config error",
-        facts=("stage.validate.samples=64", "run.eval_samples=2", "lower"),
+        facts=("stage.validate_export.samples=64", "run.eval_samples=2", "lower"),
     ),
     "validate-pattern": Case(
-        done="`stage.validate.answer_pattern` without a group",
-        arrange=train("stage.validate.answer_pattern=answer"),
+        done="`stage.validate_export.answer_pattern` without a group",
+        arrange=train("stage.validate_export.answer_pattern=answer"),
         kind="config error",
-        facts=("stage.validate.answer_pattern=answer", "0", "use"),
+        facts=("stage.validate_export.answer_pattern=answer", "0", "use"),
     ),
     "unknown-loss": Case(
         done="`stage.retrofit.loss=mse`",

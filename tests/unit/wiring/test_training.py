@@ -62,7 +62,7 @@ from tests.support.wiring_reads import (
 )
 
 # read back in test_evaluation.py
-EVALUATED = ("stage.validate.", "stage.evaluate.")
+EVALUATED = ("stage.validate_export.", "stage.run_tasks.")
 SCRATCH = {
     "model.path": None,
     "model.architecture": asdict(refusals.architecture()),

@@ -23,8 +23,6 @@ FORMS = {
     "letter": "<think>B?</think>\nAnswer: %s",
     "contains": " %s.",
     "sheet": "Divide.\nThe final answer is %s.\n",
-    "countdown": "12 - 1 = 11 : 11 4 > 15 7 44 ! ANS %s",
-    "words": "* 9 = 54 + 7 = 0 ! ANS %s",
 }
 
 
@@ -35,13 +33,10 @@ def checker():
 
 
 def document(*gold: str) -> Document:
-    details = {"numbers": [4, 1, 4, 3], "target": 44}  # of Countdown
-    return Document(id="0", question="q", gold=gold, details=details)
+    return Document(id="0", question="q", gold=gold)
 
 
 def in_form(scorer: str, gold: tuple[str, ...]) -> str:
-    if scorer == "words":  # all answers in one list
-        gold = (" , ".join(gold),)
     return "".join(FORMS[scorer] % answer for answer in gold)
 
 
@@ -54,10 +49,10 @@ def test_gold_answers_of_the_package_are_accepted(name, checker):
     task = TASKS[name]
     for found in task.documents(TaskOptions(fixture=True), lambda messages: 1):
         text = in_form(task.scorer, found.gold)
-        (marks,) = SCORERS[task.scorer].marks(found, [text], checker)
-        assert marks.score == 1.0
-        assert all(marks.correct)
-        assert None not in marks.answers
+        (score,) = SCORERS[task.scorer].scores(found, [text], checker)
+        assert score.share == 1.0
+        assert all(score.correct)
+        assert None not in score.answers
 
 
 @pytest.mark.parametrize(
@@ -74,13 +69,11 @@ def test_gold_answers_of_published_files_are_accepted(name, file, rows, checker)
     documents = task.documents(options, lambda messages: 1)
     assert len(documents) == rows == len(json.loads(json.dumps([d.id for d in documents])))
     accepted = sum(
-        SCORERS[task.scorer].marks(d, [in_form(task.scorer, d.gold)], checker)[0].score == 1.0
+        SCORERS[task.scorer].scores(d, [in_form(task.scorer, d.gold)], checker)[0].share == 1.0
         for d in documents
     )
     assert accepted == rows
 
-
-COUNTDOWN = "4 * 3 , 12 - 1 , 11 * 4"
 
 # Scorer, gold, text: wrong, cut off, malformed, or not where it is asked for.
 REFUSED = [
@@ -126,25 +119,6 @@ REFUSED = [
     ("sheet", "15", "Divide: c = 15"),
     ("sheet", "15", "The final ans"),
     ("sheet", "-3", "The final answer is 3."),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1"),  # not all numbers
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 * 4 , 44"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 + 4"),
-    ("countdown", COUNTDOWN, "ANS 11 * 4"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 4 * 12 , 48 - 4"),  # 4 twice, 1 never
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 x 4"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 * 4 ANS"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 * 1 , 11 * 4"),
-    ("countdown", COUNTDOWN, "ANS 4 - 4 , 3 - 1 , 0 / 2"),
-    ("countdown", COUNTDOWN, f"ANS {'9' * 5000} + 1"),  # more digits than int() takes
-    ("countdown", COUNTDOWN, "4 * 3 , 12 - 1 , 11 * 4"),
-    ("countdown", COUNTDOWN, ""),
-    ("words", "17", "0 ! ANS 71"),
-    ("words", "17", "0 ! ANS 1 7"),
-    ("words", "17", "0 ! ANS 17 , 17"),
-    ("words", "17", "0 ! ANS 17 ANS"),
-    ("words", "17", "0 ! ANS 17 ANS 18"),
-    ("words", "17", "0 ! 17"),
-    ("words", "17", ""),
 ]
 
 
@@ -154,28 +128,28 @@ def test_wrong_cut_and_malformed_answers_are_refused(scorer, checker):
     assert len(REFUSED) >= 40
     assert cases
     for _, gold, text in cases:
-        (marks,) = SCORERS[scorer].marks(document(gold), [text], checker)
-        assert (marks.score, marks.correct) == (0.0, (False,)), text
+        (score,) = SCORERS[scorer].scores(document(gold), [text], checker)
+        assert (score.share, score.correct) == (0.0, (False,)), text
 
 
 def test_equal_wrong_expressions_are_one_answer(checker):
     boxes = ["\\frac{1}{2}", "0.5", "7", "\\frac{2}{4}", "3", "7.0", "\\sqrt{9}"]
     texts = [f"</think>$\\boxed{{{box}}}$" for box in boxes] + ["<think>", "</think>nothing"]
-    marks = SCORERS["expression"].marks(document("7"), texts, checker)
-    assert [mark.answers[0] for mark in marks] == [
+    scores = SCORERS["expression"].scores(document("7"), texts, checker)
+    assert [score.answers[0] for score in scores] == [
         *("\\frac{1}{2}", "\\frac{1}{2}", "7", "\\frac{1}{2}", "3", "7", "3", None, None)
     ]
-    assert [mark.correct[0] for mark in marks] == [box in ("7", "7.0") for box in boxes] + [
+    assert [score.correct[0] for score in scores] == [box in ("7", "7.0") for box in boxes] + [
         False,
         False,
     ]
-    assert [mark.verdict for mark in marks[-2:]] == ["unfinished", "no_answer"]
+    assert [score.verdict for score in scores[-2:]] == ["unfinished", "no_answer"]
 
 
 def test_stated_numbers_are_one_answer_however_they_are_written(checker):
     texts = ["The final answer is 1,200", "The final answer is $1200.00", "The final answer is 12"]
-    marks = SCORERS["stated"].marks(document("1200"), texts, checker)
-    assert [mark.answers[0] for mark in marks] == ["1200", "1200", "12"]
+    scores = SCORERS["stated"].scores(document("1200"), texts, checker)
+    assert [score.answers[0] for score in scores] == ["1200", "1200", "12"]
 
 
 def test_letters_are_found_in_markdown_and_tex(checker):
@@ -187,70 +161,26 @@ def test_letters_are_found_in_markdown_and_tex(checker):
         "Answer\uff1a\uff22",
     )
     for text in (*plain, *decorated):
-        (marks,) = SCORERS["letter"].marks(document("B"), [text], checker)
-        assert marks.correct == (True,), text
+        (score,) = SCORERS["letter"].scores(document("B"), [text], checker)
+        assert score.correct == (True,), text
 
 
 def test_a_sheet_counts_each_problem(checker):
     text = "The final answer is 1.\nThe final answer is 9.\n"
-    (marks,) = SCORERS["sheet"].marks(document("1", "2", "3"), [text], checker)
-    assert marks.correct == (True, False, False)
-    assert marks.answers == ("1", "9", None)
-    assert marks.score == pytest.approx(1 / 3)
+    (score,) = SCORERS["sheet"].scores(document("1", "2", "3"), [text], checker)
+    assert score.correct == (True, False, False)
+    assert score.answers == ("1", "9", None)
+    assert score.share == pytest.approx(1 / 3)
 
 
 def test_numbers_of_a_sheet_are_compared_as_numbers(checker):
     text = "The final answer is 1,200.\nThe final answer is \u22123.\nThe final answer is $5.\n"
-    (marks,) = SCORERS["sheet"].marks(document("1200", "-3", "5"), [text], checker)
-    assert marks.correct == (True, True, True)
-    (marks,) = SCORERS["sheet"].marks(document("1200", "3", "50"), [text], checker)
-    assert marks.correct == (True, False, False)
+    (score,) = SCORERS["sheet"].scores(document("1200", "-3", "5"), [text], checker)
+    assert score.correct == (True, True, True)
+    (score,) = SCORERS["sheet"].scores(document("1200", "3", "50"), [text], checker)
+    assert score.correct == (True, False, False)
 
 
 def test_references_count_each(checker):
-    (marks,) = SCORERS["contains"].marks(document("ABCDE", "FGHIJ"), ["abcde, X"], checker)
-    assert marks.score == 0.5
-
-
-@pytest.mark.parametrize(
-    ("numbers", "target", "answer"),
-    [
-        ([4, 1, 4, 3], 44, "4 * 3 , 12 - 1 , 4 * 11"),  # another order
-        ([4, 1, 4, 3], 44, "12 - 1 , 4 * 3"),  # not yet there, and used too much
-        ([20, 5, 3, 2], 10, "20 / 5 , 4 * 3 , 12 - 2"),
-        ([20, 5, 3, 2], 10, "20 / 3 , 6 + 2 , 8 + 5"),  # a division with a rest
-        ([20, 5, 2], 100, "20 * 5 , 100 * 2"),  # above 100
-        ([1, 5, 2], 10, "5 * 1 , 5 * 2"),
-        ([1, 5, 2], 10, "2 - 1 , 1 + 5"),
-        ([3, 5, 2], 4, "3 - 5 , 2 + 2"),  # below 1
-    ],
-)
-def test_countdown_is_played_again(checker, numbers, target, answer):
-    found = Document(
-        id="0", question="q", gold=("-",), details={"numbers": numbers, "target": target}
-    )
-    (marks,) = SCORERS["countdown"].marks(found, [f"! ANS {answer}"], checker)
-    assert marks.correct == (answer in ("4 * 3 , 12 - 1 , 4 * 11", "20 / 5 , 4 * 3 , 12 - 2"),)
-
-
-@pytest.mark.parametrize(
-    ("text", "correct"),
-    [
-        ("ANS 7 3 , 4", (True, True)),
-        ("R 5 ANS 1 . ANS 7  3 ,\n4 ", (True, True)),  # the last one counts
-        ("ANS 4 , 7 3", (False, False)),  # another order
-        ("ANS 7 3", (True, False)),
-        ("ANS , 4", (False, True)),
-        ("ANS 73 , 4", (False, True)),
-        ("ANS 7 3 , 4 , 5", (False, False)),  # more than was asked for
-        ("ANS 7 3 , 4 .", (True, False)),
-        ("7 3 , 4", (False, False)),
-        ("ANSWER 7 3 , 4", (False, False)),
-        ("", (False, False)),
-    ],
-)
-def test_words_are_compared_part_by_part(checker, text, correct):
-    (marks,) = SCORERS["words"].marks(document("7 3", "4"), [text], checker)
-    assert marks.correct == correct
-    assert (marks.verdict == "correct") == all(correct)
-    assert (marks.verdict == "no_answer") == (marks.answers == (None, None))
+    (score,) = SCORERS["contains"].scores(document("ABCDE", "FGHIJ"), ["abcde, X"], checker)
+    assert score.share == 0.5

@@ -1,0 +1,223 @@
+"""Bytes of one microbatch on a rank: kept for the backward pass, and temporary.
+
+Counted from the modules of `mcore` one saved tensor at a time; the tests compare the counts with
+the tensors that a real step holds. Letters: t tokens of a microbatch, b its samples, h hidden size,
+f MLP size, q and k channels of all query and all KV heads, p bytes of a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dms_train.hf.architecture import Architecture
+from dms_train.kernels.options import ROW_TILE
+from dms_train.mcore.options import LOGITS_CHUNK, VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.method.base import LayerSizes, MethodOptions
+
+_FP32 = 4
+_INT64 = 8
+# Backends that keep float32 copies of q, k and v instead of tiles' statistics.
+_WIDE_KERNELS = ("blockwise", "reference")
+
+
+def padded_vocab(architecture: Architecture) -> int:
+    """Return the number of rows of the embedding after padding for tensor parallelism."""
+    return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """One microbatch in a layout, as each rank sees it.
+
+    Attributes:
+        method: Retrofit method.
+        distills: True if the frozen teacher runs beside the student.
+        kernels: Backend of the attention.
+        fused: True if the fused layers run besides the attention kernel, as on every GPU.
+    """
+
+    architecture: Architecture
+    method: MethodOptions
+    parallel: ParallelOptions
+    samples: int
+    length: int
+    distills: bool
+    kernels: str = "triton"
+    fused: bool = True
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the precision of the weights."""
+        return 2 if self.parallel.params_dtype == "bf16" else _FP32
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, all of them on every tensor-parallel rank."""
+        return self.samples * self.length
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel size."""
+        return self.parallel.tensor_model_parallel_size
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens whose residual stream lies on this rank."""
+        return self.tokens // (self.tp if self.parallel.sequence_parallel else 1)
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the residual stream on this rank: t h p."""
+        return self.own_tokens * self.architecture.hidden_size * self.width
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the residual stream of all tokens."""
+        return self.tokens * self.architecture.hidden_size * self.width
+
+    @property
+    def mlp_half(self) -> int:
+        """Bytes of one half of the gated projection on this rank: t f p / tp."""
+        return self.tokens * self.architecture.ffn_hidden_size // self.tp * self.width
+
+    @property
+    def query(self) -> int:
+        """Bytes of the queries on this rank: t q p / tp."""
+        a = self.architecture
+        return self.tokens * a.num_attention_heads * a.kv_channels // self.tp * self.width
+
+    @property
+    def key(self) -> int:
+        """Bytes of the keys, and of the values, on this rank: t k p / tp."""
+        a = self.architecture
+        return self.tokens * a.num_query_groups * a.kv_channels // self.tp * self.width
+
+    @property
+    def stage_tensor(self) -> int:
+        """Bytes of a stage tensor: both models and the row of eviction statistics."""
+        row = self.samples * self.architecture.hidden_size * self.width
+        return (2 if self.distills else 1) * self.residual + row
+
+    @property
+    def logits(self) -> int:
+        """Bytes of one model's logits on this rank, in the precision of the weights."""
+        return self.tokens * padded_vocab(self.architecture) // self.tp * self.width
+
+
+def norm_statistics(m: Microbatch) -> int:
+    """Return the bytes of one float32 number per token and norm."""
+    return m.own_tokens * _FP32
+
+
+def _heads(m: Microbatch) -> tuple[int, int]:
+    """Return the numbers of query and KV heads on a rank."""
+    a = m.architecture
+    return a.num_attention_heads // m.tp, a.num_query_groups // m.tp
+
+
+def attention_kernel(m: Microbatch) -> int:
+    """Return the bytes that attention keeps besides q, k, v: output, a sum per row, bias."""
+    heads, groups = _heads(m)
+    if m.kernels in _WIDE_KERNELS:
+        wide = (m.query + 2 * m.key) // m.width * _FP32
+        return m.query + wide + m.tokens * groups * _FP32
+    padded = m.samples * -(-m.length // ROW_TILE) * ROW_TILE
+    return m.query + (padded * heads + m.tokens * groups) * _FP32
+
+
+def _projected(m: Microbatch, recompute: str | None) -> int:
+    """Return Queries, keys and values between the projection and the attention."""
+    heads, groups = _heads(m)
+    statistics = 0
+    mixed = rotated = m.query + 2 * m.key
+    if m.architecture.qk_layernorm:
+        # q is copied out of the projection before its norm, k is a view
+        statistics = m.query + m.tokens * (heads + groups) * _FP32
+    elif m.fused or m.method.replaces_values:
+        mixed = 0  # split and rotated at once, or read by nothing that keeps it
+    if (m.architecture.qk_layernorm or not m.fused) and not m.method.replaces_values:
+        rotated -= m.key  # the values are a view of the projection
+    if m.kernels in _WIDE_KERNELS and recompute != "selective":
+        mixed = rotated = 0  # copied, not kept
+    return statistics + mixed + rotated
+
+
+def layer(m: Microbatch, recompute: str | None) -> int:
+    """Return the bytes that a layer keeps from its forward to its backward pass.
+
+    Args:
+        m: The microbatch.
+        recompute: None or `selective`; what `full` keeps is in `chunk`.
+    """
+    heads, groups = _heads(m)
+    norms = 2 * (2 * m.residual + norm_statistics(m))  # inputs and outputs of both norms
+    # sine and cosine, for q and for k; the fused kernel has one table for all layers
+    tables = 0 if m.fused else 4 * m.length * m.architecture.kv_channels * m.width
+    sizes = LayerSizes(
+        samples=m.samples,
+        length=m.length,
+        groups=groups,
+        queries=heads // groups,
+        head=m.architecture.kv_channels,
+        width=m.width,
+        fused=m.fused,
+    )
+    decisions = m.method.kept_bytes(sizes)
+    attention = attention_kernel(m)
+    if recompute == "selective":
+        attention = m.query + m.tokens * groups * _FP32  # the output, and log(1 - alpha) by key
+    # both halves in one tensor and their product; plain operations keep silu and the other half
+    mlp = (3 if m.fused else 5) * m.mlp_half
+    return norms + _projected(m, recompute) + tables + decisions + attention + mlp
+
+
+def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
+    """Return the bytes that `layers` layers keep of one microbatch in flight, without the head."""
+    p = m.parallel
+    frequencies = m.length * m.architecture.kv_channels * _FP32
+    if p.recompute_granularity == "full":
+        units = -(-layers // p.recompute_num_layers)
+        kept = units * m.residual + frequencies
+    else:
+        kept = layers * layer(m, p.recompute_granularity) + frequencies * m.fused
+    # the first layer's input is the embedding's output or a view of the received tensor
+    received = 2 * m.tokens * _INT64 if first else m.stage_tensor - m.residual
+    sent = 0 if last else m.stage_tensor
+    return kept + received + sent
+
+
+def head_kept(m: Microbatch) -> int:
+    """Return the bytes that the last stage keeps after its layers: final norm, logits' gradient."""
+    return m.residual + norm_statistics(m) + m.gathered + m.logits
+
+
+def head_workspace(m: Microbatch) -> int:
+    """Return the temporary bytes of the loss: the teacher's logits, one chunk at a time."""
+    if not m.distills:
+        return 0
+    share = padded_vocab(m.architecture) // m.tp
+    return min(LOGITS_CHUNK, m.tokens * share) * m.width + m.gathered
+
+
+def forward_workspace(m: Microbatch) -> int:
+    """Return the peak of temporary bytes in a forward pass without gradients, inside an MLP.
+
+    That is the teacher's pass, or one of the student that is computed again later.
+    """
+    if not m.distills and m.parallel.recompute_granularity != "full":
+        return 0
+    return (3 if m.fused else 5) * m.mlp_half + 2 * m.residual + m.gathered
+
+
+def backward_workspace(m: Microbatch) -> int:
+    """Return the peak of temporary bytes in a layer's backward pass, beyond what was kept.
+
+    The product of the gated MLP is freed while its gradient and those of both factors exist; with
+    full recomputation the layers of one unit exist again.
+    """
+    p = m.parallel
+    work = 2 * m.mlp_half + m.residual + (m.gathered if p.sequence_parallel else 0)
+    if p.recompute_granularity == "full":
+        # the unit's input is counted with what was kept
+        work += p.recompute_num_layers * layer(m, None) - m.residual
+    return work

@@ -1,0 +1,134 @@
+"""Checks that the blocks of a configuration fit each other, the model and the processes.
+
+Every rule yields one line: what is wrong, where, and how to fix it. Nothing is read from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dms_train.config.build import ConfigError
+from dms_train.config.ranges import check_ranges
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.limits import OneOf
+from dms_train.planning import divide, layouts
+from dms_train.planning.gpus import GPUS
+from dms_train.planning.memory import needs_teacher
+from dms_train.training.options import STAGES
+
+
+def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> None:
+    """Refuse a configuration that would fail or be meaningless.
+
+    Args:
+        config: The configuration.
+        world_size: Number of processes that will run it.
+        architecture: The model's, read from `model.path` or taken from `model.architecture`.
+
+    Raises:
+        ConfigError: One line for every problem. Rules about sizes are only tried once each value
+            is in its own range, and memory (where `cluster.gpu` is set) once all else is right.
+    """
+    problems = [*check_ranges(config, architecture), *_gpu_name(config), *_stages(config)]
+    if not problems:
+        problems = [
+            *_divided(config, world_size, architecture),
+            *_lengths(config, architecture),
+            *_cuda_graph(config, world_size),
+        ]
+    if not problems and config.cluster.gpu is not None:
+        problems = layouts.memory_problems(
+            config, architecture, world_size, GPUS[config.cluster.gpu]
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _gpu_name(config: RunConfig) -> Iterator[str]:
+    refusal = OneOf(None, *GPUS).refusal(config.cluster.gpu)
+    if refusal is not None:
+        yield f"cluster.gpu={config.cluster.gpu}: {refusal}"
+
+
+def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
+    """Yield what does not divide, followed by the nearest layout that does."""
+    problems = list(divide.problems(config, world_size, architecture))
+    yield from problems
+    name = config.cluster.gpu
+    if problems and name is not None:
+        yield layouts.advice(config, architecture, world_size, GPUS[name])
+
+
+def _lengths(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    length = config.data.seq_length
+    longest, window = architecture.max_position_embeddings, config.method.window
+    if length > longest:
+        yield (
+            f"data.seq_length={length}: the model reads at most {longest} positions; use fewer, or "
+            "set model.max_position_embeddings"
+        )
+    if {"retrofit", "hold"} & set(config.stage.run) and window >= length:
+        yield (
+            f"method.window={window}: not below data.seq_length={length}, so nothing could be "
+            "evicted; use a smaller window or longer samples"
+        )
+
+
+def _cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.parallel.cuda_graph != "always":
+        return
+    where = "parallel.cuda_graph=always"
+    for obstacle in config.parallel.graph_obstacles(world_size):
+        yield f"{where}: {obstacle}"
+    if config.data.packing:
+        yield f"{where}: packed documents vary in number; set data.packing=false"
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    run = config.stage.run
+    if run and all(name in STAGES for name in run):
+        yield from _starting_weights(config)
+        yield from _validation(config)
+        yield from _evaluation(config)
+
+
+def _validation(config: RunConfig) -> Iterator[str]:
+    if "validate_export" not in config.stage.run:
+        return
+    wanted, built = config.stage.validate_export.samples, config.run.eval_samples
+    if "export" not in config.stage.run:
+        yield "stage.run: validate_export measures what export wrote; put export before it"
+    if "pretrain" in config.stage.run:
+        yield (
+            "stage.run: validate_export measures what a retrofit changed; leave it out after "
+            "pretrain"
+        )
+    elif config.model.path is None:
+        yield "model.path: validate_export needs the original as teacher; set it, or leave it out"
+    if wanted > built:
+        yield (
+            f"stage.validate_export.samples={wanted}: only run.eval_samples={built} validation "
+            "samples exist; lower the first or raise the second"
+        )
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    if "run_tasks" not in config.stage.run:
+        return
+    if "export" not in config.stage.run:
+        yield "stage.run: run_tasks measures what export wrote; put export before it"
+    if not config.stage.run_tasks.tasks:
+        yield "stage.run_tasks.tasks=[]: name at least one; `dms-eval tasks` lists them"
+
+
+def _starting_weights(config: RunConfig) -> Iterator[str]:
+    model, run = config.model, config.stage.run
+    if (model.path is None) == (model.architecture is None):
+        yield "model.path, model.architecture: set exactly one (model=hf or model=scratch)"
+    elif "pretrain" not in run and model.path is None and config.run.load is None:
+        yield f"stage.run: {run[0]} needs weights; set model.path (model=hf) or run.load"
+    elif model.path is None and "pretrain" not in run and needs_teacher(config):
+        yield "model.path: distilling needs the original as teacher; set it, or use loss=lm"
+    if "hold" in run and "retrofit" not in run and config.run.load is None:
+        yield "stage.run: hold needs retrofit before it, or run.load with a retrofitted checkpoint"

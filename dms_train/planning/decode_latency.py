@@ -1,0 +1,67 @@
+"""Latency of a decoding step and the share of the KV cache in it (DMS paper, appendix G).
+
+Counted are the large products of a matrix and a vector, two operations a multiplication and
+addition, and 2 bytes a parameter. Computation and memory traffic overlap ideally. The paper's
+equation 3 prints 4 d d_ff for the traffic of keys and values of the layer, where its own check (7.5
+billion parameters read) needs 4 d d_kv; its equation 4 prints 1.45e9 B for 1.50e10 B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dms_train.hf.architecture import Architecture
+from dms_train.planning.gpus import Gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """One step of a batch: every sequence generates a token.
+
+    Attributes:
+        flops: Floating-point operations.
+        reads: Bytes read from memory.
+        kv_reads: Bytes of them that are keys and values.
+        seconds: Expected duration.
+        memory_bound: Whether memory traffic takes longer than computation.
+        kv_share: Time to read keys and values over the duration.
+    """
+
+    flops: float
+    reads: float
+    kv_reads: float
+    seconds: float
+    memory_bound: bool
+    kv_share: float
+
+
+def decode_step(
+    architecture: Architecture, gpu: Gpu, *, batch: int, length: int, cr: float = 1.0
+) -> DecodeStep:
+    """Return the cost of appending a token to `batch` sequences of `length` tokens.
+
+    Args:
+        architecture: Architecture of the model.
+        gpu: Peak operations and memory bandwidth.
+        batch: Sequences.
+        length: Tokens of each.
+        cr: Compression ratio: tokens over tokens held.
+    """
+    a = architecture
+    d, d_kv = a.hidden_size, a.num_query_groups * a.kv_channels
+    # three products of the MLP, queries and output, keys and values; a multiplication is 2
+    layer = 6 * d * a.ffn_hidden_size + 4 * d * d + 4 * d * d_kv
+    vocabulary, held = 2 * d * a.vocab_size, length / cr
+    flops = a.num_layers * batch * (layer + 4 * d * held) + batch * vocabulary
+    kv_reads = a.num_layers * 4 * batch * held * d_kv
+    reads = a.num_layers * layer + kv_reads + vocabulary
+    compute, memory = flops / (gpu.tflops * 1e12), reads / (gpu.memory_tbs * 1e12)
+    seconds = max(compute, memory)
+    return DecodeStep(
+        flops=flops,
+        reads=reads,
+        kv_reads=kv_reads,
+        seconds=seconds,
+        memory_bound=memory >= compute,
+        kv_share=kv_reads / (gpu.memory_tbs * 1e12) / seconds,
+    )

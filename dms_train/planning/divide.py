@@ -1,0 +1,84 @@
+"""Checks that a parallel layout divides the model, the batch and the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
+
+
+def problems(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
+    """Yield one line for everything that does not divide: where, and how to fix it.
+
+    Args:
+        config: A configuration each of whose values is in its range.
+        world_size: Number of processes.
+        architecture: The model's.
+    """
+    yield from _split_model(config, architecture)
+    yield from _split_batch(config, world_size)
+
+
+def _split_model(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+    parallel, length = config.parallel, config.data.seq_length
+    tp = parallel.tensor_model_parallel_size
+    where = f"parallel.tensor_model_parallel_size={tp}"
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        size = getattr(architecture, name)
+        if size % tp:
+            yield f"{where}: does not divide the model's {name}={size}; use a divisor of it"
+    if VOCABULARY_MULTIPLE % tp:
+        yield f"{where}: use a divisor of {VOCABULARY_MULTIPLE}, to which the vocabulary is padded"
+    if parallel.sequence_parallel and tp == 1:
+        yield f"parallel.sequence_parallel=true: needs {where.partition('=')[0]} above 1"
+    if parallel.sequence_parallel and length % tp:
+        yield f"data.seq_length={length}: sequence parallelism needs a multiple of {tp}; change it"
+    yield from _split_layers(parallel, architecture.num_layers)
+
+
+def _split_layers(parallel: ParallelOptions, layers: int) -> Iterator[str]:
+    pp, vp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    if vp is not None and pp == 1:
+        yield (
+            f"parallel.virtual_pipeline_model_parallel_size={vp}: needs "
+            "parallel.pipeline_model_parallel_size above 1; use null without a pipeline"
+        )
+    chunks = pp * (vp or 1)
+    if layers % chunks:
+        yield (
+            f"parallel.pipeline_model_parallel_size={pp}: the model's {layers} layers do not "
+            f"divide into {chunks} chunks; choose pipeline x virtual size that divides {layers}"
+        )
+
+
+def _split_batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel, data = config.parallel, config.data
+    pp, vp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    model_size = parallel.tensor_model_parallel_size * pp
+    if world_size % model_size:
+        yield (
+            f"parallel: tensor x pipeline size is {model_size}, which does not divide the "
+            f"{world_size} process(es); start a multiple of {model_size} or change the layout"
+        )
+        return
+    copies = world_size // model_size
+    per_pass = data.micro_batch_size * copies
+    if data.global_batch_size % per_pass:
+        yield (
+            f"data.global_batch_size={data.global_batch_size}: not a multiple of "
+            f"micro_batch_size x data-parallel size = {data.micro_batch_size} x {copies}; "
+            f"use a multiple of {per_pass}"
+        )
+    elif vp is not None and (data.global_batch_size // per_pass) % pp:
+        yield (
+            f"data.global_batch_size={data.global_batch_size}: the virtual pipeline needs a "
+            f"number of microbatches that {pp} divides; use a multiple of {per_pass * pp}"
+        )

@@ -1,0 +1,153 @@
+"""Parallel layouts that divide the model and the batch and fit a GPU, the fastest first.
+
+Searched are tensor, pipeline and virtual pipeline size, recomputation and the size of a microbatch,
+for the same processes, global batch and model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.planning import divide, memory
+from dms_train.planning.gpus import Calibration, Gpu, calibration
+from dms_train.planning.memory import MemoryEstimate
+from dms_train.planning.step_time import StepTime, step_time
+
+_TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
+_MOST_STAGES = 16
+_VIRTUAL_SIZES = (None, 2, 4)
+_RECOMPUTE = (None, "selective", "full")
+_SAMPLES = (1, 2, 4, 8)
+_MOST_PROCESSES = 4096
+ASSUMED_GPU = "h100"  # whose speed and memory count while none is named
+_GIB = 2**30
+
+
+class Layout(NamedTuple):
+    """A configuration that divides, and what it would cost.
+
+    Attributes:
+        config: The configuration with the layout in it.
+        stages: Memory of each pipeline stage.
+        time: Expected time of a step.
+        world_size: Processes.
+    """
+
+    config: RunConfig
+    stages: list[MemoryEstimate]
+    time: StepTime
+    world_size: int
+
+    def needed(self, c: Calibration) -> float:
+        """Return the bytes that the fullest GPU must have."""
+        return max(self.by_stage(c))
+
+    def by_stage(self, c: Calibration) -> list[float]:
+        """Return the bytes that a GPU of each pipeline stage must have."""
+        return [stage.needed(c, self.world_size) for stage in self.stages]
+
+    def words(self, other: RunConfig) -> list[str]:
+        """Return the overrides that turn `other` into this layout."""
+        found = []
+        for group in ("parallel", "data"):
+            mine, theirs = getattr(self.config, group), getattr(other, group)
+            for name in mine.__dataclass_fields__:
+                value = getattr(mine, name)
+                if value != getattr(theirs, name):
+                    word = "null" if value is None else str(value).lower()
+                    found.append(f"{group}.{name}={word}")
+        return found
+
+
+def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> Layout:
+    """Return the layout of a configuration that divides."""
+    stages = memory.stages_of(config, architecture, world_size)
+    time = step_time(stages, gpu, calibration())
+    return Layout(config, [memory.of_stage(stage) for stage in stages], time, world_size)
+
+
+def search(
+    config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu
+) -> list[Layout]:
+    """Return all layouts that divide and fit, fastest step first."""
+    c = calibration()
+    layouts = (
+        planned(candidate, architecture, world_size, gpu)
+        for candidate in _candidates(config, architecture, world_size)
+        if not any(divide.problems(candidate, world_size, architecture))
+    )
+    fitting = [layout for layout in layouts if layout.needed(c) <= gpu.memory]
+    return sorted(fitting, key=lambda layout: (layout.time.total, layout.needed(c)))
+
+
+def _candidates(
+    config: RunConfig, architecture: Architecture, world_size: int
+) -> Iterator[RunConfig]:
+    stages = [n for n in range(1, _MOST_STAGES + 1) if architecture.num_layers % n == 0]
+    samples = sorted({*_SAMPLES, config.data.micro_batch_size})
+    for tp, pp in product(_TENSOR_SIZES, stages):
+        if world_size % (tp * pp):
+            continue
+        for vp, recompute, size in product(_VIRTUAL_SIZES, _RECOMPUTE, samples):
+            parallel = replace(
+                config.parallel,
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vp,
+                sequence_parallel=tp > 1,
+                recompute_granularity=recompute,
+            )
+            yield replace(
+                config, parallel=parallel, data=replace(config.data, micro_batch_size=size)
+            )
+
+
+def memory_problems(
+    config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu
+) -> list[str]:
+    """Return one line if a configuration that divides does not fit; empty if it does."""
+    c = calibration()
+    layout = planned(config, architecture, world_size, gpu)
+    needed = layout.by_stage(c)
+    fullest = needed.index(max(needed))
+    if needed[fullest] <= gpu.memory:
+        return []
+    per_stage = world_size // len(needed)
+    first = fullest * per_stage
+    ranks = f"ranks {first} to {first + per_stage - 1}" if per_stage > 1 else f"rank {first}"
+    largest = sorted(layout.stages[fullest].kinds().items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in largest)
+    return [
+        f"parallel: pipeline stage {fullest + 1} of {len(needed)} ({ranks}) needs "
+        f"{needed[fullest] / _GIB:.1f} GiB, {(needed[fullest] - gpu.memory) / _GIB:.1f} GiB more "
+        f"than the {gpu.memory_gib:.1f} GiB of a {gpu.label} ({parts}); "
+        f"{advice(config, architecture, world_size, gpu)}"
+    ]
+
+
+def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> str:
+    """Return overrides of the fastest layout that fits; else the number of processes it takes."""
+    found = search(config, architecture, world_size, gpu)
+    if found:
+        words = " ".join(found[0].words(config))
+        return (
+            f"the fastest layout that divides and fits {gpu.label}: {words} "
+            f"({found[0].time.total:.3g} s a step)"
+        )
+    for more in (2**n for n in range(world_size.bit_length(), _MOST_PROCESSES.bit_length())):
+        found = search(config, architecture, more, gpu)
+        if found:
+            words = " ".join(found[0].words(config))
+            return (
+                f"no layout of {world_size} {gpu.label} divides and fits; {more} are enough"
+                f"{f' with {words}' if words else ''}"
+            )
+    return (
+        f"no layout divides and fits on up to {_MOST_PROCESSES} {gpu.label}; use a larger GPU or "
+        "shorter samples"
+    )

@@ -1,0 +1,289 @@
+"""Memory of every pipeline stage of a run by kind, before anything is allocated.
+
+The layout is the one `mcore` uses: gradients in fp32 on every process, optimizer state in fp32
+divided over the data-parallel copies, a frozen teacher next to the student when distilling, and
+the bytes that `activations` counts for the microbatches that the schedule has in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from dms_train.config.schema import RunConfig
+from dms_train.hf.architecture import Architecture
+from dms_train.method.token_losses import TOKEN_LOSSES
+from dms_train.planning import activations
+from dms_train.planning.activations import Microbatch, padded_vocab
+from dms_train.planning.gpus import Calibration
+from dms_train.planning.pipeline import passes
+
+_FP32 = 4
+_ADAM_MOMENTS = 2
+# More microbatches than this many rounds of the pipeline repeat what was before.
+_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one process at its fullest moment.
+
+    Attributes:
+        weights: The student's.
+        gradients: Its fp32 sums.
+        optimizer: This process's share of Adam's moments and, with bf16 weights, fp32 weights.
+        teacher: The frozen original's weights.
+        activations: Kept for the backward passes of the microbatches in flight.
+        logits: Kept of the last stage's head.
+        workspace: The largest of what exists for a moment only, and buffers of communication.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    teacher: int
+    activations: int
+    logits: int
+    workspace: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not depend on the batch."""
+        return self.weights + self.gradients + self.optimizer + self.teacher
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return self.fixed + self.activations + self.logits + self.workspace
+
+    def allocated(self, c: Calibration) -> float:
+        """Return the peak of torch's allocator, with the measured corrections."""
+        return self.fixed + c.activation_factor * (self.total - self.fixed) + c.constant_bytes
+
+    def needed(self, c: Calibration, world_size: int) -> float:
+        """Return the memory a GPU must have, including fragmentation and CUDA itself."""
+        outside = c.outside_bytes + (c.nccl_bytes if world_size > 1 else 0)
+        return self.allocated(c) * c.reserved_share + outside
+
+    def kinds(self) -> dict[str, int]:
+        """Return the parts by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class _Moment(NamedTuple):
+    """Bytes that vary during a step."""
+
+    activations: int = 0
+    logits: int = 0
+    workspace: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStage:
+    """One pipeline stage of a layout.
+
+    Attributes:
+        rank: Its number.
+        copies: Data-parallel size.
+        microbatches: Number of microbatches per data-parallel rank and step.
+    """
+
+    microbatch: Microbatch
+    rank: int
+    copies: int
+    microbatches: int
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self.microbatch.parallel.pipeline_model_parallel_size
+
+    @property
+    def vp(self) -> int:
+        """Model chunks of a stage."""
+        return self.microbatch.parallel.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def layers(self) -> int:
+        """Layers of one model chunk."""
+        return self.microbatch.architecture.num_layers // (self.pp * self.vp)
+
+    @property
+    def is_last(self) -> bool:
+        """True if the stage has the output head."""
+        return self.rank == self.pp - 1
+
+    @property
+    def parameters(self) -> int:
+        """Weights on each of the stage's processes."""
+        a, tp = self.microbatch.architecture, self.microbatch.tp
+        table = padded_vocab(a) * a.hidden_size // tp
+        tables = int(self.rank == 0)
+        if self.is_last and not (self.pp == 1 and a.tie_word_embeddings):
+            tables += 1  # a tied one is copied to the last stage
+        final_norm = a.hidden_size if self.is_last else 0
+        layers = self.layers * self.vp
+        return layers * (_sharded(a) // tp + _replicated(a)) + tables * table + final_norm
+
+    @property
+    def largest_gradient(self) -> int:
+        """Bytes of the vocabulary projection's gradient before it is added up in fp32.
+
+        Where products add to the fp32 sums themselves there is none.
+        """
+        a, m = self.microbatch.architecture, self.microbatch
+        if m.fused or not self.is_last:
+            return 0
+        return padded_vocab(a) * a.hidden_size // m.tp * m.width
+
+
+def estimate(config: RunConfig, architecture: Architecture, world_size: int) -> MemoryEstimate:
+    """Estimate the memory of the fullest process of a configuration that passed `check`."""
+    return max(estimate_stages(config, architecture, world_size), key=lambda memory: memory.total)
+
+
+def estimate_stages(
+    config: RunConfig, architecture: Architecture, world_size: int
+) -> list[MemoryEstimate]:
+    """Estimate the memory of one process of every pipeline stage."""
+    return [of_stage(stage) for stage in stages_of(config, architecture, world_size)]
+
+
+def stages_of(
+    config: RunConfig, architecture: Architecture, world_size: int
+) -> list[PipelineStage]:
+    """Return the pipeline stages of a configuration that passed `check`, on GPUs."""
+    parallel, data = config.parallel, config.data
+    pp = parallel.pipeline_model_parallel_size
+    copies = world_size // (parallel.tensor_model_parallel_size * pp)
+    microbatch = Microbatch(
+        architecture=architecture,
+        method=config.method,
+        parallel=parallel,
+        samples=data.micro_batch_size,
+        length=data.seq_length,
+        distills=needs_teacher(config),
+        kernels=config.kernels,
+    )
+    count = data.global_batch_size // (data.micro_batch_size * copies)
+    return [
+        PipelineStage(microbatch=microbatch, rank=rank, copies=copies, microbatches=count)
+        for rank in range(pp)
+    ]
+
+
+def of_stage(stage: PipelineStage) -> MemoryEstimate:
+    """Estimate the memory of a process of one pipeline stage."""
+    m, parameters = stage.microbatch, stage.parameters
+    # fp32 weights are their own master copy
+    states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
+    moment = max((*_moments(stage), _update(stage)), key=sum)
+    buffer = m.gathered if m.parallel.sequence_parallel else 0
+    return MemoryEstimate(
+        weights=parameters * m.width,
+        gradients=parameters * _FP32,
+        optimizer=parameters * _FP32 * states // stage.copies,
+        teacher=parameters * m.width if m.distills else 0,
+        activations=moment.activations,
+        logits=moment.logits,
+        workspace=moment.workspace + buffer,
+    )
+
+
+def _update(stage: PipelineStage) -> _Moment:
+    """Return the bytes of the optimizer's step: AdamW, unless fused, copies its share once."""
+    fused = stage.microbatch.fused
+    return _Moment(workspace=0 if fused else stage.parameters * _FP32 // stage.copies)
+
+
+def _moments(stage: PipelineStage) -> list[_Moment]:
+    """Return the fullest moment of each pass of a step."""
+    m, last_chunk = stage.microbatch, stage.vp - 1
+    kept = [
+        activations.chunk(
+            m,
+            stage.layers,
+            first=stage.rank == 0 and chunk == 0,
+            last=stage.is_last and chunk == last_chunk,
+        )
+        for chunk in range(stage.vp)
+    ]
+    rounds = min(stage.microbatches, _ROUNDS * stage.pp)
+    live: Counter[int] = Counter()
+    found = []
+    for forward, chunk in passes(stage.rank, stage.pp, stage.vp, rounds):
+        has_head = stage.is_last and chunk == last_chunk
+        live[chunk] += forward
+        held = sum(kept[index] * count for index, count in live.items())
+        found += _forward(stage, held, has_head) if forward else _backward(stage, held, has_head)
+        live[chunk] -= not forward
+    return found
+
+
+def _in_transit(stage: PipelineStage) -> int:
+    """Return the bytes of stage tensors and gradients that are being sent and received."""
+    if stage.pp == 1:
+        return 0
+    tensors = (stage.rank > 0) + (not stage.is_last) if stage.vp == 1 else 4
+    return tensors * stage.microbatch.stage_tensor
+
+
+def _forward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
+    m, transit = stage.microbatch, _in_transit(stage)
+    # the student's output waits for the teacher's, on the last stage also what the norm keeps
+    output = (2 if has_head else 1) * m.residual
+    moments = [_Moment(held, 0, activations.forward_workspace(m) + output + transit)]
+    if has_head:
+        work = activations.head_workspace(m) + transit
+        moments.append(_Moment(held, activations.head_kept(m), work))
+    return moments
+
+
+def _backward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
+    m, transit = stage.microbatch, _in_transit(stage)
+    tied = stage.pp == 1 and m.architecture.tie_word_embeddings
+    # of a tied table the gradient of the projection waits for that of the embedding
+    waiting = stage.largest_gradient if tied else 0
+    moments = [_Moment(held, 0, activations.backward_workspace(m) + waiting + transit)]
+    if has_head:
+        work = stage.largest_gradient + 3 * m.gathered + transit
+        moments.append(_Moment(held, activations.head_kept(m), work))
+    return moments
+
+
+def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """Return the size of one checkpoint: weights, fp32 master copy and the moments of Adam."""
+    width = 2 if config.parallel.params_dtype == "bf16" else _FP32
+    return parameter_count(architecture) * (width + _FP32 * (1 + _ADAM_MOMENTS))
+
+
+def needs_teacher(config: RunConfig) -> bool:
+    """Return whether the loss of any stage that is run needs the frozen original."""
+    blocks = (getattr(config.stage, name) for name in config.stage.run)
+    losses = (TOKEN_LOSSES.get(getattr(block, "loss", "")) for block in blocks)
+    return any(loss is not None and loss.needs_teacher for loss in losses)
+
+
+def parameter_count(architecture: Architecture) -> int:
+    """Count the parameters of the model, a tied output projection once."""
+    a = architecture
+    embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
+    return a.num_layers * (_sharded(a) + _replicated(a)) + embeddings + a.hidden_size
+
+
+def layer_products(a: Architecture) -> int:
+    """Count the weights of one layer that are multiplied with every token."""
+    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    return 2 * a.hidden_size * (query + key) + 3 * a.hidden_size * a.ffn_hidden_size
+
+
+def _sharded(a: Architecture) -> int:
+    """Count the weights of one layer that tensor parallelism divides."""
+    query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    return layer_products(a) + (query + 2 * key if a.add_qkv_bias else 0)
+
+
+def _replicated(a: Architecture) -> int:
+    """Count the weights of one layer that every tensor-parallel rank holds: the norms."""
+    return 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)

@@ -1,0 +1,159 @@
+"""Bytes that the plan counts are those that a real step of the engine holds, in many layouts."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from dms_train.families import FAMILIES
+from dms_train.mcore.options import ParallelOptions
+from dms_train.method.spec import PRESETS
+from dms_train.planning.activations import Microbatch, layer
+from dms_train.planning.memory import MemoryEstimate, PipelineStage, of_stage
+from tests.support import configs, launch
+from tests.support.plan_worker import SIZES
+
+pytestmark = pytest.mark.timeout(360)
+TP, PP, VP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+BF16: dict[str, Any] = {"params_dtype": "bf16"}
+SP: dict[str, Any] = {TP: 2, "sequence_parallel": True}
+FULL: dict[str, Any] = {"recompute_granularity": "full"}
+
+
+def case(
+    *layouts: dict[str, Any], stage: int = 0, family: str = "qwen2", **changes: Any
+) -> dict[str, Any]:
+    """One rank of a layout."""
+    parallel = {**BF16}
+    for layout in layouts:
+        parallel |= layout
+    pipeline = parallel.get(PP, 1) > 1
+    values = {
+        "method": "dms",
+        "samples": 1,
+        "length": 512,
+        "microbatches": 4 if pipeline else 1,
+        "distills": True,
+    }
+    architecture = {"family": family, "tie_word_embeddings": family == "llama", "vocab_size": 256}
+    return {
+        **values,
+        **changes,
+        "parallel": parallel,
+        "stage": stage,
+        "architecture": architecture,
+    }
+
+
+CASES = {
+    "one": case(microbatches=2),
+    "one_fp32": case({"params_dtype": "fp32"}, samples=2),
+    "llama": case(family="llama", samples=2),
+    "qwen3": case(family="qwen3", length=640),
+    "lm": case(distills=False),
+    "selective": case({"recompute_granularity": "selective"}),
+    "full": case(FULL),
+    "full_units": case(FULL, {"recompute_num_layers": 2}, distills=False),
+    "tp2": case({TP: 2}),
+    "tp2_sp": case(SP),
+    "tp2_sp_full": case(SP, FULL),
+    "pp2_first": case({PP: 2}),
+    "pp2_last": case({PP: 2}, stage=1),
+    "pp4_second": case({PP: 4}, stage=1, microbatches=4),
+    "pp2_vp2_first": case({PP: 2, VP: 2}),
+    "pp2_vp2_last": case({PP: 2, VP: 2}, stage=1),
+    "pp2_vp4_full": case({PP: 2, VP: 4}, FULL),
+    "pp2_tp2_sp_full": case({PP: 2}, SP, FULL, stage=1),
+    "dmc": case(method="dmc"),
+    "dmc_llama": case(method="dmc", family="llama", samples=2),
+    "dmc_qwen3": case(method="dmc", family="qwen3", length=640),
+    "dmc_selective": case({"recompute_granularity": "selective"}, method="dmc"),
+    "dmc_pp2_tp2_sp_full": case({PP: 2}, SP, FULL, method="dmc", stage=1),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    folder = tmp_path_factory.mktemp("plan")
+    given, found = folder / "cases.json", folder / "found.json"
+    given.write_text(json.dumps(CASES))
+    launch.checked(launch.module("tests.support.plan_worker", str(given), str(found)))
+    return json.loads(found.read_text())
+
+
+def stage(given: dict[str, Any], **parallel: Any) -> PipelineStage:
+    microbatch = Microbatch(
+        architecture=configs.architecture(**SIZES, **given["architecture"]),
+        method=PRESETS[given["method"]],
+        parallel=ParallelOptions(**{**given["parallel"], **parallel}),
+        samples=given["samples"],
+        length=given["length"],
+        distills=given["distills"],
+        fused=False,
+    )
+    return PipelineStage(
+        microbatch=microbatch,
+        rank=given["stage"],
+        copies=16,  # the update is no part of the step that is measured
+        microbatches=given["microbatches"],
+    )
+
+
+def varying(memory: MemoryEstimate) -> int:
+    return memory.activations + memory.logits + memory.workspace
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_keeps_what_the_plan_counts(measured, name):
+    microbatch = stage(CASES[name]).microbatch
+    granularity = microbatch.parallel.recompute_granularity
+    recompute = granularity if granularity == "selective" else None
+    assert measured[name]["layer"] == layer(microbatch, recompute)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_holds_what_the_plan_counts(measured, name):
+    counted = varying(of_stage(stage(CASES[name])))
+    assert counted == pytest.approx(measured[name]["step"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_holds_what_the_plan_counts(measured, name):
+    given = stage(CASES[name])
+    memory = of_stage(given)
+    # the moments of Adam come with its first update
+    masters = given.parameters * 4 if given.microbatch.width == 2 else 0
+    counted = memory.weights + memory.gradients + memory.teacher + masters
+    assert measured[name]["fixed"] == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recomputing_more_never_keeps_more(name):
+    kept = [
+        of_stage(stage(CASES[name], recompute_granularity=granularity)).activations
+        for granularity in (None, "selective", "full")
+    ]
+    assert all(more >= less for more, less in pairwise(kept))
+
+
+@pytest.mark.parametrize("recompute", [None, "selective"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_never_keep_more_than_plain_operations(family, recompute):
+    plain = stage(case(family=family)).microbatch
+    values = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
+    fused = Microbatch(**{**values, "fused": True})
+    assert layer(fused, recompute) < layer(plain, recompute)
+
+
+def test_later_stages_keep_fewer_microbatches():
+    given = {**case({PP: 4}), "microbatches": 8}
+    kept = [of_stage(stage({**given, "stage": rank})).activations for rank in range(4)]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] / kept[3] == pytest.approx(4, rel=0.1)

@@ -1,0 +1,221 @@
+"""Every cross-field rule: one line that names the value and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dms_train.config.build import ConfigError
+from dms_train.families import FAMILIES
+from dms_train.planning.check import check
+from tests.support import configs
+
+TP = "parallel__tensor_model_parallel_size"
+PP = "parallel__pipeline_model_parallel_size"
+VP = "parallel__virtual_pipeline_model_parallel_size"
+SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
+
+GRAPH = {"parallel__cuda_graph": "always"}
+TASKS = {"stage__run_tasks": {"tasks": ["exam_sheets"]}}
+
+
+def run_check(world_size: int = 1, model: dict | None = None, **changes) -> None:
+    architecture = configs.architecture(**(model or {}))
+    check(configs.config(**changes), world_size=world_size, architecture=architecture)
+
+
+def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        run_check(world_size, model, **changes)
+    assert all("\n" not in line for line in caught.value.problems)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {}),
+        (8, {}),
+        (2, {TP: 2}),
+        (8, {TP: 2, PP: 2, "parallel__sequence_parallel": True}),
+        (4, {PP: 2, VP: 2}),
+        (
+            1,
+            {
+                "stage__run": ["retrofit"],
+                **SCRATCH,
+                "run__load": "x",
+                "stage__retrofit__loss": "lm",
+            },
+        ),
+        (1, {"stage__zero_neuron__steps": 0}),
+        (1, {"stage__run": ["pretrain", "export"], **SCRATCH}),
+        (1, {"stage__run": ["pretrain", "export"]}),
+        (1, {"stage__run": ["export"]}),
+        (1, {"stage__run": ["zero_neuron", "retrofit", "export", "validate_export"]}),
+        (1, {"stage__run": ["pretrain", "export", "run_tasks"], **SCRATCH, **TASKS}),
+        (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
+        (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
+        (1, GRAPH),
+        (2, {"parallel__cuda_graph": "auto"}),
+    ],
+)
+def test_sound_configurations_pass(world_size, changes):
+    run_check(world_size, **changes)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "expected"),
+    [
+        (3, {TP: 2}, "does not divide the 3 process(es)"),
+        (1, {TP: 2}, "start a multiple of 2"),
+        (8, {TP: 8}, "does not divide the model's num_query_groups=2"),
+        (3, {TP: 3}, "use a divisor of 128"),
+        (3, {PP: 3}, "the model's 4 layers do not divide into 3 chunks"),
+        (1, {VP: 2}, "needs parallel.pipeline_model_parallel_size above 1"),
+        (2, {PP: 2, VP: 4}, "do not divide into 8 chunks"),
+        (4, {PP: 2, VP: 2, "data__global_batch_size": 6}, "use a multiple of 4"),
+        (1, {"parallel__sequence_parallel": True}, "parallel.sequence_parallel=true: needs"),
+        (
+            2,
+            {TP: 2, "parallel__sequence_parallel": True, "data__seq_length": 63},
+            "sequence parallelism needs a multiple of 2",
+        ),
+        (3, {}, "micro_batch_size x data-parallel size = 1 x 3"),
+        (1, {"data__seq_length": 129}, "the model reads at most 128 positions"),
+        (1, {"method__window": 64}, "method.window=64: not below data.seq_length=64"),
+        (2, GRAPH, "parallel.cuda_graph=always: one process can be captured and there are 2"),
+        (
+            1,
+            {**GRAPH, "parallel__recompute_granularity": "full"},
+            "parallel.recompute_granularity=full reads random states",
+        ),
+        (1, {**GRAPH, "data__packing": True}, "set data.packing=false"),
+    ],
+)
+def test_sizes_that_do_not_fit(world_size, changes, expected):
+    assert any(expected in line for line in problems(world_size, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stage__run": []}, "stage.run=[]: name at least one"),
+        ({"stage__run": ["retrofti"]}, "unknown stage 'retrofti'; did you mean retrofit?"),
+        ({"stage__run": ["retrofit", "zero_neuron"]}, "as [zero_neuron, retrofit]"),
+        ({"stage__run": ["export", "export"]}, "run each stage once, as [export]"),
+        (
+            {"stage__run": ["pretrain", "export", "validate_export"]},
+            "leave it out after pretrain",
+        ),
+        ({"stage__run": ["pretrain", "retrofit"], **SCRATCH}, "are different runs"),
+        ({**SCRATCH}, "zero_neuron needs weights; set model.path"),
+        ({**SCRATCH, "model__path": "x"}, "set exactly one"),
+        (
+            {"stage__run": ["retrofit"], **SCRATCH, "run__load": "x"},
+            "distilling needs the original as teacher",
+        ),
+        ({"stage__run": ["validate_export", "export"]}, "as [export, validate_export]"),
+        ({"stage__run": ["retrofit", "validate_export"]}, "put export before it"),
+        (
+            {
+                "stage__run": ["retrofit", "export", "validate_export"],
+                **SCRATCH,
+                "run__load": "x",
+                "stage__retrofit__loss": "lm",
+            },
+            "validate_export needs the original as teacher",
+        ),
+        (
+            {"stage__run": ["retrofit", "export", "validate_export"], "run__eval_samples": 8},
+            "stage.validate_export.samples=64: only run.eval_samples=8 validation samples exist",
+        ),
+        (
+            {"stage__run": ["retrofit", "run_tasks"], **TASKS},
+            "run_tasks measures what export wrote",
+        ),
+        ({"stage__run": ["export", "run_tasks"]}, "stage.run_tasks.tasks=[]: name at least one"),
+        ({"stage__run_tasks": {"tasks": ["niah", "niah"]}}, "name each task once"),
+        (
+            {"stage__run_tasks": {"tasks": ["niah", "gsm8k"], "task": {"path": "x"}}},
+            "stage.run_tasks.task.path: tasks cannot share a file",
+        ),
+        (
+            {"stage__run_tasks": {"sweep": {"widths": [0]}}},
+            "stage.run_tasks.sweep.widths=[0]: give chains of a document",
+        ),
+        (
+            {"stage__run_tasks": {"policy": {"name": "window", "window": 4, "cr": 2.0}}},
+            "stage.run_tasks.policy: give window or cr",
+        ),
+        (
+            {"stage__validate_export": {"samples": 0}},
+            "stage.validate_export.samples=0: use at least 1",
+        ),
+        ({"stage__validate_export": {"device": "tpu"}}, "use auto, cpu, cuda or cuda:1"),
+        ({"stage__validate_export": {"answer_pattern": "x"}}, "0 groups; use one"),
+        ({"stage__validate_export": {"answer_pattern": "("}}, "not a regular expression"),
+        ({"stage__run": ["hold"]}, "hold needs retrofit before it, or run.load"),
+    ],
+)
+def test_stages_that_make_no_sense(changes, expected):
+    (line,) = problems(**changes)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stage__retrofit__loss": "kl"}, "stage.retrofit.loss=kl: choose one of distill, lm"),
+        ({"stage__export__format": "x"}, "choose one of null, dmc, dms, fastdms, nvidia"),
+        ({"stage__export__dtype": "fp16"}, "choose one of null, fp32, bf16"),
+        ({"parallel__params_dtype": "fp16"}, "parallel.params_dtype=fp16: choose one of"),
+        ({"parallel__recompute_granularity": "all"}, "choose one of null, selective, full"),
+        ({"observe__wandb": "on"}, "choose one of offline, online, disabled"),
+        ({"run__resume": "yes"}, "run.resume=yes: choose one of auto, never"),
+        ({"stage__retrofit__target_cr": 0.5}, "use at least 1"),
+        ({"stage__retrofit__start_cr": 0.5}, "stage.retrofit.start_cr=0.5: use at least 1"),
+        ({"stage__retrofit__target_cr": float("nan")}, "use at least 1"),
+        ({"stage__zero_neuron__steps": -1}, "stage.zero_neuron.steps=-1: use at least 0"),
+        ({"stage__retrofit__target_cr": float("inf")}, "use a finite number"),
+        ({"optim__lr": float("inf")}, "use a finite number"),
+        ({"run__seed": 2**32}, "use a number below 4294967296"),
+        ({"stage__hold__min_lr_ratio": 1.5}, "use a number from 0 to 1"),
+        ({"optim__adam_beta1": 1.0}, "use a number from 0 to below 1"),
+        ({"optim__lr": 0.0}, "optim.lr=0.0: use a number above 0"),
+        ({"optim__lr": float("nan")}, "optim.lr=nan: use a number above 0"),
+        ({"stage__hold__lr": -1.0}, "stage.hold.lr=-1.0: use a number above 0"),
+        ({TP: 0}, "parallel.tensor_model_parallel_size=0: use at least 1"),
+        ({"data__paths": []}, "data.paths=[]: name at least one"),
+        ({"data__weights": [1, 2]}, "2 weight(s) for 1 path(s)"),
+        ({"data__weights": [-1]}, "use numbers above 0"),
+        ({"data__split": "a,b,c"}, "data.split=a,b,c: use train,validation,test shares"),
+        ({"data__split": "0,1,1"}, "data.split=0,1,1"),
+        ({"method__preset": "dmss"}, "method.preset=dmss: choose one of"),
+        ({"method__channel": 3}, "method.channel=3: use 0 (first) or -1 (last)"),
+        ({"method__alpha_in_loss": "x"}, "method.alpha_in_loss=x: choose one of"),
+    ],
+)
+def test_values_out_of_range(changes, expected):
+    assert any(expected in line for line in problems(**changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"num_query_groups": 3}, "num_query_groups=3: does not divide num_attention_heads=4"),
+        ({"kv_channels": 15}, "kv_channels=15: use an even head size"),
+        (
+            {"family": "gpt"},
+            f"model.architecture.family=gpt: use one of {', '.join(FAMILIES)}",
+        ),
+        ({"num_layers": 0}, "model.architecture.num_layers=0: use a number above 0"),
+    ],
+)
+def test_architectures_that_cannot_be_built(model, expected):
+    assert any(expected in line for line in problems(model=model))
+
+
+def test_all_problems_of_a_kind_are_listed_at_once():
+    assert len(problems(optim__lr=0.0, run__seed=-1, stage__run=["x"])) == 3

@@ -1,0 +1,62 @@
+"""Memory estimates against numbers computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dms_train.planning.memory import estimate, parameter_count
+from tests.support import configs
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama32_1b", 1_235_814_400),
+        ("llama2_7b", 6_738_415_616),
+        ("llama31_8b", 8_030_261_248),
+        ("mistral_7b", 7_248_023_552),
+        ("qwen_r1_1_5b", 1_777_088_000),
+        ("qwen_r1_7b", 7_615_616_512),
+        ("qwen_r1_32b", 32_763_876_352),
+        ("qwen3_0_6b", 596_049_920),
+        ("qwen3_1_7b", 1_720_574_976),
+        ("qwen3_4b", 4_022_468_096),
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_14b", 14_768_307_200),
+        ("qwen3_32b", 32_762_123_264),
+    ],
+)
+def test_parameters_of_known_models(name, parameters):
+    assert parameter_count(configs.KNOWN[name]) == parameters
+
+
+def test_bytes_per_parameter():
+    memory = estimate(configs.config(), configs.architecture(), 1)
+    parameters = memory.weights // 4
+    assert parameters == parameter_count(configs.architecture())
+    assert (memory.gradients, memory.optimizer) == (4 * parameters, 8 * parameters)
+    assert memory.teacher == memory.weights
+    fixed = memory.weights + memory.gradients + memory.optimizer + memory.teacher
+    assert memory.fixed == fixed
+    assert memory.total == sum(memory.kinds().values()) > fixed
+
+
+def test_precision_copies_and_losses():
+    changes = {
+        "parallel__params_dtype": "bf16",
+        "stage__zero_neuron__loss": "lm",
+        "stage__retrofit__loss": "lm",
+    }
+    memory = estimate(configs.config(**changes), configs.architecture(), 4)
+    parameters = memory.gradients // 4
+    assert memory.weights == 2 * parameters
+    assert memory.optimizer == 12 * parameters // 4
+    assert memory.teacher == 0
+
+
+def test_tensor_and_pipeline_shares():
+    whole = estimate(configs.config(), configs.architecture(), 1).weights
+    halves = configs.config(parallel__tensor_model_parallel_size=2)
+    assert estimate(halves, configs.architecture(), 2).weights == pytest.approx(whole / 2, rel=0.01)
+    stages = configs.config(parallel__pipeline_model_parallel_size=2)
+    assert whole / 2 < estimate(stages, configs.architecture(), 2).weights < whole

@@ -1,0 +1,77 @@
+"""Expected times: operations against the model's own count, and what must never get faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.gpus import GPUS, calibration
+from dms_train.planning.memory import stages_of
+from dms_train.planning.step_time import step_time, work_of
+from tests.support import configs
+
+A = replace(configs.KNOWN["llama2_7b"], vocab_size=32000)
+LM = {"stage__zero_neuron__loss": "lm", "stage__retrofit__loss": "lm"}
+SIZE = {"data__seq_length": 4096, "data__global_batch_size": 64}
+TP, PP = "parallel__tensor_model_parallel_size", "parallel__pipeline_model_parallel_size"
+BF16 = {"parallel__params_dtype": "bf16"}
+
+
+def stages(world_size: int = 1, **changes):
+    return stages_of(configs.config(**SIZE, **BF16, **changes), A, world_size)
+
+
+def seconds(world_size: int = 1, gpu: str = "h100", **changes) -> float:
+    return step_time(stages(world_size, **changes), GPUS[gpu], calibration()).total
+
+
+def test_products_are_three_forward_passes_and_the_teachers():
+    tokens = 64 * 4096
+    attention = 4 * A.num_layers * A.num_attention_heads * A.kv_channels * 4097 / 2
+    for changes, passes in ((LM, 3), ({}, 4)):
+        work = work_of(stages(**changes)[0])
+        forward = forward_flops_per_token(A, 4096) - attention
+        assert work.matmul_flops == pytest.approx(passes * tokens * forward)
+        assert work.attention_flops == pytest.approx((passes + 0.5) * tokens * attention)
+
+
+def test_work_is_divided_by_the_layout():
+    whole = work_of(stages()[0])
+    for changes in ({TP: 4}, {PP: 4}):
+        parts = [work_of(stage) for stage in stages(4, **changes)]
+        ranks = 4 // len(parts)
+        assert ranks * sum(p.matmul_flops for p in parts) == pytest.approx(whole.matmul_flops)
+        assert ranks * sum(p.attention_flops for p in parts) == pytest.approx(whole.attention_flops)
+
+
+def test_recomputing_and_slower_gpus_take_longer():
+    times = [seconds(parallel__recompute_granularity=g) for g in (None, "selective", "full")]
+    assert times == sorted(times)
+    assert times[0] < times[2]
+    assert seconds(gpu="h200") <= seconds(gpu="h100") < seconds(gpu="a100_80gb")
+
+
+def test_more_gpus_take_less_time_but_never_less_than_their_share():
+    alone = seconds()
+    for changes in ({}, {TP: 8}, {PP: 8}):
+        assert alone / 8 < seconds(8, **changes) < alone
+
+
+def test_communication_leaves_the_node_where_a_group_does():
+    near = work_of(stages(8, **{TP: 8})[0])
+    far = work_of(stages(16, **{TP: 8})[0])
+    assert near.link_bytes > 0
+    assert near.network_bytes == 0
+    assert far.network_bytes > 0
+
+
+def test_microbatches_fill_the_pipeline():
+    time = {
+        size: step_time(
+            stages(4, **{PP: 4, "data__micro_batch_size": size}), GPUS["h100"], calibration()
+        )
+        for size in (1, 16)
+    }
+    assert time[1].bubble < time[16].bubble
