@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dms_train.inference.cache.paged import decode_rule
 from dms_train.inference.policies.registry import build_policy
-from dms_train.kernels.decode.paged import NEVER
+from dms_train.kernels.decode.types import NEVER
 from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.spec import PRESETS

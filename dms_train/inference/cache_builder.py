@@ -26,8 +26,8 @@ from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import CachePolicy, RequestSizes
 from dms_train.inference.policies.dmc import DMCPolicy
 from dms_train.inference.policies.quest import QuestPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import FP8
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import FP8
 
 _HOST_BYTES = 2**30  # of a pool on the CPU; pages take memory when they are first written
 _LOGITS = 4  # copies of the logits, in float32, that sampling takes, at most
@@ -142,7 +142,7 @@ def _uses_kernels(model: LoadedModel, policy: CachePolicy, options: EngineOption
         InferenceError: They are asked for but cannot.
     """
     obstacle = None
-    if not decode.runs_on(torch.device(options.device)):
+    if not dispatch.is_supported(torch.device(options.device)):
         obstacle = f"triton does not run on {options.device}"
     elif options.page_slots & (options.page_slots - 1):
         obstacle = f"page_slots={options.page_slots} is not a power of two"

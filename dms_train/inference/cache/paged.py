@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +28,14 @@ from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.inference.policies.window import WindowPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import (
     ALWAYS,
     EVICTION_CHANNEL,
     FP8,
     NEVER,
     SIGNAL,
+    AttentionWorkspace,
     Decisions,
     HeadNorms,
     PagedCache,
@@ -101,7 +101,7 @@ class PagedKVCache:
             self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
         self._recording = False
         self._reserves = True  # pages, in each step
-        self._memory: dict[int, Any] = {}  # by sequences of a step
+        self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
 
     @staticmethod
     def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
@@ -279,14 +279,13 @@ class PagedKVCache:
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         cache, b = self.view(layer), len(token.rows)
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if b not in self._memory:
             evicts = self._rule.source != NEVER
-            self._memory[b] = attend.workspace(rotated, cache, evicts=evicts)
+            self._memory[b] = kernels.attention_workspace(rotated, cache, evicts=evicts)
         scale = token.query.shape[-1] ** -0.5
-        output: Tensor = attend.attend(rotated, cache, token.rows, scale, self._memory[b])
-        return output
+        return kernels.attend(rotated, cache, token.rows, scale, self._memory[b])
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
         """How a step decides and what it clears from the query.

@@ -14,7 +14,6 @@ m recent queries, d head size.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -39,8 +38,9 @@ from dms_train.inference.policies.scored import ScoredPolicy
 from dms_train.inference.policies.snapkv import SnapKVPolicy
 from dms_train.inference.policies.streaming_llm import StreamingLLMPolicy
 from dms_train.inference.policies.tova import LAYER, TOVAPolicy
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.slots import attend_slots
+from dms_train.kernels.decode.types import (
     CHOSEN,
     LEAST,
     MAXIMUM,
@@ -53,9 +53,9 @@ from dms_train.kernels.decode.paged import (
     Decisions,
     HeadNorms,
     PagedCache,
+    SlotLogits,
     Step,
 )
-from dms_train.kernels.decode.slots import attend_slots
 from dms_train.method.base import MethodSpec
 
 _REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
@@ -108,14 +108,13 @@ class BudgetPagedCache(PagedKVCache):
         shape = (layers, rows + 1, self._recent, h, group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_places: tuple[Tensor, Tensor]  # of the step that is computed
-        self._chooser: Any = importlib.import_module("dms_train.kernels.decode.triton_choose")
         self._choice: Choice | None = None  # of the step that is computed
         self._inside = [False]  # its sequences whose prompts decide
-        self._logits: Any = None
+        self._logits: SlotLogits | None = None
         if isinstance(policy, ScoredPolicy):
             most = min(slots, policy.most_tokens(longest) + 1)
             queries = ((1 << (rows - 1).bit_length()) * h, group)
-            self._logits = decode.kernels()[1].SlotLogits(
+            self._logits = SlotLogits(
                 torch.zeros(*queries, most, **put), torch.zeros(queries, **put)
             )
 
@@ -222,8 +221,8 @@ class BudgetPagedCache(PagedKVCache):
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         cache, b, d = self.view(layer), len(token.rows), token.query.shape[-1]
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if layer == 0:
             self._choice = self._choice_of(token)
             if self._recent:
@@ -232,17 +231,15 @@ class BudgetPagedCache(PagedKVCache):
             newest = rotated.view(b, *self._queries.shape[3:])
             self._queries[layer].index_put_(self._query_places, newest)
         if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
+            self._memory[b] = kernels.attention_workspace(rotated, cache)
         logits = None
         if self._logits is not None:
             lists = b * self.lists.lengths.shape[2]
-            logits = attend.SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
-        output: Tensor = attend.attend(
-            rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits
-        )
+            logits = SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
+        output = kernels.attend(rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits)
         if self._choice is not None:
             scores = self._scores[layer] if self._scores.numel() else None
-            self._chooser.choose(
+            kernels.choose(
                 cache, self._choice, token.rows, token.position, logits=logits, scores=scores
             )
         return output

@@ -11,9 +11,6 @@ a state averages besides the newest, d head size.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,7 +19,16 @@ from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.policies.base import Arrival, CachePolicy
 from dms_train.inference.policies.dmc import DMCPolicy
-from dms_train.kernels.decode.paged import NEVER, SIGNAL, Decisions, HeadNorms, Step
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import (
+    NEVER,
+    SIGNAL,
+    Decisions,
+    HeadNorms,
+    MergeRule,
+    NewestTokens,
+    Step,
+)
 from dms_train.method.base import MethodSpec
 from dms_train.method.dmc.attention import SMALLEST_WEIGHT
 
@@ -60,14 +66,13 @@ class DMCPagedCache(PagedKVCache):
         longest: int,
     ) -> None:
         super().__init__(pool, policy, layers=layers, rows=rows, heads=heads, longest=longest)
-        self._kernel: Any = importlib.import_module("dms_train.kernels.decode.triton_accumulate")
         spec, d = policy.spec, pool.pages.shape[-1]
         lists = (layers, rows, heads, spec.merge_window - 1)
         self._newest_keys, self._newest_values = (
             torch.zeros(*lists, d, dtype=pool.dtype, device=pool.device) for _ in range(2)
         )
         self._newest_weights = torch.zeros(*lists, 2, device=pool.device)
-        self._merging = self._kernel.Merging(
+        self._merging = MergeRule(
             channel=spec.channel % d,
             scale=spec.alpha_scale,
             offset=spec.alpha_offset,
@@ -97,8 +102,8 @@ class DMCPagedCache(PagedKVCache):
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
-        newest = self._kernel.Newest(*(x[layer] for x in self._newest()))
-        merged = self._kernel.accumulate(token, newest, self._merging, norms)
+        newest = NewestTokens(*(x[layer] for x in self._newest()))
+        merged = dispatch.triton_kernels().accumulate(token, newest, self._merging, norms)
         return super()._append_and_attend(layer, merged, self._rule, None)
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
