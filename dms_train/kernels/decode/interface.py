@@ -33,8 +33,8 @@ from dms_train.kernels.decode.types import (
 class PagedAttention(Protocol):
     """Decode attention over compact pages: store one token per sequence, then attend.
 
-    Backends: `dispatch.triton_kernels()` on a GPU or in Triton's interpreter, and `dispatch.reference_kernels()`,
-    plain loops in float64.
+    Backends: `dispatch.triton_kernels()` on a GPU or in Triton's interpreter, and
+    `dispatch.reference_kernels()`, plain loops in float64.
     """
 
     def append(
