@@ -1,7 +1,8 @@
-"""What caches and models exchange."""
+"""Results and arguments of attention through a cache, and defaults of caches."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -19,6 +20,23 @@ class Attended(NamedTuple):
 
     output: Tensor
     reads: Tensor
+
+
+class HostDrivenCache:
+    """Defaults of a cache whose steps the host drives one by one."""
+
+    capturable: None = None
+
+    def note_empty(self, row: int) -> None:
+        """Do nothing: the cache notes nothing about rows on the host."""
+
+    def pages_of_steps(self, steps: int) -> int:
+        """Return `steps`: each step takes at most one page of a KV list."""
+        return steps
+
+    def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Return an empty context: a pass takes pages when it needs them."""
+        return nullcontext()
 
 
 class UnrotatedTokens(Protocol):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.base import Attended, HostDrivenCache, UnrotatedTokens
 from dms_train.inference.cache.policy_hooks import (
     balances,
     by_group,
@@ -38,7 +38,7 @@ def _pages(slots: Tensor, page_slots: int) -> Tensor:
     return (slots + page_slots - 1) // page_slots
 
 
-class CompactCache:
+class CompactCache(HostDrivenCache):
     """Pages of one pool, and a policy that says which tokens are kept.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.base import Attended, HostDrivenCache, UnrotatedTokens
 from dms_train.inference.cache.policy_hooks import (
     balances,
     by_group,
@@ -26,7 +26,7 @@ from dms_train.kernels.decode.slots import SecondQuery, attend_slots
 _BLOCK = 64  # slots by which a layer grows
 
 
-class DenseCache:
+class DenseCache(HostDrivenCache):
     """Same results as `CompactCache`, same policies except those that merge; memory only grows.
 
     Args:

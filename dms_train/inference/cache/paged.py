@@ -103,6 +103,30 @@ class PagedKVCache:
         self._reserves = True  # pages, in each step
         self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
 
+    @property
+    def capturable(self) -> PagedKVCache:
+        """This cache: the kernels compute its decode steps without the host."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the pages."""
+        return self.pool.device
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether any page may have several holders."""
+        return self.pool.sharing
+
+    @property
+    def reserved_pages(self) -> int:
+        """Pages that were reserved or taken since the beginning."""
+        return self.pool.reserved
+
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
+        """Update the number of free pages with that of an earlier step; see `DevicePool.learn`."""
+        self.pool.learn(left, fault, reserved)
+
     @staticmethod
     def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
         rule = decode_rule(policy)
@@ -194,6 +218,10 @@ class PagedKVCache:
     def free(self, rows: Tensor) -> None:
         """Give back all pages of these rows, int64 [b]."""
         self.lists.free(rows)
+
+    def note_empty(self, row: int) -> None:
+        """Note that a freed row shares no pages."""
+        self.lists.shared_pages[row] = 0
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
