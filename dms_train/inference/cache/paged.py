@@ -330,6 +330,7 @@ class PagedKVCache:
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
         """The next tokens of prompts through the kernels."""
+        kernels = dispatch.triton_kernels()
         rows, query, arrival, pages, begins, whole = tokens
         window, (n, d) = self._rings.shape[-1] - 1, query.shape[2:]
         real = None if whole else arrival.position >= 0
@@ -341,7 +342,7 @@ class PagedKVCache:
             before = prompt.state_before(*stored, rows, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, n, real, self._rule)
         count = None if real is None else real.sum(1, dtype=torch.int32)
-        chunk = prefill.plan_chunk(evicted, before, window, count)
+        chunk = kernels.plan_chunk(evicted, before, window, count)
         size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
         table = self._claim(layer, rows, lists, lengths, pages)
@@ -352,7 +353,7 @@ class PagedKVCache:
                 table = self.lists.own(layer, rows, lists, changed)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
-            output = prefill.extend_prompt(
+            output = kernels.extend_prompt(
                 Tokens(query, arrival.key, arrival.value),
                 chunk,
                 before,
