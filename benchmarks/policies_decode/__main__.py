@@ -38,7 +38,7 @@ from dms_train.inference.options import EngineOptions
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.policies.quest import QuestPolicy
 from dms_train.inference.policies.registry import build_policy
-from dms_train.kernels.decode.paged import Step
+from dms_train.kernels.decode.types import Step
 
 KEPT = 0.125  # of the tokens behind the window, with DMS
 POLICIES = ("dms", "streaming_llm", "snapkv", "tova", "h2o", "quest")

@@ -32,8 +32,8 @@ from dms_train.inference.policies.base import (
     WindowRule,
 )
 from dms_train.inference.policies.kernel_rules import find_kernel_rule
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import FP8
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import FP8
 from dms_train.observe.log import logger
 
 _CACHES: dict[type, type[PagedKVCache]] = {
@@ -174,7 +174,7 @@ def _log_once(message: str) -> None:
 
 def _obstacle(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> str | None:
     """Return why the kernels cannot compute; None if they can."""
-    if not decode.runs_on(torch.device(options.device)):
+    if not dispatch.is_supported(torch.device(options.device)):
         return f"triton does not run on {options.device}"
     if options.page_slots & (options.page_slots - 1):
         return f"page_slots={options.page_slots} is not a power of two"

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dms_train.kernels.layers.sampling_limits import Limits
+from dms_train.kernels.layers.types import SamplingLimits
 
 Integers: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -40,7 +40,7 @@ class DecodeInputs(NamedTuple):
     rows: Tensor
     keys: Tensor
     temperature: Tensor
-    limits: Limits | None = None
+    limits: SamplingLimits | None = None
 
     @classmethod
     def of(cls, packed: Tensor) -> DecodeInputs:
@@ -49,7 +49,7 @@ class DecodeInputs(NamedTuple):
         limits = None
         if rest:
             top_k, *shares = rest
-            limits = Limits(top_k, *(share.view(torch.float64) for share in shares))
+            limits = SamplingLimits(top_k, *(share.view(torch.float64) for share in shares))
         return cls(tokens, position, rows, keys, temperature.view(torch.float64), limits)
 
 

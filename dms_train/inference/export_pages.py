@@ -21,7 +21,7 @@ from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.policies.base import Arrival, CachePolicy
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_TOKENS = 4096  # of a prompt at once
@@ -33,7 +33,7 @@ _ENDLESS = 2**24  # a window that no sequence leaves; it needs no ring
 
 def supports(key: Tensor) -> bool:
     """Whether the kernels run where these keys [b, h, n, d] are, and take them."""
-    return key.dtype in _DTYPES and key.shape[-1] % 2 == 0 and decode.runs_on(key.device)
+    return key.dtype in _DTYPES and key.shape[-1] % 2 == 0 and dispatch.is_supported(key.device)
 
 
 def open_pages(

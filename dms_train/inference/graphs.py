@@ -12,10 +12,9 @@ Shape letters: b sequences of a step, k steps of a group.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from dms_train.inference.decode_inputs import (
 from dms_train.inference.models.batch import TokenBatch
 from dms_train.inference.models.decoder import Decoder
 from dms_train.inference.models.fused import FusedDecoder, suits
+from dms_train.kernels import dispatch
 
 _AHEAD = 2  # groups whose numbers may be on their way between host and device
 
@@ -117,11 +117,10 @@ class DecodeGraphs:
     ) -> None:
         self._cache = cache
         self._last = torch.zeros(most, dtype=torch.int64, device=cache.pool.device)
-        self._sampler: Any = importlib.import_module("dms_train.kernels.layers.triton_sample")
-        self._report: Any = importlib.import_module("dms_train.kernels.decode.triton_report").report
+        self._kernels = dispatch.triton_kernels()
         self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
-        self._memory = self._sampler.Workspace.of(max(sizes), cache.pool.device)
+        self._memory = self._kernels.sample_workspace(max(sizes), cache.pool.device)
         # what a graph reads and writes must be kept as long as the graph
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
@@ -175,7 +174,7 @@ class DecodeGraphs:
         """
         fields = DecodeInputs.of(devices.sent(inputs.fields[0], logits.device))
         tokens = torch.empty_like(fields.rows)
-        self._sampler.sample(
+        self._kernels.sample(
             logits.to(self._decoder.lm_head.weight.dtype),  # as the steps have them
             fields.temperature,
             fields.keys,
@@ -201,13 +200,12 @@ class DecodeGraphs:
             sent, received = sent.pin_memory(), received.pin_memory()
 
         # the steps are kept by this object and must not keep it in turn: its memory would stay
-        sampler, last, memory = self._sampler, self._last, self._memory
-        report = self._report
+        kernels, last, memory = self._kernels, self._last, self._memory
 
         def steps() -> None:
             for number in range(count):
                 fields = DecodeInputs.of(inputs[number])
-                sampler.sample(
+                kernels.sample(
                     layers.logits(fields, last),
                     fields.temperature,
                     fields.keys,
@@ -217,7 +215,7 @@ class DecodeGraphs:
                     memory=memory,
                     limits=fields.limits,
                 )
-                report(parts, received[number])
+                kernels.report_status(parts, received[number])
 
         replay = steps if self._recorder is None else self._recorder.graph(steps)
         return _Captured(replay, sent, inputs, received, steps)

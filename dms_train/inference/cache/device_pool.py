@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.kernels.decode.paged import FreePages
+from dms_train.kernels.decode.types import FreePages
 
 
 class DevicePool:

@@ -6,7 +6,6 @@ Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d h
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.policies.base import Arrival, CachePolicy, Projected, RequestSizes
+from dms_train.kernels import dispatch
+from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_logits, hard_decisions
 from dms_train.method.layer import method_layer
@@ -107,14 +108,13 @@ class AttentionStep(NamedTuple):
         Args:
             decides: Whether the arriving tokens get their signal.
         """
-        rope = import_module("dms_train.kernels.layers.triton_rope")
         b, n, g, _, d = self.query.shape
-        channel = rope.EvictionChannel(0, 1.0, clear_after_rope=False)
+        channel = EvictionChannel(0, 1.0, clear_after_rope=False)
         if self.spec is not None:
             clear = self.spec.clear_after_rope
-            channel = rope.EvictionChannel(self.spec.channel % d, 0.0, clear_after_rope=clear)
+            channel = EvictionChannel(self.spec.channel % d, 0.0, clear_after_rope=clear)
         table = rotation_table(self.cos, self.sin) if self.table is None else self.table
-        query, key, activation = rope.rotate(
+        query, key, activation = dispatch.triton_kernels().rotate(
             self.query.flatten(0, 1).unsqueeze(1),
             self.key.flatten(0, 1).transpose(1, 2),
             table,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 
 class KVLists:
@@ -70,7 +70,7 @@ class KVLists:
         Returns:
             Page tables of the rows, int32 [b, h, p].
         """
-        decode.page_kernels().claim(
+        dispatch.triton_kernels().allocate_pages(
             self.tables.flatten(0, 2),
             self.lengths.view(-1),
             lengths,
@@ -92,7 +92,7 @@ class KVLists:
         Returns:
             Page tables of the rows afterwards, int32 [b, h, p].
         """
-        decode.page_kernels().own(
+        dispatch.triton_kernels().copy_shared_pages(
             self.tables.flatten(0, 2),
             self.lengths.view(-1),
             changed.flatten(0, 1),
@@ -123,6 +123,6 @@ class KVLists:
 
     def _release(self, tables: Tensor, lengths: Tensor, after: Tensor, lists: Tensor) -> None:
         """As `release`, of these page tables with these lengths."""
-        kernels, size = decode.page_kernels(), self.pool.page_slots
-        kernels.release(tables, lengths, after, lists, self.pool.free, size)
+        kernels, size = dispatch.triton_kernels(), self.pool.page_slots
+        kernels.release_pages(tables, lengths, after, lists, self.pool.free, size)
         self.pool.changed()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,14 @@ from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies import base as policies
 from dms_train.inference.policies.base import Arrival, CachePolicy, KernelRule, RequestSizes
 from dms_train.inference.policies.kernel_rules import find_kernel_rule
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import (
     ALWAYS,
     EVICTION_CHANNEL,
     FP8,
     NEVER,
     SIGNAL,
+    AttentionWorkspace,
     Decisions,
     HeadNorms,
     PagedCache,
@@ -102,7 +103,7 @@ class PagedKVCache:
             self._wide = WidePages(pool.pages, heads=heads, places=places, dtype=pool.dtype)
         self._recording = False
         self._reserves = True  # pages, in each step
-        self._memory: dict[int, Any] = {}  # by sequences of a step
+        self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
         """Return how tokens are evicted when they leave the window, and the window."""
@@ -279,14 +280,13 @@ class PagedKVCache:
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         cache, b = self.view(layer), len(token.rows)
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if b not in self._memory:
             evicts = self._rule.source != NEVER
-            self._memory[b] = attend.workspace(rotated, cache, evicts=evicts)
+            self._memory[b] = kernels.attention_workspace(rotated, cache, evicts=evicts)
         scale = token.query.shape[-1] ** -0.5
-        output: Tensor = attend.attend(rotated, cache, token.rows, scale, self._memory[b])
-        return output
+        return kernels.attend(rotated, cache, token.rows, scale, self._memory[b])
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
         """How a step decides and what it clears from the query.

@@ -14,7 +14,6 @@ m recent queries, d head size.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -37,8 +36,9 @@ from dms_train.inference.policies.base import (
     RequestSizes,
     Slots,
 )
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.slots import attend_slots
+from dms_train.kernels.decode.types import (
     CHOSEN,
     LEAST,
     MAXIMUM,
@@ -51,9 +51,9 @@ from dms_train.kernels.decode.paged import (
     Decisions,
     HeadNorms,
     PagedCache,
+    SlotLogits,
     Step,
 )
-from dms_train.kernels.decode.slots import attend_slots
 from dms_train.method.base import MethodSpec
 
 _REDUCTIONS = {"mean": MEAN, "max": MAXIMUM, "sum": SUM}
@@ -91,14 +91,13 @@ class BudgetPagedCache(PagedKVCache):
         shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_places: tuple[Tensor, Tensor]  # of the step that is computed
-        self._chooser: Any = importlib.import_module("dms_train.kernels.decode.triton_choose")
         self._choice: Choice | None = None  # of the step that is computed
         self._inside = [False]  # its sequences whose prompts decide
-        self._logits: Any = None
+        self._logits: SlotLogits | None = None
         if self._scored:
             most = min(slots, policy.most_tokens(sizes.longest) + 1)
             queries = ((1 << (rows - 1).bit_length()) * h, sizes.group)
-            self._logits = decode.kernels()[1].SlotLogits(
+            self._logits = SlotLogits(
                 torch.zeros(*queries, most, **put), torch.zeros(queries, **put)
             )
 
@@ -209,8 +208,8 @@ class BudgetPagedCache(PagedKVCache):
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         cache, b, d = self.view(layer), len(token.rows), token.query.shape[-1]
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if layer == 0:
             self._choice = self._choice_of(token)
             if self._recent:
@@ -219,17 +218,15 @@ class BudgetPagedCache(PagedKVCache):
             newest = rotated.view(b, *self._queries.shape[3:])
             self._queries[layer].index_put_(self._query_places, newest)
         if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
+            self._memory[b] = kernels.attention_workspace(rotated, cache)
         logits = None
         if self._logits is not None:
             lists = b * self.lists.lengths.shape[2]
-            logits = attend.SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
-        output: Tensor = attend.attend(
-            rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits
-        )
+            logits = SlotLogits(self._logits.logits[:lists], self._logits.totals[:lists])
+        output = kernels.attend(rotated, cache, token.rows, d**-0.5, self._memory[b], logits=logits)
         if self._choice is not None:
             scores = self._scores[layer] if self._scores.numel() else None
-            self._chooser.choose(
+            kernels.choose(
                 cache, self._choice, token.rows, token.position, logits=logits, scores=scores
             )
         return output

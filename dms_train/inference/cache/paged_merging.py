@@ -11,9 +11,6 @@ a state averages besides the newest, d head size.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,7 +18,16 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.policies.base import Arrival, CachePolicy, KernelRule, MergeRule
-from dms_train.kernels.decode.paged import NEVER, SIGNAL, Decisions, HeadNorms, Step
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode import types
+from dms_train.kernels.decode.types import (
+    NEVER,
+    SIGNAL,
+    Decisions,
+    HeadNorms,
+    NewestTokens,
+    Step,
+)
 from dms_train.method.base import MethodSpec
 
 
@@ -38,7 +44,6 @@ class MergingPagedCache(PagedKVCache):
 
     def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
         super().__init__(pool, policy, sizes)
-        self._kernel: Any = importlib.import_module("dms_train.kernels.decode.triton_accumulate")
         rule, d = policy.kernel_rule(), pool.pages.shape[-1]
         assert isinstance(rule, MergeRule)
         lists = (*sizes[:3], rule.tokens - 1)
@@ -46,7 +51,7 @@ class MergingPagedCache(PagedKVCache):
             torch.zeros(*lists, d, dtype=pool.dtype, device=pool.device) for _ in range(2)
         )
         self._newest_weights = torch.zeros(*lists, 2, device=pool.device)
-        self._merging = self._kernel.Merging(
+        self._merging = types.MergeRule(
             channel=rule.channel % d,
             scale=rule.scale,
             offset=rule.offset,
@@ -76,8 +81,8 @@ class MergingPagedCache(PagedKVCache):
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
-        newest = self._kernel.Newest(*(x[layer] for x in self._newest()))
-        merged = self._kernel.accumulate(token, newest, self._merging, norms)
+        newest = NewestTokens(*(x[layer] for x in self._newest()))
+        merged = dispatch.triton_kernels().accumulate(token, newest, self._merging, norms)
         return super()._append_and_attend(layer, merged, self._rule, None)
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.policies.base import Arrival
-from dms_train.kernels.decode.paged import ALWAYS, NEVER, Decisions
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import ALWAYS, NEVER, Decisions
 from dms_train.kernels.prefill.lists import PrefillChunk
 from dms_train.kernels.prefill.sparse import PrefillState, last_slots, recent_tokens
 
@@ -48,7 +49,7 @@ def state_before(
 
     Args:
         lengths: int32 [r, h].
-        ring: int32 [r, h, w + 1], as in `kernels.decode.paged`.
+        ring: int32 [r, h, w + 1], as in `kernels.decode.types`.
         rows: int64 [b].
         seen: int32 [b], tokens before the chunk.
         source: Where decisions come from.
@@ -58,9 +59,8 @@ def state_before(
         held = lengths[rows]
         none = torch.zeros(*held.shape, recent, dtype=torch.bool, device=rows.device)
         return PrefillState(held, seen, none)
-    from dms_train.kernels.prefill import triton_state
-
-    held, evicted, slots = triton_state.read_ring(lengths, ring, rows, seen, recent)
+    kernels = dispatch.triton_kernels()
+    held, evicted, slots = kernels.read_ring(lengths, ring, rows, seen, recent)
     return PrefillState(held, seen, evicted, slots)
 
 
@@ -103,12 +103,11 @@ def changed_pages(before: PrefillState, window: int, places: int, page_slots: in
     Returns:
         bool [b, h, places].
     """
-    from dms_train.kernels.prefill import triton_state
-
     slots = before.slots
     if slots is None:
         slots = last_slots(before.lengths, before.seen, window)
-    return triton_state.changed_pages(before.lengths, slots, places, page_slots)
+    kernels = dispatch.triton_kernels()
+    return kernels.changed_pages(before.lengths, slots, places, page_slots)
 
 
 def settle(
@@ -126,9 +125,7 @@ def settle(
     Returns:
         Slots read, summed over the queries: int64 [b, h].
     """
-    from dms_train.kernels.prefill import triton_state
-
-    return triton_state.settle(
+    return dispatch.triton_kernels().commit_prefill(
         chunk,
         before.lengths,
         before.seen,

@@ -9,9 +9,6 @@ Shape letters: b sequences, h KV heads, n arriving tokens, p pages, s slots of a
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,8 +18,16 @@ from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.row_requests import RowRequests
 from dms_train.inference.policies.base import CachePolicy, KernelRule, PageRule, RequestSizes
-from dms_train.kernels.decode import kernels as decode
-from dms_train.kernels.decode.paged import NEVER, Decisions, HeadNorms, PagedCache, Step
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import (
+    NEVER,
+    Decisions,
+    HeadNorms,
+    PageBudget,
+    PagedCache,
+    PageSelection,
+    Step,
+)
 
 _ALL = 2**30  # pages: no KV list has as many
 
@@ -47,10 +52,9 @@ class SelectingPagedCache(PagedKVCache):
         size = (len(pool.pages), 2, pool.pages.shape[-1])
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
         self._reads = torch.zeros_like(self.lists.lengths)
-        self._kernels: Any = importlib.import_module("dms_train.kernels.decode.triton_bounds")
-        self._selections: dict[int, Any] = {}  # by sequences of a step
-        self._wanted: Any = None  # of the step that is computed
-        self._places: Any = None  # its sequences in a selection
+        self._selections: dict[int, PageSelection] = {}  # by sequences of a step
+        self._wanted: PageBudget  # of the step that is computed
+        self._places: Tensor  # its sequences in a selection
 
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
         """Return that nothing is evicted."""
@@ -90,20 +94,20 @@ class SelectingPagedCache(PagedKVCache):
         if layer < self._page_rule.dense_layers:
             return super()._append_and_attend(layer, token, rule, norms)
         cache, (b, heads, d) = self.view(layer), token.query.shape
-        append, attend = decode.kernels()
-        rotated = append.append(token, cache, rule, norms=norms)
+        kernels = dispatch.triton_kernels()
+        rotated = kernels.append(token, cache, rule, norms=norms)
         if b not in self._selections:
             group = heads // cache.table.shape[1]
             many = self._wanted.multiple
-            self._selections[b] = self._kernels.Selection.of(b, cache, group, many)
+            self._selections[b] = PageSelection.of(b, cache, group, many)
         if b not in self._memory:
-            self._memory[b] = attend.workspace(rotated, cache)
+            self._memory[b] = kernels.attention_workspace(rotated, cache)
         chosen = self._selections[b]
-        self._kernels.select(
+        kernels.select_pages(
             rotated, cache, self._bounds, token.rows, self._wanted, chosen, self._reads[layer]
         )
         some = cache._replace(table=chosen.table, lengths=chosen.lengths)
-        output: Tensor = attend.attend(
+        output = kernels.attend(
             rotated, some, self._places, d**-0.5, self._memory[b], readers=chosen.heads
         )
         return output
@@ -114,7 +118,7 @@ class SelectingPagedCache(PagedKVCache):
         sequences = self._requests.sequences(token.rows, start, start + 1)
         count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)
         many = self._page_rule.page // self.pool.page_slots
-        self._wanted = self._kernels.Wanted(count, many, self._page_rule.last)
+        self._wanted = PageBudget(count, many, self._page_rule.last)
         place = torch.arange(len(token.rows), device=token.rows.device)
         self._places = torch.where(token.rows < 0, -1, place)
 

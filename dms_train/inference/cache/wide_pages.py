@@ -9,12 +9,10 @@ Shape letters: b sequences, h KV heads, p pages of a full KV list, s slots, d he
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from dms_train.kernels import dispatch
 from dms_train.kernels.prefill.lists import Pages
 
 
@@ -33,7 +31,6 @@ class WidePages:
         self._stored, self._heads, self._places = stored, heads, places
         self._pages = torch.empty(heads * places, *stored.shape[1:], dtype=dtype, device=device)
         self._numbers = torch.arange(heads * places, dtype=torch.int32, device=device)
-        self._kernels: Any = importlib.import_module("dms_train.kernels.prefill.triton_fp8")
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +51,7 @@ class WidePages:
             lengths: int32 [b, h], slots in use.
         """
         pages = self.empty(len(table))
-        self._kernels.read_pages(
+        dispatch.triton_kernels().read_fp8_pages(
             self._stored,
             table.flatten(0, 1),
             exponents.flatten(0, 1),
@@ -80,7 +77,7 @@ class WidePages:
             lengths: int32 [b, h], slots in use.
             changed: bool [b, h, p], pages to store; None for all.
         """
-        self._kernels.write_pages(
+        dispatch.triton_kernels().write_fp8_pages(
             self._lists(len(table)),
             self._stored,
             table.flatten(0, 1),

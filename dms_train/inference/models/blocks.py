@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.cache.interface import AttentionStep, KVCache
 from dms_train.inference.models.batch import Group
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_logits, hard_decisions
 
@@ -89,21 +88,17 @@ class RMSNorm(nn.Module):
 
     def added(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with an update, and its norm. All [t, size]."""
-        if residual.is_cuda and decode.runs_on(residual.device):
-            kernel: Any = import_module("dms_train.kernels.layers.triton_norm")
-            both: tuple[Tensor, Tensor] = kernel.add_norm(
-                residual, update, self.weight, self.epsilon
-            )
-            return both
+        if residual.is_cuda and dispatch.is_supported(residual.device):
+            kernels = dispatch.triton_kernels()
+            return kernels.add_norm(residual, update, self.weight, self.epsilon)
         residual = residual + update
         return residual, self(residual)
 
 
 def _swiglu(x: Tensor) -> Tensor:
     """silu(x[:, :f]) * x[:, f:] for x [t, 2 f]."""
-    if x.is_cuda and decode.runs_on(x.device):
-        swiglu: Tensor = import_module("dms_train.kernels.layers.triton_swiglu").swiglu(x)
-        return swiglu
+    if x.is_cuda and dispatch.is_supported(x.device):
+        return dispatch.triton_kernels().swiglu(x)
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 

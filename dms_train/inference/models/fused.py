@@ -10,8 +10,7 @@ size; f width of the MLP.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,9 @@ from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.decode_inputs import DecodeInputs
 from dms_train.inference.models.blocks import RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
-from dms_train.kernels.decode.paged import HeadNorms, Step
+from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import HeadNorms, Step
+from dms_train.kernels.layers.types import EmbeddingTables, LinearWorkspace, NormedInput
 
 _SEQUENCES = 64  # that a program of a product takes
 _SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
@@ -63,13 +64,13 @@ class _Buffers(NamedTuple):
     """
 
     residual: Tensor
-    normed: Any
+    normed: NormedInput
     qkv: Tensor
     inner: Tensor
     logits: Tensor
     cos: Tensor
     sin: Tensor
-    work: Any
+    work: LinearWorkspace
 
 
 class FusedDecoder:
@@ -84,11 +85,10 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, cache: PagedKVCache, longest: int) -> None:
         embedding = decoder.embed_tokens.weight
         self._decoder, self._cache = decoder, cache
-        self._kernels: Any = importlib.import_module("dms_train.kernels.layers.triton_linear")
-        self._embed: Any = importlib.import_module("dms_train.kernels.layers.triton_embed")
+        self._kernels = dispatch.triton_kernels()
         position = torch.arange(longest, device=embedding.device)
         angles = rotary_tables(decoder.architecture, position, embedding.dtype)
-        self._angles = [table.view(longest, -1) for table in angles]
+        self._cos, self._sin = (table.view(longest, -1) for table in angles)
         self._layers = decoder.decoder_layers
         self._buffers: dict[int, _Buffers] = {}
 
@@ -109,11 +109,11 @@ class FusedDecoder:
         memory = self._buffers[m]
         layers = self._layers
         following = [layer.input_layernorm.weight for layer in layers[1:]] + [decoder.norm.weight]
-        self._embed.embed(
+        kernels.embed(
             inputs.tokens,
             inputs.position,
             inputs.rows,
-            self._embed.Tables(decoder.embed_tokens.weight, *self._angles, last),
+            EmbeddingTables(decoder.embed_tokens.weight, self._cos, self._sin, last),
             norm=layers[0].input_layernorm.weight,
             residual=memory.residual,
             after=memory.normed,
@@ -124,8 +124,7 @@ class FusedDecoder:
             self._attention(layer, inputs, memory)
             self._mlp(layer, norm, memory)
         weight = decoder.lm_head.weight
-        out: Tensor = kernels.linear(memory.normed, weight, memory.work, out=memory.logits)
-        return out
+        return kernels.linear(memory.normed, weight, memory.work, out=memory.logits)
 
     def _attention(self, layer: DecoderLayer, inputs: DecodeInputs, memory: _Buffers) -> None:
         """Add the attention's update to the residual stream."""
@@ -172,11 +171,11 @@ class FusedDecoder:
         cos, sin = weight.new_empty(2, m, a.kv_channels)
         return _Buffers(
             residual=residual,
-            normed=self._kernels.Normed.like(residual, a.layernorm_epsilon),
+            normed=self._kernels.normed_input(residual, a.layernorm_epsilon),
             qkv=qkv,
             inner=weight.new_empty(m, a.ffn_hidden_size),
             logits=weight.new_empty(m, a.vocab_size),
             cos=cos,
             sin=sin,
-            work=self._kernels.Workspace.of(m, weight.device),
+            work=self._kernels.linear_workspace(m, weight.device),
         )

@@ -16,7 +16,8 @@ class KnormPolicy(ScorePolicy):
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
         """Return minus the norms of the keys."""
-        return -keys.norm(dim=-1)
+        norms: Tensor = keys.norm(dim=-1)
+        return -norms
 
 
 POLICY = PolicyKind(ScoreOptions, lambda options, spec: KnormPolicy(options))

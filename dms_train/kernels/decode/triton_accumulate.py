@@ -10,51 +10,13 @@ state averages besides the newest, d head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import HeadNorms, Step
 from dms_train.kernels.decode.triton_append import _normed_key, _normed_query, _query_halves
-
-
-class Newest(NamedTuple):
-    """The newest tokens of the KV lists of a layer, unmerged; token t is entry t % m.
-
-    Attributes:
-        key: [r, h, m, d], before RoPE, with the borrowed channel cleared.
-        value: [r, h, m, d].
-        weights: float32 [r, h, m, 2], whether the token continued its predecessor's slot, as 0 or
-            1, and its importance.
-    """
-
-    key: Tensor
-    value: Tensor
-    weights: Tensor
-
-
-class Merging(NamedTuple):
-    """How tokens decide and weigh.
-
-    Attributes:
-        channel: The borrowed one, 0 .. d - 1.
-        scale: Factor on the activation of the key, which decides.
-        offset: Subtracted from it; a positive rest merges.
-        importance_offset: Added to the mean activation of the queries, whose sigmoid weighs.
-        smallest: Added to the sigmoid.
-        uniform: Whether all tokens weigh 1.
-    """
-
-    channel: int
-    scale: float
-    offset: float
-    importance_offset: float
-    smallest: float
-    uniform: bool
+from dms_train.kernels.decode.types import HeadNorms, MergeRule, NewestTokens, Step
+from dms_train.kernels.launch import can_overlap
 
 
 @triton.jit
@@ -148,7 +110,7 @@ def _accumulate_kernel(
 
 
 def accumulate(
-    step: Step, newest: Newest, merging: Merging, norms: HeadNorms | None = None
+    step: Step, newest: NewestTokens, merging: MergeRule, norms: HeadNorms | None = None
 ) -> Step:
     """Merge one token per sequence with those before it.
 
@@ -170,7 +132,7 @@ def accumulate(
         for x in (step.query, step.key, step.value)
     )
     signal = torch.empty(b, h, dtype=torch.int8, device=key.device)
-    overlap = overlaps(key.device)
+    overlap = can_overlap(key.device)
     _accumulate_kernel[(b, h)](
         step.query,
         step.key,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import (
+from dms_train.kernels.decode.triton_pages import own_page
+from dms_train.kernels.decode.types import (
     ALWAYS,
     CHOSEN,
     EVICTION_CHANNEL,
@@ -26,7 +26,7 @@ from dms_train.kernels.decode.paged import (
     PagedCache,
     Step,
 )
-from dms_train.kernels.decode.triton_pages import own_page
+from dms_train.kernels.launch import can_overlap
 
 _NEVER, _ALWAYS = tl.constexpr(NEVER), tl.constexpr(ALWAYS)
 _EVICTION_CHANNEL, _SIGNAL = tl.constexpr(EVICTION_CHANNEL), tl.constexpr(SIGNAL)
@@ -369,7 +369,7 @@ def append(
     """
     b, heads, d = step.query.shape
     h = step.key.shape[1]
-    overlap = overlaps(step.query.device)
+    overlap = can_overlap(step.query.device)
     if rotated is None:
         rotated = torch.empty_like(step.query, memory_format=torch.contiguous_format)
     _append_kernel[(b, h)](

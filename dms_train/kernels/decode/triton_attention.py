@@ -10,15 +10,11 @@ Shape letters: b sequences, h KV heads, g query heads per KV head, d head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import PagedCache
 from dms_train.kernels.decode.triton_fetch import fetch
 from dms_train.kernels.decode.triton_tiles import (
     LOWEST,
@@ -26,61 +22,20 @@ from dms_train.kernels.decode.triton_tiles import (
     attend_tiles,
     halved_query,
 )
+from dms_train.kernels.decode.types import (
+    AttentionTuning,
+    AttentionWorkspace,
+    PagedCache,
+    SlotLogits,
+)
+from dms_train.kernels.launch import can_overlap
 
 _LOG2E = 1.4426950408889634
 _FEW_LISTS = 16  # of an evicting policy; a program of theirs has few tiles
 
 
-class Tuning(NamedTuple):
-    """How the kernel is cut.
-
-    Attributes:
-        tile: Slots that are loaded at a time, a power of two.
-        warps: Warps of a program.
-        stages: Tiles on their way at the same time.
-        per_sm: Programs of a multiprocessor.
-        registers: Most registers of a thread; None for no limit.
-    """
-
-    tile: int = 64
-    warps: int = 4
-    stages: int = 3
-    per_sm: int = 2
-    registers: int | None = None
-
-
-class SlotLogits(NamedTuple):
-    """What a step gives to each slot, from which its weights follow: 2 ** (logit - total).
-
-    Attributes:
-        logits: float32 [b * h, g, at least the longest KV list], scores by base-2 logarithms.
-        totals: float32 [b * h, g], logarithm of the sum of their powers of two.
-    """
-
-    logits: Tensor
-    totals: Tensor
-
-
-class Workspace(NamedTuple):
-    """Memory of one step, reused by all layers; fixed addresses for CUDA graphs.
-
-    Attributes:
-        parts: float32 [programs + b * h, g, d], sums of values not yet divided.
-        weights: float32 [programs + b * h, 2, g], peak score and sum of weights of each part.
-        arrived: int32 [b * h], parts that are finished; 0 between launches.
-        programs: Programs to launch.
-        tuning: Rest of the launch.
-    """
-
-    parts: Tensor
-    weights: Tensor
-    arrived: Tensor
-    programs: int
-    tuning: Tuning
-
-
-def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> Tuning:
-    """Tuning for a head size and bytes per channel of the cache: 16 KB of keys at a time.
+def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> AttentionTuning:
+    """AttentionTuning for a head size and bytes per channel of the cache: 16 KB of keys at a time.
 
     FP8 bytes are unpacked between load and product; programs of two warps hide that latency better
     than half as many programs of four.
@@ -93,13 +48,13 @@ def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> Tuning:
     """
     tile = max(16, min(128, 2**14 // (triton.next_power_of_2(d) * itemsize)))
     if itemsize == 1:
-        return Tuning(tile, warps=2, stages=2, per_sm=4)
-    return Tuning(tile, stages=2 if few_tiles else 3)
+        return AttentionTuning(tile, warps=2, stages=2, per_sm=4)
+    return AttentionTuning(tile, stages=2 if few_tiles else 3)
 
 
-def workspace(
-    query: Tensor, cache: PagedCache, tuning: Tuning | None = None, *, evicts: bool = False
-) -> Workspace:
+def attention_workspace(
+    query: Tensor, cache: PagedCache, tuning: AttentionTuning | None = None, *, evicts: bool = False
+) -> AttentionWorkspace:
     """Workspace for queries like [b, h * g, d].
 
     Args:
@@ -118,7 +73,7 @@ def workspace(
         units = torch.cuda.get_device_properties(device).multi_processor_count
     programs = units * tuning.per_sm
     slots, group = programs + kv_lists, all_heads // heads
-    return Workspace(
+    return AttentionWorkspace(
         parts=torch.empty(slots, group, d, device=device),
         weights=torch.empty(slots, 2, group, device=device),
         arrived=torch.zeros(kv_lists, dtype=torch.int32, device=device),
@@ -361,7 +316,7 @@ def attend(
     cache: PagedCache,
     rows: Tensor,
     scale: float,
-    memory: Workspace,
+    memory: AttentionWorkspace,
     output: Tensor | None = None,
     logits: SlotLogits | None = None,
     readers: Tensor | None = None,
@@ -423,11 +378,11 @@ def attend(
         WIDE=memory.programs * tiles >= 2**31,
         QUANTISED=quantised,
         ASM=query.device.type == "cuda",
-        OVERLAP=overlaps(query.device),
+        OVERLAP=can_overlap(query.device),
         STAGES=tuning.stages,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,
-        launch_pdl=overlaps(query.device),
+        launch_pdl=can_overlap(query.device),
     )
     return output

@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.decode.paged import LEAST, MAXIMUM, MEAN, OLDEST, SUMMED, Choice, PagedCache
-from dms_train.kernels.decode.triton_attention import SlotLogits
+from dms_train.kernels.decode.types import (
+    LEAST,
+    MAXIMUM,
+    MEAN,
+    OLDEST,
+    SUMMED,
+    Choice,
+    PagedCache,
+    SlotLogits,
+)
+from dms_train.kernels.launch import can_overlap
 
 _OLDEST, _SUMMED = tl.constexpr(OLDEST), tl.constexpr(SUMMED)
 _MAXIMUM, _MEAN = tl.constexpr(MAXIMUM), tl.constexpr(MEAN)
@@ -122,7 +130,7 @@ def choose(
     group = 1 if logits is None else logits.logits.shape[1]
     together = h if choice.together else 1
     members = triton.next_power_of_2(together * group) if choice.kind in (SUMMED, LEAST) else 1
-    overlap = overlaps(cache.lengths.device)
+    overlap = can_overlap(cache.lengths.device)
     _choose_kernel[(len(rows), h // together)](
         cache.positions,
         cache.lengths,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.paged import LIST_FULL, OUT_OF_PAGES, FreePages
+from dms_train.kernels.decode.types import LIST_FULL, OUT_OF_PAGES, FreePages
 
 _OUT_OF_PAGES, _LIST_FULL = tl.constexpr(OUT_OF_PAGES), tl.constexpr(LIST_FULL)
 _BLOCK = 128
@@ -163,7 +163,7 @@ def _own_kernel(
                 )  # fmt: skip
 
 
-def claim(
+def allocate_pages(
     table: Tensor, lengths: Tensor, after: Tensor, lists: Tensor, free: FreePages, page_slots: int
 ) -> None:
     """Give KV lists the pages that they need for more slots.
@@ -191,7 +191,7 @@ def claim(
     )
 
 
-def release(
+def release_pages(
     table: Tensor, lengths: Tensor, after: Tensor, lists: Tensor, free: FreePages, page_slots: int
 ) -> None:
     """Set the lengths of KV lists and give up the pages behind them.
@@ -221,7 +221,7 @@ def release(
     )
 
 
-def own(
+def copy_shared_pages(
     table: Tensor, lengths: Tensor, changed: Tensor, lists: Tensor, pages: Tensor, free: FreePages
 ) -> None:
     """Have KV lists be the only holders of pages that change: others' pages are copied.

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.launch import can_overlap
 
 _BLOCK = 1024
 _PARTS = 5  # at most
@@ -41,7 +41,7 @@ def _report_kernel(
     _copy(ptr_4, begin, count_4, place, out_ptr)
 
 
-def report(parts: list[Tensor], out: Tensor) -> None:
+def report_status(parts: list[Tensor], out: Tensor) -> None:
     """Concatenate up to five tensors; safe inside a CUDA graph.
 
     Args:
@@ -50,7 +50,7 @@ def report(parts: list[Tensor], out: Tensor) -> None:
     """
     missing = _PARTS - len(parts)
     device = parts[0].device
-    overlap = overlaps(device)
+    overlap = can_overlap(device)
     _report_kernel[(triton.cdiv(len(out), _BLOCK),)](
         *parts,
         *[None] * missing,

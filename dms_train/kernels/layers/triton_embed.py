@@ -5,13 +5,12 @@ Shape letters: m tokens, k channels, d head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.layers.triton_linear import ROWS, Normed
+from dms_train.kernels.layers.triton_linear import ROWS
+from dms_train.kernels.layers.types import EmbeddingTables, NormedInput
 
 
 @triton.jit
@@ -57,31 +56,15 @@ def _embed_kernel(
         tl.store(sin_ptr + entry * D + angle, sin, mask=angle < D)
 
 
-class Tables(NamedTuple):
-    """What the first kernel of a step looks up.
-
-    Attributes:
-        embedding: [vocab, k].
-        cos: [positions, d].
-        sin: [positions, d].
-        last: int64 [rows], the newest token of every cache row.
-    """
-
-    embedding: Tensor
-    cos: Tensor
-    sin: Tensor
-    last: Tensor
-
-
 def embed(
     tokens: Tensor,
     position: Tensor,
     rows: Tensor,
-    tables: Tables,
+    tables: EmbeddingTables,
     *,
     norm: Tensor,
     residual: Tensor,
-    after: Normed,
+    after: NormedInput,
     cos: Tensor,
     sin: Tensor,
 ) -> None:

@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
 from dms_train.kernels.decode.triton_fetch import fetch
+from dms_train.kernels.launch import can_overlap
+from dms_train.kernels.layers.types import LinearWorkspace, NormedInput
 
 ROWS = 64  # outputs of a program
 _TOKENS = 64  # most tokens of a program
@@ -34,27 +35,6 @@ _PROGRAMS = 96  # products with fewer are split
 _SMALL = 132  # with fewer, which leave multiprocessors idle, blocks are smaller for few tokens
 _HELD = 512  # columns of 16 bits that a program reads before the kernel before has ended
 _FETCHED = 128  # columns brought into the L2 cache before the kernel before has ended
-
-
-class Normed(NamedTuple):
-    """Input of a product before the division that completes its RMSNorm.
-
-    Attributes:
-        scaled: [m, k], the residual stream times the norm's weight.
-        squares: float32 [p, m], sums of squares of the residual stream by block of `ROWS` channels.
-        epsilon: Added to the mean of the squares.
-    """
-
-    scaled: Tensor
-    squares: Tensor
-    epsilon: float
-
-    @classmethod
-    def like(cls, residual: Tensor, epsilon: float) -> Normed:
-        """Memory for that of a residual stream [m, k]."""
-        m, k = residual.shape
-        squares = residual.new_empty(triton.cdiv(k, ROWS), m, dtype=torch.float32)
-        return cls(torch.empty_like(residual), squares, epsilon)
 
 
 class _Tiling(NamedTuple):
@@ -76,30 +56,6 @@ class _Tiling(NamedTuple):
     stages: int
     warps: int = 4
     held: bool = False
-
-
-class Workspace(NamedTuple):
-    """Memory for products whose input channels are split; shared by all that follow each other.
-
-    Attributes:
-        parts: float32 [most outputs of a split product * 8 * tokens], sums not yet added.
-        arrived: int32 [blocks of outputs], parts that are written; 0 between launches.
-    """
-
-    parts: Tensor
-    arrived: Tensor
-
-    @classmethod
-    def of(cls, tokens: int, device: torch.device) -> Workspace:
-        """For products with this many tokens.
-
-        Products of fewer than `_PROGRAMS` blocks, or of as many whose weights are held, are split,
-        into at most twice as many programs.
-        """
-        blocks = triton.cdiv(tokens, _TOKENS)
-        parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
-        arrived = torch.zeros(_PROGRAMS * blocks, dtype=torch.int32, device=device)
-        return cls(parts, arrived)
 
 
 @triton.jit
@@ -361,14 +317,14 @@ def _tiling(m: int, n: int, k: int, itemsize: int, *, pair: bool, adds: bool) ->
 def _launch(
     x: Tensor,
     weight: Tensor,
-    memory: Workspace,
+    memory: LinearWorkspace,
     *,
     n: int,
     bias: Tensor | None = None,
-    normed: Normed | None = None,
+    normed: NormedInput | None = None,
     residual: Tensor | None = None,
     norm: Tensor | None = None,
-    after: Normed | None = None,
+    after: NormedInput | None = None,
     out: Tensor | None = None,
 ) -> None:
     m, k = x.shape
@@ -376,7 +332,7 @@ def _launch(
     tiling = _tiling(m, n, k, x.element_size(), pair=pair, adds=residual is not None)
     width = _padded(m)
     blocks = 1 if normed is None else len(normed.squares)
-    overlap = overlaps(x.device)
+    overlap = can_overlap(x.device)
     _linear_kernel[(triton.cdiv(n, tiling.rows), tiling.split, triton.cdiv(m, width))](
         x,
         weight,
@@ -411,8 +367,32 @@ def _launch(
     )
 
 
+def normed_input(residual: Tensor, epsilon: float) -> NormedInput:
+    """Allocate the normalised input of products, for a residual stream [m, k]."""
+    m, k = residual.shape
+    squares = residual.new_empty(triton.cdiv(k, ROWS), m, dtype=torch.float32)
+    return NormedInput(torch.empty_like(residual), squares, epsilon)
+
+
+def linear_workspace(tokens: int, device: torch.device) -> LinearWorkspace:
+    """Allocate scratch memory for products of this many tokens.
+
+    Products of fewer than `_PROGRAMS` blocks, or of as many whose weights are held, are split into
+    at most twice as many programs.
+    """
+    blocks = triton.cdiv(tokens, _TOKENS)
+    parts = torch.empty(2 * _PROGRAMS * ROWS * _padded(tokens) * blocks, device=device)
+    arrived = torch.zeros(_PROGRAMS * blocks, dtype=torch.int32, device=device)
+    return LinearWorkspace(parts, arrived)
+
+
 def linear(
-    x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor, bias: Tensor | None = None
+    x: NormedInput,
+    weight: Tensor,
+    memory: LinearWorkspace,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Product of a normalised input, [m, n].
 
@@ -427,7 +407,9 @@ def linear(
     return out
 
 
-def swiglu_linear(x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor) -> Tensor:
+def swiglu_linear(
+    x: NormedInput, weight: Tensor, memory: LinearWorkspace, *, out: Tensor
+) -> Tensor:
     """silu(x w_gate^T) * (x w_up^T) of a normalised input, [m, f].
 
     Args:
@@ -443,11 +425,11 @@ def swiglu_linear(x: Normed, weight: Tensor, memory: Workspace, *, out: Tensor) 
 def add_linear(
     x: Tensor,
     weight: Tensor,
-    memory: Workspace,
+    memory: LinearWorkspace,
     *,
     residual: Tensor,
     norm: Tensor,
-    after: Normed,
+    after: NormedInput,
 ) -> None:
     """Add a product to the residual stream, and prepare the next RMSNorm.
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
-from dms_train.kernels.layers.sampling_limits import WEIGHT_BITS, Limits
+from dms_train.kernels.launch import can_overlap
+from dms_train.kernels.layers.types import WEIGHT_BITS, RestrictWorkspace, SamplingLimits
 
 _ONE = tl.constexpr(float(2**WEIGHT_BITS))
 _BITS = 4  # that a kernel finds
@@ -30,36 +30,6 @@ BLOCK = 1024  # tokens
 _PARTS = 128  # most programs of a sequence
 _PROGRAMS = 2048  # about, of all sequences, where these have several
 _ZERO_BITS = {torch.float16: 13, torch.bfloat16: 16}  # at the end, as float32
-
-
-class Workspace(NamedTuple):
-    """Memory of one step.
-
-    Attributes:
-        best: float32 [b, p], the largest logit of each part.
-        lowest: int64 [2, b], the last place that top-k leaves, and that both leave.
-        least: int64 [b], the weight that top-p asks for.
-        sums: int64 [b, 16], of tokens or weights from each place on; 0 between launches.
-        arrived: int32 [b], parts that are finished; 0 between launches.
-    """
-
-    best: Tensor
-    lowest: Tensor
-    least: Tensor
-    sums: Tensor
-    arrived: Tensor
-
-    @classmethod
-    def of(cls, sequences: int, device: torch.device) -> Workspace:
-        """For this many sequences."""
-        lowest = torch.zeros(2, sequences, dtype=torch.int64, device=device)
-        return cls(
-            best=torch.empty(sequences, _PARTS, device=device),
-            lowest=lowest,
-            least=torch.zeros_like(lowest[0]),
-            sums=torch.zeros(sequences, 2**_BITS, dtype=torch.int64, device=device),
-            arrived=torch.zeros(sequences, dtype=torch.int32, device=device),
-        )
 
 
 class Order(NamedTuple):
@@ -217,8 +187,24 @@ def parts_of(vocab: int) -> int:
     return min(_PARTS, triton.next_power_of_2(triton.cdiv(vocab, BLOCK)))
 
 
+def restrict_workspace(sequences: int, device: torch.device) -> RestrictWorkspace:
+    """Allocate scratch memory for this many sequences."""
+    lowest = torch.zeros(2, sequences, dtype=torch.int64, device=device)
+    return RestrictWorkspace(
+        best=torch.empty(sequences, _PARTS, device=device),
+        lowest=lowest,
+        least=torch.zeros_like(lowest[0]),
+        sums=torch.zeros(sequences, 2**_BITS, dtype=torch.int64, device=device),
+        arrived=torch.zeros(sequences, dtype=torch.int32, device=device),
+    )
+
+
 def restrict(
-    logits: Tensor, temperature: Tensor, rows: Tensor, limits: Limits, memory: Workspace
+    logits: Tensor,
+    temperature: Tensor,
+    rows: Tensor,
+    limits: SamplingLimits,
+    memory: RestrictWorkspace,
 ) -> None:
     """Find the places from which on top-k and top-p leave tokens; the host does not wait.
 
@@ -230,7 +216,7 @@ def restrict(
         memory: Made for as many sequences or more; `best` and `lowest` are written.
     """
     b, vocab = logits.shape
-    overlap, order, parts = overlaps(logits.device), Order.of(logits), parts_of(vocab)
+    overlap, order, parts = can_overlap(logits.device), Order.of(logits), parts_of(vocab)
     constants = {"BLOCK": BLOCK, "PARTS": parts, "OVERLAP": overlap, "launch_pdl": overlap}
     _best_kernel[(b, parts)](logits, memory.best, vocab, **constants)
     programs = max(1, min(parts, _PROGRAMS // b))

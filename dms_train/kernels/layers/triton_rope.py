@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dms_train.kernels.layers.types import EvictionChannel
+
 _ROWS = 32
 
 
@@ -27,21 +29,6 @@ class Heads(NamedTuple):
     def strides(self) -> tuple[int, ...]:
         """Of all dimensions but the last."""
         return (*self.query.stride()[:4], *self.key.stride()[:3])
-
-
-class EvictionChannel(NamedTuple):
-    """How the borrowed channel of the first query head of each KV head is scaled.
-
-    Attributes:
-        channel: Its number, from 0.
-        factor: Factor on its activation, a number or float32 [] on the device.
-        clear_after_rope: Whether the factor also acts on the channel after RoPE, so that it is
-            applied exactly once on every path through the eviction channel.
-    """
-
-    channel: int
-    factor: float | Tensor
-    clear_after_rope: bool
 
 
 @triton.jit

@@ -10,44 +10,18 @@ Shape letters: b sequences, p parts of the vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.kernels.decode.kernels import overlaps
+from dms_train.kernels.launch import can_overlap
 from dms_train.kernels.layers import triton_restrict
-from dms_train.kernels.layers.sampling_limits import Limits
 from dms_train.kernels.layers.triton_restrict import BLOCK, Order, best_of, parts_of, place_of
+from dms_train.kernels.layers.types import SampleWorkspace, SamplingLimits
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-
-
-class Workspace(NamedTuple):
-    """Memory of one step.
-
-    Attributes:
-        scores: float64 [b, p], best of each part.
-        tokens: int32 [b, p], which token that is.
-        arrived: int32 [b], parts that are finished; 0 between launches.
-        restricted: Of `triton_restrict`.
-    """
-
-    scores: Tensor
-    tokens: Tensor
-    arrived: Tensor
-    restricted: triton_restrict.Workspace
-
-    @classmethod
-    def of(cls, sequences: int, device: torch.device) -> Workspace:
-        """For this many sequences."""
-        arrived = torch.zeros(sequences, dtype=torch.int32, device=device)
-        restricted = triton_restrict.Workspace.of(sequences, device)
-        scores = torch.empty_like(restricted.best, dtype=torch.float64)
-        return cls(scores, torch.empty_like(scores, dtype=torch.int32), arrived, restricted)
 
 
 @triton.jit
@@ -149,6 +123,15 @@ def _sample_kernel(
         tl.store(arrived_ptr + batch, 0)
 
 
+def sample_workspace(sequences: int, device: torch.device) -> SampleWorkspace:
+    """Allocate scratch memory for this many sequences."""
+    arrived = torch.zeros(sequences, dtype=torch.int32, device=device)
+    restricted = triton_restrict.restrict_workspace(sequences, device)
+    scores = torch.empty_like(restricted.best, dtype=torch.float64)
+    tokens = torch.empty_like(scores, dtype=torch.int32)
+    return SampleWorkspace(scores, tokens, arrived, restricted)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -157,8 +140,8 @@ def sample(
     *,
     tokens: Tensor,
     last: Tensor,
-    memory: Workspace,
-    limits: Limits | None = None,
+    memory: SampleWorkspace,
+    limits: SamplingLimits | None = None,
 ) -> None:
     """Draw a token for each sequence; the host does not wait.
 
@@ -173,7 +156,7 @@ def sample(
         limits: Of the sequences; None where none of them has any.
     """
     b, vocab = logits.shape
-    overlap, restricted = overlaps(logits.device), memory.restricted
+    overlap, restricted = can_overlap(logits.device), memory.restricted
     parts = parts_of(vocab)
     if limits is not None:
         triton_restrict.restrict(logits, temperature, rows, limits, restricted)

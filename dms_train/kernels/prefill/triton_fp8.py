@@ -1,6 +1,6 @@
 """Copies pages of KV lists between FP8 and the dtype in which prompts are computed.
 
-The rule of FP8 pages is that of `kernels.decode.paged`: keys and values of a page each have a power
+The rule of FP8 pages is that of `kernels.decode.types`: keys and values of a page each have a power
 of two that brings them below 256, with one to spare, so that a later token seldom raises it.
 
 Shape letters: k KV lists, p pages of a full KV list, s slots, d head size.
@@ -81,7 +81,7 @@ def _write_kernel(
                 tl.store(exponent_at, exponent.to(tl.int8))
 
 
-def read_pages(
+def read_fp8_pages(
     pages: Tensor, table: Tensor, exponents: Tensor, lengths: Tensor, wide: Tensor
 ) -> None:
     """Copy the slots in use of KV lists out of FP8 pages; the rest of `wide` keeps its content.
@@ -101,7 +101,7 @@ def read_pages(
     )  # fmt: skip
 
 
-def write_pages(
+def write_fp8_pages(
     wide: Tensor,
     pages: Tensor,
     table: Tensor,

@@ -43,7 +43,7 @@ def _recent_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "s", "recent"])
-def _settle_kernel(
+def _commit_kernel(
     evicted_ptr, edges_ptr, start_ptr, stop_ptr, length_ptr, seen_ptr, rows_ptr, ring_ptr,
     read_ptr, heads, s, edges, recent,
     RING: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, EVICTS: tl.constexpr,
@@ -147,7 +147,7 @@ def _gaps_kernel(
 def read_ring(
     lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, recent: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the recent tokens of some rows are, from a ring as in `kernels.decode.paged`.
+    """What the recent tokens of some rows are, from a ring as in `kernels.decode.types`.
 
     Args:
         lengths: int32 [r, h].
@@ -171,7 +171,7 @@ def read_ring(
     return found, evicted, slots
 
 
-def settle(
+def commit_prefill(
     chunk: PrefillChunk,
     lengths: Tensor,
     seen: Tensor,
@@ -198,7 +198,7 @@ def settle(
     b, h, s = chunk.evicted.shape
     size = ring.shape[-1]
     reads = torch.empty(b, h, dtype=torch.int64, device=ring.device)
-    _settle_kernel[(b * h,)](
+    _commit_kernel[(b * h,)](
         chunk.evicted.view(torch.uint8), chunk.edges, chunk.start, chunk.stop, lengths, seen, rows,
         ring, reads, h, s, chunk.edges.shape[-1], recent,
         RING=size, PADDED=triton.next_power_of_2(size), TOKENS=_TOKENS, EVICTS=evicts, num_warps=4,

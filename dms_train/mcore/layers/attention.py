@@ -218,10 +218,11 @@ class DMSSelfAttention(SelfAttention):
         It reads the projection's output where nothing norms that.
         """
         from dms_train.kernels.layers import triton_rope
+        from dms_train.kernels.layers.types import EvictionChannel
 
         assert table is not None
         spec, d = self.method.spec, self.hidden_size_per_attention_head
-        eviction_channel = triton_rope.EvictionChannel(
+        eviction_channel = EvictionChannel(
             spec.channel % d, self.method.neuron_scale, spec.clear_after_rope
         )
         if not self.config.qk_layernorm:
@@ -241,9 +242,10 @@ class DMSSelfAttention(SelfAttention):
         """RoPE on query [s, b, g, r, d] and key [s, b, g, d]."""
         if self.method.fused:
             from dms_train.kernels.layers import triton_rope
+            from dms_train.kernels.layers.types import EvictionChannel
 
             assert rotary_pos_emb is not None
-            whole = triton_rope.EvictionChannel(0, 1.0, clear_after_rope=False)
+            whole = EvictionChannel(0, 1.0, clear_after_rope=False)
             turned, key, _ = triton_rope.rotate(query, key, rotary_pos_emb, whole)
             return turned.view(query.shape), key
         cp = self.pg_collection.cp

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks.policies_decode import __main__ as benchmark
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 
 pytestmark = pytest.mark.skipif(
-    not decode.runs_on(torch.device("cpu")), reason="needs triton's interpreter"
+    not dispatch.is_supported(torch.device("cpu")), reason="needs triton's interpreter"
 )
 CONTEXT, BUDGET, STEPS = 64, 16, 5
 

@@ -17,16 +17,18 @@ from dms_train.inference.cache.paged import CacheSizes
 from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.llm import LLM
 from dms_train.inference.policies.dmc import DMCPolicy
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from dms_train.kernels.decode import reference
-from dms_train.kernels.decode.paged import FP8
+from dms_train.kernels.decode.types import FP8
 from dms_train.method.dmc.spec import DMCSpec
 from dms_train.method.spec import PRESETS
 from tests.support import plain_dmc
 from tests.unit.inference.conftest import random_ids
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 B, H, R, D, PAGE = 2, 2, 2, 16, 4
 CHUNKS = (11, 1, 1, 1, 6, *(1,) * 16)
 LENGTH = sum(CHUNKS)

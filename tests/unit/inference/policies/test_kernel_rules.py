@@ -21,12 +21,14 @@ from dms_train.inference.policies.h2o import H2OOptions, H2OPolicy
 from dms_train.inference.policies.kernel_rules import find_kernel_rule
 from dms_train.inference.policies.keydiff import KeyDiffPolicy
 from dms_train.inference.policies.score_policy import ScoreOptions
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.unit.inference.conftest import random_ids, small_spec
 from tests.unit.inference.policies.test_requests import built, trained_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_kernels = pytest.mark.skipif(not decode.runs_on(DEVICE), reason="needs triton's interpreter")
+needs_kernels = pytest.mark.skipif(
+    not dispatch.is_supported(DEVICE), reason="needs triton's interpreter"
+)
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 OWN = {
     "dmc": {},

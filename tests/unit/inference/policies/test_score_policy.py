@@ -12,7 +12,7 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies import registry
 from dms_train.inference.policies.base import RequestSizes
 from dms_train.inference.policies.registry import build_policy
-from dms_train.kernels.decode import kernels as decode
+from dms_train.kernels import dispatch
 from tests.support import policy_cases as cases
 from tests.support.policy_cases import GROUP, HEADS, SIZE
 
@@ -120,7 +120,7 @@ WAYS = {
 @pytest.mark.parametrize("own", WAYS.values(), ids=WAYS)
 def test_equals_brute_force(own, kernels):
     """Two rows with unequal prompts, in chunks of four tokens, then token by token."""
-    if kernels and not decode.runs_on(DEVICE):
+    if kernels and not dispatch.is_supported(DEVICE):
         pytest.skip("needs triton's interpreter")
     policy = build_policy("attended_values", own, None)
     device = DEVICE if kernels else torch.device("cpu")
