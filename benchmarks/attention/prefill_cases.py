@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dms_train.inference.cache.paged import decode_rule
+from dms_train.inference.policies.base import NEVER, WindowRule
 from dms_train.inference.policies.registry import build_policy
-from dms_train.kernels.decode.types import NEVER
 from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.spec import PRESETS
@@ -295,8 +294,7 @@ def engine_takes(ratio: float) -> str:
         ratio: Compression ratio; 1 is served without eviction.
     """
     policy = build_policy("dms" if ratio > 1 else "keep_all", {}, PRESETS["dms"])
-    rule = decode_rule(policy)
-    return "dense" if rule is not None and rule[0].source == NEVER else "kept tokens"
+    return "dense" if policy.kernel_rule() == WindowRule(evicts=NEVER) else "kept tokens"
 
 
 def _memory_line(row: Row) -> str:

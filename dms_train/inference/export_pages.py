@@ -16,7 +16,7 @@ from torch import Tensor
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.policies.base import Arrival, CachePolicy
 from dms_train.inference.policies.dms import DMSPolicy
@@ -113,7 +113,7 @@ class ExportPages(PagedKVCache):
     pool: GrowingPool
 
     def __init__(self, pool: GrowingPool, policy: CachePolicy, *, rows: int, heads: int) -> None:
-        super().__init__(pool, policy, layers=1, rows=rows, heads=heads, longest=0)
+        super().__init__(pool, policy, CacheSizes(1, rows, heads, group=1, longest=0))
         self.rows = rows
         self._most = 0  # no sequence has more tokens
         self._seen = torch.zeros(rows, dtype=torch.int64, device=pool.device)

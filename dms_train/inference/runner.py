@@ -136,6 +136,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         self._decodes_prompts = True
+        self._eviction_interval: int | None = None
         cache = self._capturable = self.cache.capturable
         if cache is not None:
             self._graphs = DecodeGraphs(
@@ -146,6 +147,7 @@ class ModelRunner:
                 options.decode_steps,
             )
             self._decodes_prompts = cache.decodes_prompts
+            self._eviction_interval = cache.eviction_interval
             if cache.captures_prompts:
                 chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
                 self._prompts = PromptGraphs(model.decoder, cache, chunk)
@@ -271,7 +273,15 @@ class ModelRunner:
         if self._graphs is None or sequence.remaining != 1 or not plain:
             return False
         ahead = sequence.computed - sequence.prompt_end
+        if self._eviction_interval is not None and self._steps_to_eviction(sequence) == 0:
+            return False
         return ahead >= 0 or (ahead == -1 and self._decodes_prompts)
+
+    def _steps_to_eviction(self, sequence: Sequence) -> int:
+        """Return how many generated tokens are computed before one that the hooks evict after."""
+        assert self._eviction_interval is not None
+        generated = sequence.computed - sequence.prompt_end
+        return self._eviction_interval - 1 - generated % self._eviction_interval
 
     def launch(self, sequences: list[Sequence], steps: int) -> DecodeGroup:
         """Start a group of decode steps; the host does not wait. Advances `computed` and `ahead`.
@@ -283,6 +293,11 @@ class ModelRunner:
         """
         assert self._graphs is not None
         counts = [s.tokens_left(steps) for s in sequences]
+        if self._eviction_interval is not None:
+            counts = [
+                min(count, self._steps_to_eviction(s))
+                for s, count in zip(sequences, counts, strict=True)
+            ]
         if max(counts) < steps:
             steps, counts = 1, [1] * len(counts)
         inputs = _inputs(sequences, np.array(counts), steps)

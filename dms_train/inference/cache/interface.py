@@ -269,10 +269,13 @@ class CapturableCache(KVCache, Protocol):
     Attributes:
         captures_prompts: Whether chunks of prompts can be captured as CUDA graphs too.
         decodes_prompts: Whether the last token of a prompt can be computed like a generated one.
+        eviction_interval: Number of generated tokens after which the policy's hooks evict; the
+            last one of them is not computed by captured steps. None if the hooks are not used.
     """
 
     captures_prompts: bool
     decodes_prompts: bool
+    eviction_interval: int | None
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +25,9 @@ from dms_train.inference.cache.kv_lists import KVLists
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.wide_pages import WidePages
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes
-from dms_train.inference.policies.dms import DMSPolicy
-from dms_train.inference.policies.keep_all import KeepAllPolicy
-from dms_train.inference.policies.window import WindowPolicy
+from dms_train.inference.policies import base as policies
+from dms_train.inference.policies.base import Arrival, CachePolicy, KernelRule, RequestSizes
+from dms_train.inference.policies.kernel_rules import find_kernel_rule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import (
     ALWAYS,
@@ -45,16 +45,25 @@ from dms_train.kernels.prefill import sparse as prefill
 from dms_train.kernels.prefill.lists import Pages, Tokens
 from dms_train.method.base import MethodSpec
 
+_SOURCES = {policies.NEVER: NEVER, policies.EVERY: ALWAYS, policies.MARKED: SIGNAL}
 
-def decode_rule(policy: CachePolicy) -> tuple[Decisions, int] | None:
-    """How the kernels decide under a policy, and its window; None if they do not support it."""
-    if type(policy) is DMSPolicy:
-        return Decisions(SIGNAL, shift=policy.shift), policy.window
-    if type(policy) is WindowPolicy:
-        return Decisions(ALWAYS), policy.window
-    if type(policy) is KeepAllPolicy:
-        return Decisions(NEVER), 0
-    return None
+
+class CacheSizes(NamedTuple):
+    """How much a paged cache can hold.
+
+    Attributes:
+        layers: Attention layers.
+        rows: Sequences held at the same time.
+        heads: KV heads.
+        group: Query heads of each KV head.
+        longest: Most tokens of a sequence.
+    """
+
+    layers: int
+    rows: int
+    heads: int
+    group: int
+    longest: int
 
 
 class PagedKVCache:
@@ -62,36 +71,29 @@ class PagedKVCache:
 
     Args:
         pool: Where the pages come from; `page_slots` a power of two.
-        policy: One that has a `decode_rule`.
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads.
-        longest: Most tokens of a sequence.
+        policy: One whose kernel rule is a `WindowRule`.
+        sizes: How much it can hold.
 
     Attributes:
         captures_prompts: Whether chunks of prompts may be captured as CUDA graphs.
         decodes_prompts: Whether the last token of a prompt may be computed like a generated one.
+        eviction_interval: Generated tokens between two that decode steps do not compute, because
+            the policy's hooks evict after them; None if there are none.
         lists: Page tables and lengths of the KV lists.
     """
 
     captures_prompts = True
     decodes_prompts = True
+    eviction_interval: int | None = None
 
-    def __init__(
-        self,
-        pool: DevicePool,
-        policy: CachePolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: int,
-        longest: int,
-    ) -> None:
+    def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
         self.pool = pool
         self.policy = policy
-        self._rule, window = self._rule_for(policy)
-        kv_lists = (layers, rows, heads)
-        places = -(-longest // pool.page_slots)
+        rule = find_kernel_rule(policy)
+        assert not isinstance(rule, str)
+        self._rule, window = self._decisions_for(rule)
+        layers, rows, heads = kv_lists = sizes[:3]
+        places = -(-sizes.longest // pool.page_slots)
         self.lists = KVLists(pool, layers=layers, rows=rows, heads=heads, places=places)
         self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
         self._exponents: Tensor | None = None  # of FP8 pages
@@ -127,11 +129,10 @@ class PagedKVCache:
         """Update the number of free pages with that of an earlier step; see `DevicePool.learn`."""
         self.pool.learn(left, fault, reserved)
 
-    @staticmethod
-    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
-        rule = decode_rule(policy)
-        assert rule is not None
-        return rule
+    def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
+        """Return how tokens are evicted when they leave the window, and the window."""
+        assert isinstance(rule, policies.WindowRule)
+        return Decisions(_SOURCES[rule.evicts], shift=rule.shift), rule.window
 
     @property
     def allocated_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The paged cache for policies with a budget: H2O, TOVA, SnapKV and StreamingLLM.
+"""The paged cache for policies with a budget.
 
 Generated tokens are stored and attended by the kernels of `PagedKVCache`. After the attention of a
 layer, one more kernel chooses the token of each KV list that leaves; the next token takes its slot.
@@ -22,22 +22,20 @@ from torch import Tensor
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.policy_hooks import join, received
 from dms_train.inference.cache.row_requests import RowRequests
+from dms_train.inference.policies import base as policies
 from dms_train.inference.policies.base import (
     Arrival,
+    BudgetRule,
     CachePolicy,
+    KernelRule,
     Received,
     RequestSizes,
     Slots,
 )
-from dms_train.inference.policies.h2o import H2OPolicy
-from dms_train.inference.policies.scored import ScoredPolicy
-from dms_train.inference.policies.snapkv import SnapKVPolicy
-from dms_train.inference.policies.streaming_llm import StreamingLLMPolicy
-from dms_train.inference.policies.tova import LAYER, TOVAPolicy
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.slots import attend_slots
 from dms_train.kernels.decode.types import (
@@ -63,69 +61,53 @@ _QUERIES = 512  # of a prompt whose scores are held at a time
 _SCORES = 2**26  # numbers of them, at most
 
 
-def supported(policy: CachePolicy) -> bool:
-    """Whether this cache serves a policy."""
-    if type(policy) is StreamingLLMPolicy:
-        return not policy.moves
-    return type(policy) in (H2OPolicy, TOVAPolicy, SnapKVPolicy)
-
-
 class BudgetPagedCache(PagedKVCache):
     """A paged cache whose KV lists keep to the budget of a policy.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: One that is `supported`.
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads, and query heads of each of them.
-        longest: Most tokens of a sequence.
+        policy: One whose kernel rule is a `BudgetRule`.
+        sizes: How much it can hold.
     """
 
     captures_prompts = False  # the host chooses how much memory they take
 
-    def __init__(
-        self,
-        pool: DevicePool,
-        policy: CachePolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: tuple[int, int],
-        longest: int,
-    ) -> None:
-        h, group = heads
-        super().__init__(pool, policy, layers=layers, rows=rows, heads=h, longest=longest)
-        self._scored = isinstance(policy, ScoredPolicy)  # evicts after the attention
-        streams = type(policy) is StreamingLLMPolicy
-        self.decodes_prompts = policy.streams if isinstance(policy, ScoredPolicy) else streams
+    def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
+        super().__init__(pool, policy, sizes)
+        rule = policy.kernel_rule()
+        assert isinstance(rule, BudgetRule)
+        self._budget_rule = rule
+        self._scored = rule.score is not None  # evicts after the attention
+        self.decodes_prompts, self.eviction_interval = rule.streams, rule.interval
+        layers, rows, h = lists = sizes[:3]
         put: dict[str, Any] = {"device": pool.device}
-        lists, slots = (layers, rows, h), self.lists.tables.shape[-1] * pool.page_slots
+        slots = self.lists.tables.shape[-1] * pool.page_slots
         self._positions = torch.zeros(*lists, slots, dtype=torch.int32, **put)
-        self._scores = torch.zeros(*lists, slots if type(policy) is H2OPolicy else 0, **put)
+        self._scores = torch.zeros(
+            *lists, slots if rule.score == policies.COLUMN_SUMS else 0, **put
+        )
         self._requests = RowRequests(layers, rows, pool.device)
         self._recent = policy.recent_queries
-        shape = (layers, rows + 1, self._recent, h, group, pool.pages.shape[-1])
+        shape = (layers, rows + 1, self._recent, h, sizes.group, pool.pages.shape[-1])
         self._queries = torch.zeros(shape, dtype=pool.dtype, **put)
         self._query_places: tuple[Tensor, Tensor]  # of the step that is computed
         self._choice: Choice | None = None  # of the step that is computed
         self._inside = [False]  # its sequences whose prompts decide
         self._logits: SlotLogits | None = None
-        if isinstance(policy, ScoredPolicy):
-            most = min(slots, policy.most_tokens(longest) + 1)
-            queries = ((1 << (rows - 1).bit_length()) * h, group)
+        if self._scored:
+            most = min(slots, policy.most_tokens(sizes.longest) + 1)
+            queries = ((1 << (rows - 1).bit_length()) * h, sizes.group)
             self._logits = SlotLogits(
                 torch.zeros(*queries, most, **put), torch.zeros(queries, **put)
             )
 
-    @staticmethod
-    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
-        """That of prompts, which are stored whole before anything is evicted."""
+    def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
+        """Return the rule for prompts: store the whole prompt, evict nothing yet."""
         return Decisions(NEVER), 0
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
         rule = super()._rule_of(spec, head_size)
-        return rule if type(self.policy) is SnapKVPolicy else rule._replace(source=CHOSEN)
+        return rule if self._budget_rule.evicts == policies.NEVER else rule._replace(source=CHOSEN)
 
     def _policy_tensors(self) -> list[Tensor]:
         return [self._positions, self._scores, self._queries, *(self._logits or ())]
@@ -169,7 +151,7 @@ class BudgetPagedCache(PagedKVCache):
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """A request, or its next turn, takes a row; what the row holds stays."""
         self._requests.assign(row, sizes)
-        if type(self.policy) is StreamingLLMPolicy and int(self.lists.lengths[0, row, 0]):
+        if self._budget_rule.evicts == policies.OLDEST and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
             # another budget may keep what was to leave
             for layer in range(len(self.lists.lengths)):
@@ -211,11 +193,16 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(output, reads)
 
     def _prompts_of(self, step: AttentionStep) -> list[bool]:
-        """Which single tokens end a prompt at whose end tokens are chosen."""
+        """Return by one-token row whether the hooks decide after it, not the kernels."""
         if self.decodes_prompts:
             return [False] * len(step.rows)
-        at = zip(step.rows.tolist(), step.position[:, 0].tolist(), strict=True)
-        return [position < self._requests.known[row].prompt for row, position in at]
+        end = step.position[:, 0] + 1
+        sequences = self._requests.sequences(step.rows, end - 1, end)
+        inside = end <= sequences.prompt
+        if self.eviction_interval is not None:
+            inside = inside | self.policy.evicts_after(sequences)
+        found: list[bool] = inside.tolist()
+        return found
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
@@ -246,22 +233,20 @@ class BudgetPagedCache(PagedKVCache):
 
     def _choice_of(self, token: Step) -> Choice | None:
         """Which tokens leave after a step; None for none."""
-        policy, end = self.policy, token.position.long() + 1
-        if isinstance(policy, StreamingLLMPolicy):  # it decides before the next token is attended
-            return Choice(
-                OLDEST, *policy.limits(self._requests.sequences(token.rows, end, end + 1))
-            )
-        sequences = self._requests.sequences(token.rows, end - 1, end)
-        if isinstance(policy, H2OPolicy):
-            return Choice(SUMMED, *policy.limits(sequences), _REDUCTIONS[policy.reduce])
-        if isinstance(policy, TOVAPolicy):
-            return Choice(LEAST, *policy.limits(sequences), together=policy.scope == LAYER)
-        return None
+        rule, end = self._budget_rule, token.position.long() + 1
+        if rule.evicts == policies.NEVER:
+            return None
+        if rule.evicts == policies.OLDEST:  # decided before the next token is attended
+            sequences = self._requests.sequences(token.rows, end, end + 1)
+            return Choice(OLDEST, *self.policy.limits(sequences))
+        kind = SUMMED if rule.score == policies.COLUMN_SUMS else LEAST
+        limits = self.policy.limits(self._requests.sequences(token.rows, end - 1, end))
+        return Choice(kind, *limits, _REDUCTIONS[rule.reduce], rule.together)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
         """Tokens after which the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
-        if isinstance(self.policy, StreamingLLMPolicy):
+        if self._budget_rule.evicts == policies.OLDEST:
             n = range(0, query.shape[2], _QUERIES)
             parts = [
                 self._stream(layer, step.rows, query[:, :, i : i + _QUERIES], _part(arrival, i))
@@ -313,7 +298,7 @@ class BudgetPagedCache(PagedKVCache):
         sequences = self._requests.sequences(
             rows, start, end, self._recent_queries(layer, rows, end)
         )
-        if type(self.policy) is SnapKVPolicy and not bool(sequences.ends_prompt.any()):
+        if not bool(self.policy.evicts_after(sequences).any()):
             return
         slots = self._contents(layer, rows)._replace(sequences=sequences)
         if self._scored:
@@ -345,7 +330,6 @@ class BudgetPagedCache(PagedKVCache):
 
     def _mark_oldest(self, layer: int, rows: Tensor) -> None:
         """Mark the tokens that StreamingLLM evicts when the next token arrives."""
-        assert isinstance(self.policy, StreamingLLMPolicy)
         position = self._stored_positions(layer, rows)
         following = position.amax((1, 2)) + 1
         limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))

@@ -19,21 +19,16 @@ class RowRequests:
         layers: Attention layers.
         rows: Sequences held at the same time.
         device: Of the cache.
-
-    Attributes:
-        known: By row; zeros before a request was assigned.
     """
 
     def __init__(self, layers: int, rows: int, device: torch.device) -> None:
         self._layers = layers
-        self.known = [RequestSizes(0, 0, 0)] * rows
         # row -1 is for places of a step that are not used
         self._sizes = torch.zeros(rows + 1, len(RequestSizes._fields), dtype=torch.int64)
         self._sizes = self._sizes.to(device)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
         """A request, or its next turn, takes a row."""
-        self.known[row] = sizes
         self._sizes[row] = sent(list(sizes), self._sizes.device)
 
     def sequences(

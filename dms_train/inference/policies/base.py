@@ -28,10 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+NEVER, EVERY, MARKED = "never", "every", "marked"  # tokens that a `WindowRule` evicts
+OLDEST, LEAST = "oldest", "least"  # tokens that a `BudgetRule` evicts
+COLUMN_SUMS, NEWEST_WEIGHTS = "column sums", "newest weights"  # scores of a `BudgetRule`
 
 
 class RequestSizes(NamedTuple):
@@ -190,7 +194,114 @@ class Moved(NamedTuple):
     by: Tensor
 
 
-class CachePolicy(Protocol):
+class Limits(NamedTuple):
+    """Budgets of the sequences of a pass, as a `BudgetRule` needs them.
+
+    Attributes:
+        most: Integers [b]: for LEAST the tokens that a KV list keeps, for OLDEST the first tokens
+            that stay.
+        recent: Integers [b], newest tokens that stay in any case.
+    """
+
+    most: Tensor
+    recent: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRule:
+    """Evict tokens that leave a window of newest tokens.
+
+    The kernels decide in prompts as well. This is the only rule with pages in FP8.
+
+    Attributes:
+        evicts: NEVER, EVERY token that leaves the window, or those MARKED by the model's decisions.
+        window: A query reads its own token and as many before it in any case.
+        shift: Distance from a token to the decision that marks it.
+    """
+
+    evicts: str
+    window: int = 0
+    shift: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRule:
+    """Merge a token into the entry of its predecessor where the key's borrowed channel says so.
+
+    An entry whose successor continues it is evicted when that one is stored. Prompts are merged by
+    the hook `accumulate`; its entries "key", "value" and "weights" hold the newest tokens.
+
+    Attributes:
+        tokens: Newest tokens that an entry averages.
+        shift: Distance from a token to the decision that merges it.
+        channel: Borrowed channel of query and key heads; -1 is the last one.
+        scale: Factor on the activation of the key, which decides.
+        offset: Subtracted from the scaled activation; a positive rest merges.
+        importance_offset: Added to the mean activation of the queries, whose sigmoid is the weight.
+        smallest: Added to the weight.
+        uniform: Whether all tokens have the weight 1 instead.
+    """
+
+    tokens: int
+    shift: int
+    channel: int
+    scale: float
+    offset: float
+    importance_offset: float
+    smallest: float
+    uniform: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetRule:
+    """Keep to the budget that the hook `limits` states.
+
+    In prompts, and after every `interval` generated tokens, the hooks `observe` and `expired`
+    decide with torch operations. They may use key, value, state and recent queries, but no tensors
+    of KV lists. After any other generated token the kernels evict one token or none.
+
+    Attributes:
+        evicts: Token that the kernels evict when a KV list holds more than `limits` allows: NEVER
+            any, the OLDEST that is not protected, or the one with the LEAST score.
+        score: For LEAST: COLUMN_SUMS is the attention that a token has received since it was
+            stored, NEWEST_WEIGHTS the attention of the newest query. It is the policy's state,
+            one number.
+        reduce: How the query heads of a KV head make one score: "mean", "max" or "sum".
+        together: Whether the KV heads of a layer have one score, the mean of all query heads, and
+            evict the same positions.
+        streams: Whether prompt tokens beyond the budget are computed like generated ones.
+        interval: Generated tokens between two evictions by the hooks; None for none. Needs NEVER.
+    """
+
+    evicts: str
+    score: str | None = None
+    reduce: str = "mean"
+    together: bool = False
+    streams: bool = False
+    interval: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageRule:
+    """Evict nothing; each query head reads the pages with the highest bound on its attention.
+
+    The hook `pages` states their number. Prompts read everything.
+
+    Attributes:
+        page: Tokens of a page, a multiple of the slots of a page of the cache.
+        dense_layers: Number of first layers that read everything.
+        last: Whether the page of the newest token is always read.
+    """
+
+    page: int
+    dense_layers: int = 0
+    last: bool = True
+
+
+KernelRule: TypeAlias = WindowRule | MergeRule | BudgetRule | PageRule
+
+
+class CachePolicy:
     """A compression method. Inherit from it to get default hooks that do nothing.
 
     Attributes:
@@ -215,6 +326,37 @@ class CachePolicy(Protocol):
     window: int = 0
     shareable: bool = True
     settles: bool = True
+
+    def kernel_rule(self) -> KernelRule | str:
+        """Return what the decode kernels do for this policy, or why they cannot.
+
+        The reason completes a sentence that starts with the name of the class. A subclass inherits
+        the rule unless it overrides a hook below; it then declares a rule of its own.
+        """
+        return "declares no kernel rule"
+
+    def limits(self, sequences: Sequences) -> Limits:
+        """Return budgets, for a `BudgetRule` with OLDEST or LEAST.
+
+        Called while a decode step is captured: use torch operations that do not wait for the
+        device.
+        """
+        raise NotImplementedError
+
+    def pages(self, sequences: Sequences) -> Tensor:
+        """Return the number of pages that a query head reads, int64 [b], for a `PageRule`.
+
+        Called while a decode step is captured, as `limits`.
+        """
+        raise NotImplementedError
+
+    def most_tokens(self, longest: int) -> int:
+        """Return the most tokens that `limits` leaves of a sequence of `longest` tokens."""
+        return longest
+
+    def evicts_after(self, sequences: Sequences) -> Tensor:
+        """Return whether `expired` may evict tokens after this pass, bool [b]."""
+        return torch.ones_like(sequences.end, dtype=torch.bool)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
         """Most tokens of the next pass of a sequence of `computed` tokens; None for any number.

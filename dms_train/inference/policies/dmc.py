@@ -10,9 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import NoOptions, PolicyKind, Projected
+from dms_train.inference.policies.base import (
+    KernelRule,
+    MergeRule,
+    NoOptions,
+    PolicyKind,
+    Projected,
+)
 from dms_train.inference.policies.dms import DMSPolicy
-from dms_train.method.dmc.attention import DMCLayer, weights
+from dms_train.method.dmc.attention import SMALLEST_WEIGHT, DMCLayer, weights
 from dms_train.method.dmc.merge import merge
 from dms_train.method.dmc.spec import DMCSpec
 
@@ -30,6 +36,22 @@ class DMCPolicy(DMSPolicy):
     def __init__(self, spec: DMCSpec) -> None:
         super().__init__(spec.window, spec.governing_shift)
         self.spec, self._layer = spec, DMCLayer(spec)
+
+    def kernel_rule(self) -> KernelRule | str:
+        """Merge tokens where the model decides so."""
+        spec = self.spec
+        if spec.heads != "separate" or spec.merge_window < 2:
+            return f"merges with heads={spec.heads} merge_window={spec.merge_window}"
+        return MergeRule(
+            tokens=spec.merge_window,
+            shift=self.shift,
+            channel=spec.channel,
+            scale=spec.alpha_scale,
+            offset=spec.alpha_offset,
+            importance_offset=spec.importance_offset,
+            smallest=SMALLEST_WEIGHT,
+            uniform=spec.importance == "uniform",
+        )
 
     def accumulate(self, tokens: Projected, lists: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Merged keys and values; the ring moves on.

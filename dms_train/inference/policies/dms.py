@@ -8,7 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, CachePolicy, NoOptions, PolicyKind, Slots
+from dms_train.inference.policies.base import (
+    MARKED,
+    Arrival,
+    CachePolicy,
+    KernelRule,
+    NoOptions,
+    PolicyKind,
+    Slots,
+    WindowRule,
+)
 
 
 class DMSPolicy(CachePolicy):
@@ -24,6 +33,10 @@ class DMSPolicy(CachePolicy):
     def __init__(self, window: int, shift: int) -> None:
         self.window = window
         self.shift = shift
+
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict marked tokens that leave the window."""
+        return WindowRule(evicts=MARKED, window=self.window, shift=self.shift)
 
     def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
         """Mark the tokens whose decision arrives. signal: bool [b, h, n].

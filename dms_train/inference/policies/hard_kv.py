@@ -28,10 +28,10 @@ from dms_train.inference.policies.base import (
 )
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.calibration import BINARY, GRADIENT, temperature, top_p
+from dms_train.inference.policies.every_step import due
 from dms_train.inference.policies.eviction import beyond_budget, beyond_shared_budget, newest
 from dms_train.inference.policies.r_kv import combined, redundancy
-from dms_train.inference.policies.scored import due
-from dms_train.inference.policies.snapkv import window_logits
+from dms_train.inference.policies.recent_attention import window_logits
 from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
 
 VANILLA, SNAPKV, R_KV = "vanilla", "snapkv", "r_kv"

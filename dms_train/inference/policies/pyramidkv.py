@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
-from dms_train.inference.policies.snapkv import AVERAGE, MAXIMUM, SnapKVOptions, SnapKVPolicy
+from dms_train.inference.policies.recent_attention import AVERAGE, MAXIMUM
+from dms_train.inference.policies.snapkv import SnapKVOptions, SnapKVPolicy
 from dms_train.limits import AtLeast, Below, OneOf
 
 
@@ -36,14 +37,14 @@ class PyramidKVPolicy(SnapKVPolicy):
 
     def __init__(self, options: PyramidKVOptions) -> None:
         super().__init__(options)
-        self._window, self._beta = options.window, options.beta
+        self._beta = options.beta
 
     def kept(self, slots: Slots, sequences: Sequences) -> Tensor:
-        """The layer's budget and the window."""
+        """Return the layer's budget and the window, int64 [b]."""
         return layer_budget(
             super().kept(slots, sequences),
             sequences.end,
-            window=self._window,
+            window=self.protected,
             beta=self._beta,
             layer=slots.layer,
             layers=sequences.layers,

@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 GROUP = "dms_train.policies"
 AUTO = "auto"  # what the model was trained for
-_NOT_POLICIES = ("base", "budget", "calibration", "eviction", "registry", "rotation", "scored")
+_NOT_POLICIES = (
+    "base",
+    "budget",
+    "calibration",
+    "every_step",
+    "eviction",
+    "kernel_rules",
+    "recent_attention",
+    "registry",
+    "rotation",
+    "score_policy",
+)
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _registered: dict[str, PolicyKind] = {}
 

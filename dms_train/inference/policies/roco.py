@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
 from dms_train.inference.policies.eviction import beyond_budget, newest
-from dms_train.inference.policies.scored import ScoredOptions, ScoredPolicy
 from dms_train.limits import AtLeast, Below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoCoOptions(ScoredOptions):
+class RoCoOptions(EveryStepOptions):
     """Options of `roco`.
 
     Attributes:
@@ -33,7 +33,7 @@ class RoCoOptions(ScoredOptions):
     varied: Annotated[int | None, AtLeast(0), Below(2**31)] = None
 
 
-class RoCoPolicy(ScoredPolicy):
+class RoCoPolicy(EveryStepPolicy):
     """State: the attention received so far, and the sum of its squares.
 
     Both are sums over the queries and over the query heads of a KV head.

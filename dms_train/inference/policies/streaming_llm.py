@@ -16,7 +16,11 @@ from torch import Tensor
 
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.policies.base import (
+    OLDEST,
+    BudgetRule,
     CachePolicy,
+    KernelRule,
+    Limits,
     Moved,
     PolicyKind,
     RequestSizes,
@@ -45,17 +49,13 @@ class StreamingLLMOptions(BudgetOptions):
 
 
 class StreamingLLMPolicy(CachePolicy):
-    """Keeps the first tokens and the last ones, the query's own among them.
-
-    Attributes:
-        moves: Whether the first tokens are read at other positions.
-    """
+    """Keep the first tokens and the last ones, the query's own among them."""
 
     settles = False
 
     def __init__(self, options: StreamingLLMOptions) -> None:
         self._options = options
-        self.moves = options.positions == CACHE
+        self._moves = options.positions == CACHE
         self.shareable = options.fixed
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
@@ -67,26 +67,32 @@ class StreamingLLMPolicy(CachePolicy):
     def expired(self, slots: Slots, at: Tensor) -> Tensor:
         """Whether a token is neither among the first nor among the last ones."""
         assert slots.sequences is not None
-        first, last = (count[:, None, None, None] for count in self.limits(slots.sequences))
+        first, last = (x[:, None, None, None] for x in self.limits(slots.sequences))
         position = slots.position[:, :, None, :]
         return (at[:, None, :, None] - position >= last) & (position >= first)
 
     def moved(self, slots: Slots, at: Tensor) -> Moved | None:
         """The first tokens, by as many positions as there are tokens missing behind them."""
-        if not self.moves:
+        if not self._moves:
             return None
         position = slots.position[:, 0, None]  # alike for all KV heads
         read = (position >= 0) & (position <= at[:, :, None]) & ~self.expired(slots, at)[:, 0]
         assert slots.sequences is not None
-        first = self.limits(slots.sequences)[0][:, None, None]
+        first = self.limits(slots.sequences).most[:, None, None]
         sinks = (slots.position >= 0) & (slots.position < first)
         return Moved(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
 
-    def limits(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """How many of the first and of the last tokens stay, int64 [b] each."""
+    def kernel_rule(self) -> KernelRule | str:
+        """Evict the oldest token after the first ones."""
+        if self._moves:
+            return "reads keys at other positions (positions=cache)"
+        return BudgetRule(evicts=OLDEST, streams=True)
+
+    def limits(self, sequences: Sequences) -> Limits:
+        """Return how many of the first and of the last tokens stay."""
         budget = self._options.tokens(sequences)
         last = (budget - self._options.sinks).clamp(min=1)
-        return budget - last, last
+        return Limits(budget - last, last)
 
 
 def _build(options: StreamingLLMOptions, spec: MethodSpec | None) -> StreamingLLMPolicy:

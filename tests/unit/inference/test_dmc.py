@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dms_train.export.writer import write_export
 from dms_train.hf.formats import read_format, read_spec
-from dms_train.inference.cache.paged_dmc import DMCPagedCache
+from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
@@ -85,8 +85,8 @@ def loaded(directory: Path, kernels: str, **how: Any) -> LLM:
         how |= {"device": DEVICE.type}
     llm = LLM(directory, page_slots=4, slab_pages=8, kernels=kernels, **how)
     cache = llm.engine._runner.cache
-    assert isinstance(cache, DMCPagedCache) == (kernels == "triton")
-    if isinstance(cache, DMCPagedCache):  # what an earlier request has left must not matter
+    assert isinstance(cache, MergingPagedCache) == (kernels == "triton")
+    if isinstance(cache, MergingPagedCache):  # what an earlier request has left must not matter
         cache._newest_keys.fill_(torch.nan)
         cache._newest_values.fill_(torch.nan)
     return llm

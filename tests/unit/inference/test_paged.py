@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference import prompt_graphs
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.llm import LLM
@@ -42,8 +42,7 @@ def paged(policy, *, rows=2, stored=None, pages=200):
         page_slots=4,
         pages=pages,
     )
-    sizes = {"layers": 1, "rows": rows, "heads": readable.HEADS}
-    return PagedKVCache(pool, policy, longest=64, **sizes)
+    return PagedKVCache(pool, policy, CacheSizes(1, rows, readable.HEADS, group=1, longest=64))
 
 
 def text(length, **options):

@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.paged_dmc import DMCPagedCache
+from dms_train.inference.cache.paged import CacheSizes
+from dms_train.inference.cache.paged_merging import MergingPagedCache
 from dms_train.inference.llm import LLM
 from dms_train.inference.policies.dmc import DMCPolicy
 from dms_train.kernels import dispatch
@@ -41,11 +42,11 @@ def dmc(alpha_offset: float) -> DMCSpec:
     return spec
 
 
-def empty(spec: DMCSpec) -> DMCPagedCache:
+def empty(spec: DMCSpec) -> MergingPagedCache:
     pool = DevicePool(
         head_size=D, dtype=torch.float32, stored=FP8, device=DEVICE, page_slots=PAGE, pages=200
     )
-    return DMCPagedCache(pool, DMCPolicy(spec), layers=1, rows=B, heads=H, longest=64)
+    return MergingPagedCache(pool, DMCPolicy(spec), CacheSizes(1, B, H, group=R, longest=64))
 
 
 def text() -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +65,7 @@ def angles() -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def feed(cache: DMCPagedCache, spec: DMCSpec, start: int, count: int) -> None:
+def feed(cache: MergingPagedCache, spec: DMCSpec, start: int, count: int) -> None:
     query, key, value = (x[:, start : start + count].contiguous() for x in text())
     cos, sin = (x[start : start + count].float().expand(B, -1, -1) for x in angles())
     step = AttentionStep(

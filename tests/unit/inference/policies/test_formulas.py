@@ -24,9 +24,9 @@ from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.pyramidkv import layer_budget
 from dms_train.inference.policies.quest import QuestOptions, QuestPolicy
 from dms_train.inference.policies.r_kv import combined, redundancy
+from dms_train.inference.policies.recent_attention import smoothed, window_attention
 from dms_train.inference.policies.registry import build_policy, parse_options, policy_names
 from dms_train.inference.policies.rotation import moved_by
-from dms_train.inference.policies.snapkv import smoothed, window_attention
 from dms_train.method.spec import PRESETS
 from tests.unit.inference.conftest import tiny_architecture
 

@@ -1,27 +1,25 @@
-"""What policies that evict down to a budget, after attention, have in common.
+"""Base of policies that evict after every token, by the attention that tokens receive.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, s slots.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import CachePolicy, RequestSizes, Sequences, Slots
+from dms_train.inference.policies.base import CachePolicy, RequestSizes, Sequences
 from dms_train.inference.policies.budget import BudgetOptions
-from dms_train.inference.policies.eviction import beyond_budget
 from dms_train.limits import OneOf
 
 STREAM, DENSE = "stream", "dense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredOptions(BudgetOptions):
+class EveryStepOptions(BudgetOptions):
     """Options of a policy that evicts by attention received.
 
     Attributes:
@@ -33,7 +31,7 @@ class ScoredOptions(BudgetOptions):
     prefill: Annotated[str, OneOf(STREAM, DENSE)] = STREAM
 
 
-class ScoredPolicy(CachePolicy):
+class EveryStepPolicy(CachePolicy):
     """Keeps to a budget after every pass, or after those from the end of the prompt on.
 
     Attributes:
@@ -43,7 +41,7 @@ class ScoredPolicy(CachePolicy):
     scored = True
     settles = False
 
-    def __init__(self, options: ScoredOptions) -> None:
+    def __init__(self, options: EveryStepOptions) -> None:
         self._options = options
         self.streams = options.prefill == STREAM
         self.shareable = options.fixed and self.streams
@@ -64,31 +62,6 @@ class ScoredPolicy(CachePolicy):
         if self._options.prefill == DENSE:
             return torch.where(sequences.end < sequences.prompt, sequences.end, budget)
         return budget
-
-
-class PromptEndPolicy(CachePolicy):
-    """Computes prompts with full attention and evicts once, at their end.
-
-    Generated tokens are added to what is left.
-    """
-
-    scored = True
-    needs_content = True
-    shareable = False
-
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """At the end of a prompt, the tokens that `chosen` does not leave."""
-        assert slots.sequences is not None
-        ends = slots.sequences.ends_prompt
-        if not bool(ends.any()):
-            return torch.zeros_like(slots.position, dtype=torch.bool)[:, :, None]
-        score, budget = self.scores(slots, slots.sequences)
-        evicted = beyond_budget(score, slots.position, budget)
-        return (evicted & ends[:, None, None])[:, :, None]
-
-    @abstractmethod
-    def scores(self, slots: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Score of every slot, [b, h, s], and how many stay, int64 [b] or [b, h]."""
 
 
 def due(sequences: Sequences, interval: int) -> Tensor:

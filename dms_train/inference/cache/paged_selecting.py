@@ -1,4 +1,4 @@
-"""The paged cache for Quest: every token stays, a generated one reads the pages that may matter.
+"""The paged cache that keeps every token; a generated token reads the pages that may matter.
 
 The append kernel keeps the lowest and highest keys of every page. Before the attention of a layer,
 two kernels bound what each query head may give to a page and choose the best pages
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.row_requests import RowRequests
-from dms_train.inference.policies.base import CachePolicy, RequestSizes
-from dms_train.inference.policies.quest import QuestPolicy
+from dms_train.inference.policies.base import CachePolicy, KernelRule, PageRule, RequestSizes
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import (
     NEVER,
@@ -33,33 +32,23 @@ from dms_train.kernels.decode.types import (
 _ALL = 2**30  # pages: no KV list has as many
 
 
-class QuestPagedCache(PagedKVCache):
+class SelectingPagedCache(PagedKVCache):
     """A paged cache with bounds of its pages.
 
     Args:
         pool: As for `PagedKVCache`, in the dtype of the model.
-        policy: Its pages are whole pages of the pool.
-        layers: Attention layers.
-        rows: Sequences held at the same time.
-        heads: KV heads.
-        longest: Most tokens of a sequence.
+        policy: One whose kernel rule is a `PageRule`; its pages are whole pages of the pool.
+        sizes: How much it can hold.
     """
 
     captures_prompts = False
-    policy: QuestPolicy
 
-    def __init__(
-        self,
-        pool: DevicePool,
-        policy: QuestPolicy,
-        *,
-        layers: int,
-        rows: int,
-        heads: int,
-        longest: int,
-    ) -> None:
-        super().__init__(pool, policy, layers=layers, rows=rows, heads=heads, longest=longest)
-        self._requests = RowRequests(layers, rows, pool.device)
+    def __init__(self, pool: DevicePool, policy: CachePolicy, sizes: CacheSizes) -> None:
+        super().__init__(pool, policy, sizes)
+        rule = policy.kernel_rule()
+        assert isinstance(rule, PageRule)
+        self._page_rule = rule
+        self._requests = RowRequests(sizes.layers, sizes.rows, pool.device)
         size = (len(pool.pages), 2, pool.pages.shape[-1])
         self._bounds = torch.zeros(size, dtype=pool.dtype, device=pool.device)
         self._reads = torch.zeros_like(self.lists.lengths)
@@ -67,8 +56,8 @@ class QuestPagedCache(PagedKVCache):
         self._wanted: PageBudget  # of the step that is computed
         self._places: Tensor  # its sequences in a selection
 
-    @staticmethod
-    def _rule_for(policy: CachePolicy) -> tuple[Decisions, int]:
+    def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
+        """Return that nothing is evicted."""
         return Decisions(NEVER), 0
 
     @property
@@ -86,7 +75,7 @@ class QuestPagedCache(PagedKVCache):
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
         """As for `PagedKVCache`; the first layers read everything."""
-        dense = self.policy.dense_layers
+        dense = self._page_rule.dense_layers
         whole, some = lists[0][..., :dense, :, :], lists[1][..., dense:, :, :]
         return torch.cat([whole, some], -3), lists[0]
 
@@ -95,14 +84,14 @@ class QuestPagedCache(PagedKVCache):
         self._requests.assign(row, sizes)
 
     def _read(self, layer: int) -> Tensor:
-        return (self.lists.lengths if layer < self.policy.dense_layers else self._reads)[layer]
+        return (self.lists.lengths if layer < self._page_rule.dense_layers else self._reads)[layer]
 
     def _append_and_attend(
         self, layer: int, token: Step, rule: Decisions, norms: HeadNorms | None
     ) -> Tensor:
         if layer == 0:
             self._plan(token)
-        if layer < self.policy.dense_layers:
+        if layer < self._page_rule.dense_layers:
             return super()._append_and_attend(layer, token, rule, norms)
         cache, (b, heads, d) = self.view(layer), token.query.shape
         kernels = dispatch.triton_kernels()
@@ -128,8 +117,8 @@ class QuestPagedCache(PagedKVCache):
         start = token.position.long()
         sequences = self._requests.sequences(token.rows, start, start + 1)
         count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)
-        many = self.policy.page // self.pool.page_slots
-        self._wanted = PageBudget(count, many, self.policy.include_last_page)
+        many = self._page_rule.page // self.pool.page_slots
+        self._wanted = PageBudget(count, many, self._page_rule.last)
         place = torch.arange(len(token.rows), device=token.rows.device)
         self._places = torch.where(token.rows < 0, -1, place)
 
