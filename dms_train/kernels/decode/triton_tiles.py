@@ -157,10 +157,10 @@ def attend_fp8_tiles(
 ):
     """`attend_tiles` over FP8 pages, read as pairs of neighbouring channels.
 
-    Products of pairs are split into those of first and of second channels, because bytes
-    cannot be transposed on their way to tensor cores and 16-bit words can. A stored value is
-    `value * 2**-e`: with scores raised by e the weights multiply what is stored and stay below 1,
-    and the sum of weights takes e back.
+    Products of pairs are split into those of first and of second channels, because 16-bit words can
+    be transposed while they are loaded for tensor cores, but bytes cannot. A stored value is
+    `value * 2**-e`. Scores are therefore raised by e, so that the weights stay below 1 and multiply
+    the stored values, and the sum of weights takes e back.
     """
     inner = tl.arange(0, TILE)
     pair = tl.arange(0, D_PAD // 2)[None, :]

@@ -34,7 +34,7 @@ def _mix(x):
 
 @triton.jit
 def _logistic(key, layer, head, position):
-    """The variable of `method.noise.logistic_noise` for uint64 counters."""
+    """Return the variable of `method.noise.logistic_noise` for uint64 counters."""
     stream = _mix(key + layer * _GOLDEN)
     stream = _mix(stream + (head + 1) * _GOLDEN)
     bits = _mix(stream + (position + 1) * _GOLDEN) >> _DROPPED
@@ -192,10 +192,10 @@ def decide(
     noise: LayerNoise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Relaxed decisions of one layer.
+    """Compute the relaxed decisions of one layer.
 
     Args:
-        eviction_channel: Borrowed activations, float32 [s, b, g].
+        eviction_channel: Activations of the eviction channel, float32 [s, b, g].
         spec: Constants of the method.
         noise: What the relaxation's noise depends on; None for none.
         documents: Documents packed into the samples; None is one document for each sample.
@@ -215,13 +215,13 @@ def decide_merges(
     noise: LayerNoise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Relaxed decisions whether tokens continue the slot of their predecessor.
+    """Compute the relaxed decisions whether tokens continue the slot of their predecessor.
 
     Args:
         activation: As for `decide`.
-        spec: Likewise.
-        noise: Likewise.
-        documents: Likewise.
+        spec: As for `decide`.
+        noise: As for `decide`.
+        documents: As for `decide`.
 
     Returns:
         alpha, float32 [s, b, g], 0 at the first token of a document, which decides nothing, and

@@ -50,7 +50,7 @@ def weights_backward(
     alpha_ptr, weight_ptr, p_ptr, d_p_ptr, to_alpha_ptr, to_weight_ptr, s,
     WIDTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What the averages of N tokens add to the gradients of the tokens in them."""
+    """Add the gradients of the averages of N tokens to the tokens in them."""
     row, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
     own = (row * s + i) * WIDTH
     total, share = tl.zeros((N,), tl.float32), tl.full((N,), 1.0, tl.float32)
@@ -170,7 +170,7 @@ class _Band(torch.autograd.Function):
 
 
 class _Averages(torch.autograd.Function):
-    """What every token's state consists of, [rows, s, width], from [rows, s] each; float32."""
+    """Weights of the tokens in every state, [rows, s, width], from [rows, s] each; float32."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, weight: Tensor, width: int) -> Tensor:

@@ -27,7 +27,7 @@ class Heads(NamedTuple):
     key: Tensor
 
     def strides(self) -> tuple[int, ...]:
-        """Of all dimensions but the last."""
+        """Strides of all dimensions except the last."""
         return (*self.query.stride()[:4], *self.key.stride()[:3])
 
 
@@ -120,7 +120,7 @@ def _launch(
 
 
 def rope_table(frequencies: Tensor) -> Tensor:
-    """Cosines and sines float32 [s, 2, d / 2] of megatron's frequencies [s, 1, 1, d]."""
+    """Return cosines and sines, float32 [s, 2, d / 2], of megatron's frequencies [s, 1, 1, d]."""
     half = frequencies.flatten(1)[:, : frequencies.shape[-1] // 2].float()
     return torch.stack([half.cos(), half.sin()], dim=1)
 
@@ -196,13 +196,13 @@ def _turn_back(ctx: Any, d_query: Tensor, d_key: Tensor, d_raw: Tensor | None, o
 def rotate(
     query: Tensor, key: Tensor, table: Tensor, eviction_channel: EvictionChannel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RoPE on queries and keys, with the eviction channel scaled and read out.
+    """Apply RoPE to queries and keys; scale and read out the eviction channel.
 
     Args:
         query: [s, b, g, r, d].
         key: [s, b, g, d].
-        table: Of `rope_table`; contiguous [s, b, 2, d / 2] where each sample has its own rows.
-        eviction_channel: How the borrowed channel is scaled.
+        table: From `rope_table`; contiguous [s, b, 2, d / 2] if each sample has its own rows.
+        eviction_channel: Scaling of the eviction channel.
 
     Returns:
         Query [s, b, g * r, d], key [s, b, g, d] and the eviction channel as it was, float32 [s, b,

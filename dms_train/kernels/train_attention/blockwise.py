@@ -31,7 +31,7 @@ def dms_attention(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The function of `reference.dms_attention`, which states shapes and formula.
+    """Compute attention with a soft eviction bias; see `interface.DMSAttention`.
 
     Packed documents are attended one after the other; their bounds are read on the host.
     """

@@ -24,7 +24,7 @@ def row_dots(
     o_desc, d_o_desc, delta, length, padded,
     n_heads, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """delta [b, h, padded] = sum over d of o * d_o, both [b, h, s, d]; zeros behind the end."""
+    """delta [b, h, padded] = sum over d of o * d_o, both [b, h, s, d]; zeros after the end."""
     pair = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     o = load_rows(o_desc, pair // n_heads, pair % n_heads, first, BLOCK, D).to(tl.float32)
