@@ -45,7 +45,7 @@ def _raised_exponent(
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Exponent of a page once it also holds a vector (two halves); requantises the page if raised.
+    """Raise the exponent of a page that gets a vector (two halves), and requantise the page.
 
     A page starts and is raised with one power of two to spare, so that raises are rare.
     """
@@ -67,7 +67,7 @@ def _raised_exponent(
 def _slot(
     leaving, time, length, bit, SOURCE: tl.constexpr, SHIFT: tl.constexpr, RING: tl.constexpr
 ):
-    """Slot of the arriving token, and whether it is a new one.
+    """Return the slot of the arriving token, and whether it is a new one.
 
     leaving is the ring entry of the token that leaves the window; bit is 1 for a decision to evict,
     which counts for that token if SHIFT is RING.
@@ -102,7 +102,7 @@ def _page_of(
     table_ptr, numbers_ptr, count_ptr, fault_ptr, holders_ptr, slot, grown, places,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Page of a slot, whether it is fresh and whether there is one, and how many lists hold it."""
+    """Return the page of a slot, whether it is fresh, whether it exists, and its holders."""
     place, fresh = slot // PAGE, grown & (slot % PAGE == 0)
     stored = place < places
     page = tl.load(table_ptr + place, mask=stored & (fresh == 0), other=0)
@@ -137,7 +137,7 @@ def _down_scales(
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Factors that bring key and value into their page's range; raises its exponents if need be."""
+    """Return factors that bring key and value into the range of a page; may raise its exponents."""
     if stored:
         used_key = _raised_exponent(page_ptr, used_key, key_1, key_2, fresh, D, D_PAD, PAGE)
         used_value = _raised_exponent(
@@ -151,7 +151,7 @@ def _down_scales(
 
 @triton.jit
 def _widen_bounds(bounds_ptr, before, page, fresh, stored, key, half, D: tl.constexpr):
-    """Have the bounds of a page, which was page `before`, hold for half of a key too."""
+    """Widen the bounds of a page, formerly page `before`, to include half of a key."""
     inside = (half < D // 2) & stored
     known = bounds_ptr + before.to(tl.int64) * (2 * D) + half
     low = tl.load(known, mask=inside & (fresh == 0), other=float("inf"))
@@ -174,7 +174,7 @@ def _query_halves(query_ptr, half, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.c
 
 @triton.jit
 def _normed_query(first, second, norm_ptr, epsilon, half, D: tl.constexpr):
-    """RMSNorm of query heads in two halves, [R_PAD, D_PAD / 2], rounded as the layer rounds it."""
+    """Apply RMSNorm to query heads in two halves, [R_PAD, D_PAD / 2], rounded like the layer."""
     kind = norm_ptr.dtype.element_ty
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     factor = tl.rsqrt(squares / D + epsilon)[:, None]

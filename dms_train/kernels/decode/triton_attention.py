@@ -87,7 +87,7 @@ def _share(
     OVERLAP: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """This program's part of all tiles; with OVERLAP it waits for the kernel before.
+    """Return this program's part of all tiles; with OVERLAP, wait for the previous kernel.
 
     Returns:
         Its first tile, its end, the KV list of its first tile, that KV list's first tile, the
@@ -130,7 +130,7 @@ def _fetch_tile(
     KV_LISTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Bring this program's first tile into the L2 cache while the kernel before still runs.
+    """Fetch this program's first tile into the L2 cache while the previous kernel runs.
 
     That kernel may change a length by one and add a page, so that the tile may be another one. The
     numbers are read past the L1 cache, where they would stay.
@@ -165,7 +165,7 @@ def _merge(
     D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Output of a KV list, [R, D], from `count` parts that follow each other."""
+    """Merge `count` consecutive parts into the output of a KV list, [R, D]."""
     piece, member = tl.arange(0, CHUNK)[:, None], tl.arange(0, R_PAD)[None, :]
     channel = tl.arange(0, D_PAD)[None, None, :]
     peak = tl.full([R_PAD], LOWEST, tl.float32)

@@ -36,7 +36,7 @@ def _received(
     logit_ptr, logit_slots, total, slot, inside,
     MEMBERS: tl.constexpr, M_PAD: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """Attention that slots have received from some query heads, reduced over them."""
+    """Return the attention that slots received from some query heads, reduced over the heads."""
     member = tl.arange(0, M_PAD)[:, None]
     at = logit_ptr + member.to(tl.int64) * logit_slots + slot[None, :]
     logit = tl.load(at, mask=(member < MEMBERS) & inside[None, :], other=float("-inf"))

@@ -49,7 +49,7 @@ def decide_eviction(
     WINDOW: tl.constexpr, SHIFT: tl.constexpr, HARD: tl.constexpr, NOISY: tl.constexpr,
     MERGES: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of positions of one (sample, KV head)."""
+    """Decide one block of positions of one (sample, KV head)."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups, blocks = tl.num_programs(1), tl.num_programs(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def decide_eviction_backward(
     SHIFT: tl.constexpr, MERGES: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_KEEP: tl.constexpr,
     HAS_STATS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a block of decisions, from those of alpha, log(1 - alpha) and alpha's sum."""
+    """Compute the gradient of a block of decisions."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -180,7 +180,7 @@ class _Decide(torch.autograd.Function):
 def _bounds(
     documents: PackedDocuments | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """First position and end of every position's document, tokens of every sample."""
+    """Return first position and end of every position's document, and tokens of every sample."""
     if documents is None:
         return None, None, None
     return documents.first, documents.end, documents.tokens
@@ -197,7 +197,7 @@ def decide(
     Args:
         eviction_channel: Activations of the eviction channel, float32 [s, b, g].
         spec: Constants of the method.
-        noise: What the relaxation's noise depends on; None for none.
+        noise: Seeds of the relaxation's noise; None for no noise.
         documents: Documents packed into the samples; None is one document for each sample.
 
     Returns:

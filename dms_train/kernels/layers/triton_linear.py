@@ -61,7 +61,7 @@ class _Tiling(NamedTuple):
 
 @triton.jit
 def _fetch(weight_ptr, row, width, begin, COUNT: tl.constexpr):
-    """Bring COUNT columns of rows of the weights into the L2 cache."""
+    """Fetch COUNT columns of rows of the weights into the L2 cache."""
     column = begin + tl.arange(0, COUNT // 64) * 64  # a cache line holds 64 of 16 bits
     column = tl.minimum(column, width - 1)
     fetch(weight_ptr + row[:, None] * width + column[None, :])
@@ -86,7 +86,7 @@ def _product(
     pair_rows,
     token,
 ):
-    """Rows of the weights times tokens of the input over columns begin .. end - 1.
+    """Multiply rows of the weights by tokens of the input over columns begin .. end - 1.
 
     Returns:
         float32 [BLOCK_N, M], and with PAIR the same for the rows `pair_rows` further on.
@@ -126,7 +126,7 @@ def _held_weights(weight_ptr, row, n, k, begin, BLOCK_K: tl.constexpr):
 def _held_product(
     x_ptr, weight, token, m, k, begin, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """This block times tokens of the input, float32 [BLOCK_N, M]."""
+    """Multiply this block by tokens of the input, float32 [BLOCK_N, M]."""
     channel = begin + tl.arange(0, BLOCK_K)
     at = token[:, None] * k + channel[None, :]
     x = tl.load(x_ptr + at, mask=(token < m)[:, None], other=0.0)

@@ -17,7 +17,7 @@ _CHANNELS_PER_WARP = 512
 def _add_norm_kernel(
     residual_ptr, update_ptr, weight_ptr, sum_ptr, out_ptr, width, epsilon, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One token."""
+    """Add and normalise one token."""
     row = tl.program_id(0).to(tl.int64) * width
     channel = tl.arange(0, BLOCK)
     inside = channel < width

@@ -60,7 +60,7 @@ class Order(NamedTuple):
 
 @triton.jit
 def rank_of(logits, token, ZERO_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr):
-    """Places of tokens with these logits, float32; int64."""
+    """Return the ranks of tokens with these logits, float32; int64."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # 0 has one sign
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> ZERO_BITS
     return (bits.to(tl.int64) << TOKEN_BITS) | ((1 << TOKEN_BITS) - 1 - token)

@@ -33,7 +33,7 @@ class Heads(NamedTuple):
 
 @triton.jit
 def _turn(x, y, cos, sin, first, second, gain_first, gain_second):
-    """RoPE of one head, with factors on each half and on what it contributes to the other half."""
+    """Apply RoPE to one head, with factors on each half and on its share of the other half."""
     x, y = x * first, y * second
     return x * cos - y * sin * gain_first, y * cos + x * sin * gain_second
 
@@ -131,7 +131,7 @@ def _rows_of_channels(gradient: Tensor, shape: Any) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """On query [s, b, g, r, d] and key [s, b, g, d]."""
+    """RoPE of query [s, b, g, r, d] and key [s, b, g, d]."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """On the projection's output [s, b, g, r + 2, d]: query heads, key and value of each group."""
+    """RoPE of the projection's output [s, b, g, r + 2, d]: query heads, key and value of each group."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel) -> Any:

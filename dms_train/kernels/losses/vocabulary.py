@@ -32,7 +32,7 @@ class Divergence(NamedTuple):
 
     @property
     def student_is_q(self) -> bool:
-        """Whether q is the student."""
+        """True if q is the student."""
         return self.direction == "teacher_student"
 
     def ordered(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,13 +41,13 @@ class Divergence(NamedTuple):
 
 
 def _scaled(logits: Tensor, columns: int, temperature: float) -> Tensor:
-    """Logits that count, in float32, over the temperature; perhaps the logits themselves."""
+    """Return the logits that count, in float32, over the temperature; may be a view of them."""
     valid = logits[:, :columns].float()
     return valid if temperature == 1 else valid / temperature
 
 
 def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """(maximum [rows], a new tensor of logits less maximum [rows, columns])."""
+    """Return (maximum [rows], a new tensor of logits minus maximum [rows, columns])."""
     if scaled.shape[1] == 0:
         return scaled.new_full(scaled.shape[:1], _LOWEST), scaled.clone()
     top = scaled.amax(-1).clamp_(min=_LOWEST)
@@ -55,7 +55,7 @@ def _shifted(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """-inf replaced in place by a number whose exponential is 0 too, and 0 times which is 0."""
+    """Replace -inf in place by a finite number whose exponential is 0 too, so that 0 * x is 0."""
     return x.clamp_(min=_LOWEST)
 
 
@@ -90,7 +90,7 @@ def merge_divergence(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merged(tops: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(maximum, log of the sum relative to it, factor on each rank's sum)."""
+    """Return (maximum, log of the sum relative to it, factor on each rank's sum)."""
     top = tops.amax(0)
     share = (tops - top).exp()
     return top, (share * sums).sum(0).log(), share

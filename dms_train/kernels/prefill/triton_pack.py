@@ -141,7 +141,7 @@ def pack_survivors(key: Tensor, value: Tensor, chunk: PrefillChunk, pages: Pages
     Args:
         key: [b, h, s, d]; d lies densely.
         value: [b, h, s, d].
-        chunk: Which tokens are kept.
+        chunk: Kept tokens.
         pages: At least that many slots.
     """
     b, h, s, d = key.shape

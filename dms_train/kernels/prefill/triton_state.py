@@ -196,7 +196,7 @@ def close_gaps(pages: Pages, lengths: Tensor, leaving: Tensor) -> None:
     """Move the last tokens of each list into the slots of those that leave it.
 
     Args:
-        pages: Where the lists lie.
+        pages: Pages of the lists; tokens are moved in place.
         lengths: int32 [b, h], before.
         leaving: int32 [b, h, k], slots of tokens that leave, all different, -1 for none.
     """

@@ -68,7 +68,7 @@ def _with_bias(
 
 
 class _Blockwise(torch.autograd.Function):
-    """q [n, s * r, d] scaled, k and v [n, s, d], log_keep [n, s]; to [n, s * r, d]."""
+    """Attend q [n, s * r, d], scaled, to k and v [n, s, d]; log_keep [n, s]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, window: int) -> Tensor:

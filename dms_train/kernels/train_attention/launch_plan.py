@@ -44,9 +44,9 @@ class TilePlan(NamedTuple):
             fills lse in whole tiles.
         hopper: Whether the kernels scheduled by hand for Hopper run.
         bulk_sums: Whether sums of dq are added by bulk copies (Hopper and later).
-        precision: Of matrix products of float32.
+        precision: Precision of float32 matrix products.
         processors: Multiprocessors of the GPU.
-        cache_bytes: Its second-level cache.
+        cache_bytes: Bytes of its L2 cache.
     """
 
     forward: TrainTiles

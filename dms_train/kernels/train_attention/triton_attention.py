@@ -234,7 +234,7 @@ def _prepare(log_keep: Tensor, saved: Saved, p: AttentionShape) -> None:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x [b, s, h, d] as [b, h, s, d] in tiles of rows x columns."""
+    """View x [b, s, h, d] as [b, h, s, d] in tiles of rows x columns."""
     view = aligned(x)
     return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, rows, columns])
 

@@ -69,10 +69,10 @@ def tune(
     """Find the fastest candidate within a time budget, and store it for later runs.
 
     Args:
-        dtype: Of queries, keys and values.
+        dtype: Dtype of queries, keys and values.
         head_size: Up to 256.
-        device: Where to measure.
-        load: What to measure.
+        device: GPU to measure on.
+        load: Problem to measure.
         seconds: No candidate is started later than this; the default is always measured.
         note: Called with every measurement.
     """
