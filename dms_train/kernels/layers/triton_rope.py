@@ -155,7 +155,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """RoPE of the projection's output [s, b, g, r + 2, d]: query heads, key and value of each group."""
+    """RoPE of the projection's output [s, b, g, r + 2, d]: a query group, key and value each."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, table: Tensor, eviction_channel: EvictionChannel) -> Any:
