@@ -32,7 +32,7 @@ class EverySecond(CachePolicy):
     def __init__(self, window: int) -> None:
         self.window = window
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """bool [b, h, q, s]: which slots the queries at positions `at` [b, q] do not read."""
         position = slots.position[:, :, None, :]
         return (at[:, None, :, None] - position > self.window) & (position % 2 == 1)

@@ -24,7 +24,7 @@ from benchmarks.attention.shapes import AttentionInputs, Call, Shape, make_input
 from benchmarks.records import RESULTS, origin
 from benchmarks.timing import Timing, device_name, measure, versions
 from dms_train.cli.errors import run_main
-from dms_train.kernels import api
+from dms_train.kernels import dispatch
 
 WINDOW, TINY_WINDOW = 256, 16
 SHAPES = (
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         "versions": versions(device),
         "command": "python -m benchmarks.packed_attention",
         **origin(),
-        "backend": api.choose("auto", device),
+        "backend": dispatch.choose_train_attention("auto", device),
     }
     print(f"{record['device']}, {record['versions']}, {record['backend']}")
     shapes, window = (SHAPES, WINDOW) if on_gpu else (TINY_SHAPES, TINY_WINDOW)
@@ -107,7 +107,7 @@ def bounds(length: int, parts: tuple[int, ...]) -> list[int]:
 def packed(inputs: AttentionInputs, edges: list[int] | None) -> Call:
     """The backend of a training on these inputs, with documents between the edges."""
     p, device = inputs, inputs.query.device
-    attend = api.backend(api.choose("auto", device))
+    attend = dispatch.train_attention(dispatch.choose_train_attention("auto", device))
     cu_seqlens = None
     if edges is not None:
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=device)

@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.records import RESULTS, origin
 from benchmarks.timing import ceilings, device_name, extra_bytes, measure, versions
 from dms_train.cli.errors import run_main
+from dms_train.kernels import dispatch
 from dms_train.kernels.losses import vocabulary as vocab_loss
 from dms_train.kernels.losses.vocabulary import Divergence
 from dms_train.mcore.layers import vocabulary_losses as vocab_losses
@@ -216,7 +217,7 @@ def plain_lm(given: Inputs) -> _Result:
 def without_logits(given: Inputs, chunk: int = 2048) -> _Result:
     """KL whose weight gradient is added up chunk by chunk in float32: no logits are kept at all."""
     hidden, weight = (x.detach().flatten(0, -2) for x in given.student[:2])
-    kernels = vocab_loss.backend(hidden.device)
+    kernels = dispatch.vocabulary_losses(hidden.device)
     d_losses = given.d_losses.flatten()[:, None]
     d_hidden, values = torch.empty_like(hidden), torch.empty_like(given.d_losses).flatten()
     d_weight = torch.zeros_like(weight, dtype=torch.float32)

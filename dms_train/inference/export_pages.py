@@ -18,7 +18,7 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
 from dms_train.inference.cache.paged_prompt import Chunk
-from dms_train.inference.policies.base import Arrival, CachePolicy
+from dms_train.inference.policies.base import CachePolicy, NewTokens
 from dms_train.inference.policies.dms import DMSPolicy
 from dms_train.inference.policies.keep_all import KeepAllPolicy
 from dms_train.kernels import dispatch
@@ -122,7 +122,7 @@ class ExportPages(PagedKVCache):
         """Most tokens of one `attend`; the kernels keep no scores."""
         return _MOST_TOKENS
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
 
         Args:
@@ -165,7 +165,9 @@ class ExportPages(PagedKVCache):
             wanted = (self._most + self._most // 4) // self.pool.page_slots + 1
             self.lists.tables = F.pad(self.lists.tables, (0, wanted - places))
 
-    def _attend_one(self, rows: Tensor, query: Tensor, arrival: Arrival, real: Tensor) -> Attended:
+    def _attend_one(
+        self, rows: Tensor, query: Tensor, arrival: NewTokens, real: Tensor
+    ) -> Attended:
         """One token per sequence. Its RoPE is done: the kernel turns it by no angle."""
         b, heads, _, d = query.shape
         h = arrival.key.shape[1]
@@ -183,7 +185,7 @@ class ExportPages(PagedKVCache):
         return self._decode(0, step)
 
     def _attend_prompt(
-        self, rows: Tensor, query: Tensor, arrival: Arrival, real: Tensor
+        self, rows: Tensor, query: Tensor, arrival: NewTokens, real: Tensor
     ) -> Attended:
         """Several tokens per sequence, moved to the front; sequences without a token are left."""
         some = real.any(1).nonzero()[:, 0]
@@ -192,7 +194,7 @@ class ExportPages(PagedKVCache):
         position = torch.where(
             count < real[some].sum(1, keepdim=True), self._seen[some, None] + count, -1
         )
-        moved = Arrival(
+        moved = NewTokens(
             position,
             _columns(arrival.key[some], order),
             _columns(arrival.value[some], order),
@@ -208,7 +210,7 @@ class ExportPages(PagedKVCache):
         return Attended(output, reads)
 
 
-def _decisions(arrival: Arrival) -> Tensor:
+def _decisions(arrival: NewTokens) -> Tensor:
     assert arrival.signal is not None
     return arrival.signal
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dms_train.inference import devices
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import (
     FIELDS,
     LIMITED_FIELDS,
@@ -43,7 +43,7 @@ class GroupStatus(NamedTuple):
 
     Attributes:
         tokens: [k, b], the sampled ones.
-        lists: int32 [any, k, layers, rows, KV heads], for `PagedKVCache.counts`.
+        lists: int32 [any, k, layers, rows, KV heads], for `CapturableCache.counts`.
         left: Free pages at the end.
         fault: `FreePages.fault`.
     """
@@ -113,21 +113,21 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: PagedKVCache, most: int, longest: int, steps: int = 1
+        self, decoder: Decoder, cache: CapturableCache, most: int, longest: int, steps: int = 1
     ) -> None:
         self._cache = cache
-        self._last = torch.zeros(most, dtype=torch.int64, device=cache.pool.device)
+        self._last = torch.zeros(most, dtype=torch.int64, device=cache.device)
         self._kernels = dispatch.triton_kernels()
         self._turn = 0
         sizes = [1 << power for power in range(_power(most) + 1)]
-        self._memory = self._kernels.sample_workspace(max(sizes), cache.pool.device)
+        self._memory = self._kernels.sample_workspace(max(sizes), cache.device)
         # what a graph reads and writes must be kept as long as the graph
         self._layers, self._fused = _Layers(decoder, cache), FusedDecoder(decoder, cache, longest)
         self._decoder = decoder
         self._recorder, self._copies = None, None
-        if cache.pool.device.type == "cuda":
-            self._recorder = _Recorder(cache.pool.device)
-            self._copies = torch.cuda.Stream(cache.pool.device)
+        if cache.device.type == "cuda":
+            self._recorder = _Recorder(cache.device)
+            self._copies = torch.cuda.Stream(cache.device)
         with torch.no_grad(), cache.recording():
             self._graphs = {
                 (size, count, limited): [
@@ -156,7 +156,7 @@ class DecodeGraphs:
         self._copy(captured)
         captured.replay()
         status = devices.Fetched(received)
-        reserved = self._cache.pool.reserved
+        reserved = self._cache.reserved_pages
         shape = (len(self._cache.status()) - 2, *self._cache.lists_shape)
         return LaunchedGroup(status, b, shape, reserved)
 
@@ -188,7 +188,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, count: int, *, limited: bool) -> _Captured:
         """Record `count` steps of `size` sequences."""
-        device = self._cache.pool.device
+        device = self._cache.device
         fields = LIMITED_FIELDS if limited else FIELDS
         sent = torch.zeros(count, fields, size, dtype=torch.int64)
         sent[:, ROWS] = -1
@@ -233,7 +233,7 @@ class DecodeGraphs:
 class _Layers:
     """Decode steps by the decoder's own layers, where those of `fused` do not suit."""
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: CapturableCache) -> None:
         self._decoder, self._cache = decoder, cache
 
     def logits(self, inputs: DecodeInputs, last: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.devices import sent
 from dms_train.inference.models.batch import Group, TokenBatch
 from dms_train.inference.models.decoder import Decoder
@@ -56,9 +56,9 @@ class PromptGraphs:
         chunk: Most tokens of a chunk.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, chunk: int) -> None:
+    def __init__(self, decoder: Decoder, cache: CapturableCache, chunk: int) -> None:
         self._decoder, self._cache = decoder, cache
-        device = self._device = cache.pool.device
+        device = self._device = cache.device
         self._sizes = chunk_sizes(chunk)
         layers, _, heads = cache.lists_shape
         # rows, first positions and numbers of tokens, and the tokens
@@ -136,7 +136,7 @@ class PromptGraphs:
             size=size,
             whole=min(counts) == size,
             begins=begins,
-            copies=self._cache.pool.sharing and not begins,
+            copies=self._cache.shares_pages and not begins,
         )
         padded = [token for part in tokens for token in [*part, *[0] * (size - len(part))]]
         given = [*rows, *first, *counts, *padded]

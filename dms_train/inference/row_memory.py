@@ -7,7 +7,6 @@ from functools import partial
 import torch
 
 from dms_train.inference.cache.interface import KVCache
-from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.options import EngineOptions
 from dms_train.inference.prefix_cache import PrefixCache
 from dms_train.inference.sequence import Sequence
@@ -43,14 +42,13 @@ class RowMemory:
 
     def pages_of_steps(self, steps: int) -> int:
         """Most pages of a KV list that steps of one token take or copy; groups have kernels."""
-        return self._cache.pages_of_steps(steps) if isinstance(self._cache, PagedKVCache) else steps
+        return self._cache.pages_of_steps(steps)
 
     def free(self, row: int) -> None:
         """Empty a row."""
         self._cache.free(self._rows[row : row + 1])
         self._placed.pop(row, None)  # absent if placing it has failed
-        if isinstance(self._cache, PagedKVCache):
-            self._cache.lists.shared_pages[row] = 0
+        self._cache.note_empty(row)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the longest snapshot that a sequence can start from."""

@@ -8,7 +8,6 @@ the same kernel samples, so that the host does not wait for them either.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.accounting import GroupCounts, PassCounts, TotalMeter
-from dms_train.inference.cache.paged import PagedKVCache
 from dms_train.inference.cache_builder import build_cache, longest_sequence
 from dms_train.inference.decode_inputs import Floats, Integers, PackedInputs
 from dms_train.inference.devices import Fetched, sent
@@ -139,19 +137,20 @@ class ModelRunner:
         self._prompts: PromptGraphs | None = None
         self._decodes_prompts = True
         self._eviction_interval: int | None = None
-        if isinstance(self.cache, PagedKVCache):
+        cache = self._capturable = self.cache.capturable
+        if cache is not None:
             self._graphs = DecodeGraphs(
                 model.decoder,
-                self.cache,
+                cache,
                 options.max_num_seqs,
                 self.longest,
                 options.decode_steps,
             )
-            self._decodes_prompts = self.cache.decodes_prompts
-            self._eviction_interval = self.cache.eviction_interval
-            if self.cache.captures_prompts:
+            self._decodes_prompts = cache.decodes_prompts
+            self._eviction_interval = cache.eviction_interval
+            if cache.captures_prompts:
                 chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
-                self._prompts = PromptGraphs(model.decoder, self.cache, chunk)
+                self._prompts = PromptGraphs(model.decoder, cache, chunk)
         a = model.architecture
         self.limits = SchedulerLimits(
             rows=options.max_num_seqs,
@@ -263,11 +262,8 @@ class ModelRunner:
         batches = None if self._prompts is None else self._prompts.batches(parts)
         if self._prompts is not None and batches is not None:
             return self._prompts.step(parts, batches)
-        ready: AbstractContextManager[None] = nullcontext()
-        if isinstance(self.cache, PagedKVCache):
-            ready = self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts])
         tokens = TokenBatch.ragged(parts, self._device)
-        with ready:
+        with self.cache.reserved([(row, len(tokens)) for row, _, tokens in parts]):
             found: tuple[Tensor, Tensor] = self.model.decoder(tokens, self.cache)
         return found
 
@@ -341,10 +337,11 @@ class ModelRunner:
         return [sequence for sequence in done.sequences if sequence not in unwanted]
 
     def _receive_group(self, group: DecodeGroup) -> list[Sequence]:
-        assert isinstance(self.cache, PagedKVCache)
+        cache = self._capturable
+        assert cache is not None
         status = group.launched.wait()
-        self.cache.pool.learn(status.left, status.fault, group.launched.reserved)
-        reads, live = (lists.numpy() for lists in self.cache.counts(status.lists))
+        cache.sync_free_count(status.left, status.fault, group.launched.reserved)
+        reads, live = (lists.numpy() for lists in cache.counts(status.lists))
         counts = GroupCounts(reads, live, self.limits.page_slots)
         self.total.step(counts.most_live)
         taken = []  # 0 of a sequence that has ended

@@ -1,12 +1,13 @@
-"""What caches and models exchange."""
+"""Results and arguments of attention through a cache, and defaults of caches."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, Projected
+from dms_train.inference.policies.base import NewTokens, Projected
 
 
 class Attended(NamedTuple):
@@ -19,6 +20,23 @@ class Attended(NamedTuple):
 
     output: Tensor
     reads: Tensor
+
+
+class HostDrivenCache:
+    """Defaults of a cache whose steps the host drives one by one."""
+
+    capturable: None = None
+
+    def note_empty(self, row: int) -> None:
+        """Do nothing: the cache notes nothing about rows on the host."""
+
+    def pages_of_steps(self, steps: int) -> int:
+        """Return `steps`: each step takes at most one page of a KV list."""
+        return steps
+
+    def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Return an empty context: a pass takes pages when it needs them."""
+        return nullcontext()
 
 
 class UnrotatedTokens(Protocol):
@@ -37,6 +55,6 @@ class UnrotatedTokens(Protocol):
         """The same tokens and decisions with other content, [b, n, kv_heads, d] each."""
         ...
 
-    def rotated(self) -> tuple[Tensor, Arrival]:
+    def rotated(self) -> tuple[Tensor, NewTokens]:
         """The query [b, heads, n, d] and the arriving tokens, with RoPE."""
         ...

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.base import Attended, HostDrivenCache, UnrotatedTokens
 from dms_train.inference.cache.policy_hooks import (
     balances,
     by_group,
@@ -30,7 +30,7 @@ from dms_train.inference.cache.policy_hooks import (
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.cache.pool import PagePool
 from dms_train.inference.cache.pool_attention import attend_chosen, attend_pages, pages_of
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Sequences, Slots
+from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, Sequences, Slots
 from dms_train.kernels.decode.slots import attend_slots
 
 
@@ -38,7 +38,7 @@ def _pages(slots: Tensor, page_slots: int) -> Tensor:
     return (slots + page_slots - 1) // page_slots
 
 
-class CompactCache:
+class CompactCache(HostDrivenCache):
     """Pages of one pool, and a policy that says which tokens are kept.
 
     Args:
@@ -166,7 +166,7 @@ class CompactCache:
         query, arrival = self._state.accumulated(layer, step).rotated()
         return self.attend(layer, step.rows, query, arrival)
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
         """Store the arriving tokens, drop the evicted ones and compute attention.
 
         Args:
@@ -186,7 +186,7 @@ class CompactCache:
         single = arrival.position.shape[1] == 1 and not self.policy.scored
         stored = self._stored(layer, numbers, content=not single or self.policy.needs_content)
         slots = join(stored, arrival)._replace(sequences=sequences)
-        slots = slots._replace(state=self.policy.admit(slots, arrival))
+        slots = slots._replace(state=self.policy.on_store(slots, arrival))
         if single:
             table, lengths = self._settle(rows, numbers, slots, stored.state, arrival)
             done = self._attend_stored(slots, self._numbers(table, lengths), grouped[:, :, :, 0])
@@ -222,7 +222,7 @@ class CompactCache:
             slots = slots._replace(sequences=ended._replace(lists=lists))
             assert slots.key is not None
             nothing = slots.key[:, :, :0]
-            arrival = Arrival(end[:, None] - 1, nothing, nothing, None)
+            arrival = NewTokens(end[:, None] - 1, nothing, nothing, None)
             self._settle(rows, numbers, slots, slots.state, arrival)
             self._state.store(layer, rows, lists)
 
@@ -261,7 +261,7 @@ class CompactCache:
         """Which slot each query reads inside a chunk, bool [b, h, n, s]."""
         position = slots.position[:, :, None, :]
         mask = (position >= 0) & (position <= at[:, None, :, None])
-        return mask if self.policy.scored else mask & ~self.policy.expired(slots, at)
+        return mask if self.policy.scored else mask & ~self.policy.evict_mask(slots, at)
 
     def _attend_stored(self, slots: Slots, numbers: Tensor, query: Tensor) -> Attended:
         """Attention of one query per head over the stored tokens.
@@ -273,7 +273,7 @@ class CompactCache:
         """
         kind = type(self.policy)
         chosen, second = None, None
-        if (kind.select, kind.moved) != (CachePolicy.select, CachePolicy.moved):
+        if (kind.select, kind.position_shift) != (CachePolicy.select, CachePolicy.position_shift):
             stored = self._stored(slots.layer, numbers, content=self.policy.needs_content)
             stored = stored._replace(sequences=slots.sequences)
             chosen = self.policy.select(stored, query)
@@ -287,7 +287,7 @@ class CompactCache:
         return attend_chosen(self.pool, numbers, chosen, query, second)
 
     def _settle(
-        self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: Arrival
+        self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: NewTokens
     ) -> tuple[Tensor, Tensor]:
         """Drop the evicted tokens and store the rest. Returns the new page table and lengths.
 
@@ -300,7 +300,7 @@ class CompactCache:
         """
         newest = arrival.position.amax(1, keepdim=True)
         held = slots.position >= 0
-        evicted = held & self.policy.expired(slots, newest)[:, :, 0]
+        evicted = held & self.policy.evict_mask(slots, newest)[:, :, 0]
         old = numbers.shape[-1]
         changed = torch.zeros_like(evicted)
         changed[..., :old] = (slots.state[..., :old, :] != before).any(-1)
@@ -341,7 +341,7 @@ class CompactCache:
         slots: Slots,
         source: tuple[Tensor, ...],
         target: Tensor,
-        arrival: Arrival,
+        arrival: NewTokens,
     ) -> None:
         """Copy tokens at `source` (b, h, s) to the slot numbers `target`, int64 [tokens]."""
         b, h, s = source

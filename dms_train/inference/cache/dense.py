@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.cache.base import Attended, UnrotatedTokens
+from dms_train.inference.cache.base import Attended, HostDrivenCache, UnrotatedTokens
 from dms_train.inference.cache.policy_hooks import (
     balances,
     by_group,
@@ -20,13 +20,13 @@ from dms_train.inference.cache.policy_hooks import (
 )
 from dms_train.inference.cache.policy_state import PolicyState
 from dms_train.inference.errors import InferenceError
-from dms_train.inference.policies.base import Arrival, CachePolicy, RequestSizes, Slots
+from dms_train.inference.policies.base import CachePolicy, NewTokens, RequestSizes, Slots
 from dms_train.kernels.decode.slots import SecondQuery, attend_slots
 
 _BLOCK = 64  # slots by which a layer grows
 
 
-class DenseCache:
+class DenseCache(HostDrivenCache):
     """Same results as `CompactCache`, same policies except those that merge; memory only grows.
 
     Args:
@@ -144,7 +144,7 @@ class DenseCache:
         query, arrival = self._state.accumulated(layer, step).rotated()
         return self.attend(layer, step.rows, query, arrival)
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
         """As `CompactCache.attend`."""
         grouped = by_group(query, arrival.key.shape[1])
         sequences = self._state.sequences(layer, rows, arrival.position, grouped)
@@ -153,11 +153,11 @@ class DenseCache:
         evicted = self._evicted[layer][rows]
         position = stored.position.masked_fill(evicted, -1)  # empty slots to the policy
         stored = stored._replace(position=position)
-        stored = stored._replace(state=self.policy.admit(stored, arrival))
+        stored = stored._replace(state=self.policy.on_store(stored, arrival))
         held = (position >= 0)[:, :, None]
         mask = held & (position[:, :, None, :] <= arrival.position[:, None, :, None])
         if not self.policy.scored:
-            mask = mask & ~self.policy.expired(stored, arrival.position)
+            mask = mask & ~self.policy.evict_mask(stored, arrival.position)
         wide = narrowed(self.policy, stored, mask, grouped)
         assert stored.key is not None
         assert stored.value is not None
@@ -167,7 +167,7 @@ class DenseCache:
             found = received(weights, mask)
             stored = stored._replace(state=self.policy.observe(stored, found))
         newest = arrival.position.amax(1, keepdim=True)
-        expired = held & self.policy.expired(stored, newest)
+        expired = held & self.policy.evict_mask(stored, newest)
         self._evicted[layer][rows] = evicted | expired[:, :, 0]
         self._live[layer, rows] = (held & ~expired)[:, :, 0].sum(-1)
         self._slots[layer].state[rows] = stored.state
@@ -186,7 +186,7 @@ class DenseCache:
         content = (slots.key.index_select(0, rows), slots.value.index_select(0, rows))
         return Slots(layer, position, state, *content)
 
-    def _append(self, layer: int, rows: Tensor, arrival: Arrival) -> None:
+    def _append(self, layer: int, rows: Tensor, arrival: NewTokens) -> None:
         """Write the arriving tokens behind the stored ones."""
         real = arrival.position >= 0
         before = self._used[layer, rows]

@@ -94,11 +94,11 @@ class DevicePool:
             self._read()
         return self._left
 
-    def changed(self) -> None:
+    def mark_stale(self) -> None:
         """Note that a kernel has released pages; their number is not known."""
         self._exact = False
 
-    def learn(self, left: int, fault: int, reserved: int) -> None:
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
         """Note how many pages were free after an earlier step.
 
         Args:

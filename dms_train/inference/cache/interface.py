@@ -6,14 +6,16 @@ Shape letters: b sequences, n tokens, g KV heads, r query heads per KV head, d h
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
-from dms_train.inference.policies.base import Arrival, CachePolicy, Projected, RequestSizes
+from dms_train.inference.policies.base import CachePolicy, NewTokens, Projected, RequestSizes
 from dms_train.kernels import dispatch
+from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_logits, hard_decisions
@@ -84,7 +86,7 @@ class AttentionStep(NamedTuple):
         adapter = None if decided is None else lambda: decided
         return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
 
-    def rotated(self) -> tuple[Tensor, Arrival]:
+    def rotated(self) -> tuple[Tensor, NewTokens]:
         """With RoPE and without the borrowed channels, for caches that store rotated keys.
 
         Returns:
@@ -99,10 +101,10 @@ class AttentionStep(NamedTuple):
         if method is not None and self.spec is not None and self.spec.clear_after_rope:
             query, _ = method.cleared(query, key)
         value = self.value.squeeze(3).transpose(1, 2)
-        arrival = Arrival(self.position, key.transpose(1, 2), value, signal)
+        arrival = NewTokens(self.position, key.transpose(1, 2), value, signal)
         return query.flatten(2, 3).transpose(1, 2), arrival
 
-    def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, Arrival]:
+    def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, NewTokens]:
         """`rotated` in one pass over memory, in float32 inside; where Triton runs.
 
         Args:
@@ -127,7 +129,7 @@ class AttentionStep(NamedTuple):
         elif decides and self.adapter is not None:
             signal = self.adapter()
         value = self.value.squeeze(3).transpose(1, 2)
-        arrival = Arrival(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
+        arrival = NewTokens(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
         return query.view(b, n, -1, d).transpose(1, 2), arrival
 
     def _rotate(self, x: Tensor) -> Tensor:
@@ -151,11 +153,18 @@ class Snapshot(Protocol):
 class KVCache(Protocol):
     """Keys and values of several sequences ("rows"), all layers.
 
+    `base.HostDrivenCache` has the defaults of what only a `CapturableCache` needs.
+
     Attributes:
-        policy: Which tokens are kept.
+        policy: Decides which tokens are kept.
     """
 
     policy: CachePolicy
+
+    @property
+    def capturable(self) -> CapturableCache | None:
+        """This cache if decode steps can be captured as CUDA graphs; None by default."""
+        ...
 
     @property
     def allocated_bytes(self) -> int:
@@ -229,4 +238,118 @@ class KVCache(Protocol):
 
     def free(self, rows: Tensor) -> None:
         """Forget the sequences in these rows, int64 [b]."""
+        ...
+
+    def note_empty(self, row: int) -> None:
+        """Note on the host that a row was freed; by default there is nothing to note."""
+        ...
+
+    def pages_of_steps(self, steps: int) -> int:
+        """Return the most pages of a KV list that steps of one token take or copy.
+
+        By default, every step takes one.
+        """
+        ...
+
+    def reserved(self, parts: list[tuple[int, int]]) -> AbstractContextManager[None]:
+        """Reserve the pages of a forward pass, which runs inside; by default there are none.
+
+        Args:
+            parts: Row and number of tokens of each sequence.
+        """
+        ...
+
+
+class CapturableCache(KVCache, Protocol):
+    """KV cache on the device, whose decode steps run without the host.
+
+    Memory never moves, so that captured steps stay valid. The host reserves pages before it
+    launches steps, and learns later from `status` how many they have taken.
+
+    Attributes:
+        captures_prompts: Whether chunks of prompts can be captured as CUDA graphs too.
+        decodes_prompts: Whether the last token of a prompt can be computed like a generated one.
+        eviction_interval: Generated tokens between two that must not be captured, because the
+            policy's hooks evict after them; None if there are none.
+    """
+
+    captures_prompts: bool
+    decodes_prompts: bool
+    eviction_interval: int | None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the cache."""
+        ...
+
+    @property
+    def lists_shape(self) -> tuple[int, int, int]:
+        """Layers, rows and KV heads."""
+        ...
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether any page may belong to several KV lists or snapshots."""
+        ...
+
+    @property
+    def reserved_pages(self) -> int:
+        """Pages that were reserved or taken since the beginning."""
+        ...
+
+    def prepare(self, sequences: int, tokens: int = 1) -> None:
+        """Reserve pages for `tokens` more tokens of each of `sequences` sequences, in all layers.
+
+        Raises:
+            RuntimeError: Too few pages are free.
+        """
+        ...
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Capture the steps inside: they store nothing and reserve no pages."""
+        ...
+
+    def decode(
+        self, layer: int, token: Step, spec: MethodSpec | None, norms: HeadNorms | None
+    ) -> Tensor:
+        """Store and attend one token per sequence, inside `recording` or after `prepare`.
+
+        Args:
+            layer: Layer number.
+            token: The tokens, without signals.
+            spec: Of a model whose query carries an eviction channel; None for a dense model.
+            norms: RMSNorm of every head; None if there is none.
+
+        Returns:
+            [b, query heads, d].
+        """
+        ...
+
+    def status(self) -> list[Tensor]:
+        """Return what the host learns after a step, int32 each.
+
+        Returns:
+            Free pages [1], `FreePages.fault` [1], and the lists that `counts` reads.
+        """
+        ...
+
+    def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
+        """Return slots read by steps and tokens held after them, [..., layers, rows, h] each.
+
+        Args:
+            lists: Rest of `status` on the host, [any, ..., layers, rows, h].
+        """
+        ...
+
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
+        """Update the number of free pages with that of an earlier step.
+
+        Args:
+            left: Free pages on the device after the step.
+            fault: `FreePages.fault` after the step.
+            reserved: `reserved_pages` when the step was launched.
+
+        Raises:
+            RuntimeError: A token found no page, so that the contents of the cache are invalid.
+        """
         ...

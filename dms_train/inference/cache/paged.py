@@ -21,12 +21,12 @@ from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.kv_lists import KVLists
+from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies import base as policies
-from dms_train.inference.policies.base import Arrival, CachePolicy, KernelRule, RequestSizes
+from dms_train.inference.policies.base import CachePolicy, KernelRule, NewTokens, RequestSizes
 from dms_train.inference.policies.kernel_rules import find_kernel_rule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import (
@@ -94,7 +94,7 @@ class PagedKVCache:
         self._rule, window = self._decisions_for(rule)
         layers, rows, heads = kv_lists = sizes[:3]
         places = -(-sizes.longest // pool.page_slots)
-        self.lists = KVLists(pool, layers=layers, rows=rows, heads=heads, places=places)
+        self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=places)
         self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
         self._exponents: Tensor | None = None  # of FP8 pages
         self._wide: WidePages | None = None
@@ -109,6 +109,30 @@ class PagedKVCache:
         """Return how tokens are evicted when they leave the window, and the window."""
         assert isinstance(rule, policies.WindowRule)
         return Decisions(_SOURCES[rule.evicts], shift=rule.shift), rule.window
+
+    @property
+    def capturable(self) -> PagedKVCache:
+        """This cache: the kernels compute its decode steps without the host."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the pages."""
+        return self.pool.device
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether any page may have several holders."""
+        return self.pool.sharing
+
+    @property
+    def reserved_pages(self) -> int:
+        """Pages that were reserved or taken since the beginning."""
+        return self.pool.reserved
+
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
+        """Note how many pages were free after an earlier step, as the pool's method does."""
+        self.pool.sync_free_count(left, fault, reserved)
 
     @property
     def allocated_bytes(self) -> int:
@@ -196,6 +220,10 @@ class PagedKVCache:
         """Give back all pages of these rows, int64 [b]."""
         self.lists.free(rows)
 
+    def note_empty(self, row: int) -> None:
+        """Note that a freed row shares no pages."""
+        self.lists.shared_pages[row] = 0
+
     def step(self, layer: int, step: AttentionStep) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
 
@@ -227,7 +255,7 @@ class PagedKVCache:
         outputs, reads = zip(*done, strict=True)
         return Attended(torch.cat(outputs), torch.cat(reads))
 
-    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
+    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
         """Queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
         return step.rotated_by_kernel(decides=self._rule.source == SIGNAL)
 
@@ -317,12 +345,12 @@ class PagedKVCache:
         chunk = prefill.plan_chunk(evicted, before, window, count)
         size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
-        table = self._claim(layer, rows, lists, lengths, pages)
+        table = self._allocate(layer, rows, lists, lengths, pages)
         changed = None
         if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             if self.pool.sharing:
-                table = self.lists.own(layer, rows, lists, changed)
+                table = self.lists.copy_on_write(layer, rows, lists, changed)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
             output = prefill.extend_prompt(
@@ -408,13 +436,13 @@ class PagedKVCache:
         finally:
             self._reserves = True
 
-    def _claim(
+    def _allocate(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, pages: int
     ) -> Tensor:
-        """`KVLists.claim`, which takes `pages` pages at most."""
+        """`PageTables.allocate`, which takes `pages` pages at most."""
         if self._reserves:
             self.pool.reserve(pages)
-        return self.lists.claim(layer, rows, lists, lengths)
+        return self.lists.allocate(layer, rows, lists, lengths)
 
     def _row_tensors(self) -> list[Tensor]:
         """What else a row holds, [layers, rows, ...]."""

@@ -28,11 +28,11 @@ from dms_train.inference.cache.policy_hooks import join, received
 from dms_train.inference.cache.row_requests import RowRequests
 from dms_train.inference.policies import base as policies
 from dms_train.inference.policies.base import (
-    Arrival,
+    AttentionReceived,
     BudgetRule,
     CachePolicy,
     KernelRule,
-    Received,
+    NewTokens,
     RequestSizes,
     Slots,
 )
@@ -307,11 +307,11 @@ class BudgetPagedCache(PagedKVCache):
             if self._scores.numel():
                 self._scores[layer, rows, :, : slots.state.shape[2]] = slots.state[..., 0]
         held = slots.position >= 0
-        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
         if bool((keep != held).any()):
             self._fill(layer, rows, slots, keep)
 
-    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
+    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
         """A part of a prompt whose queries read what is left at their position."""
         at = arrival.position
         end = at.amax(1) + 1
@@ -321,9 +321,9 @@ class BudgetPagedCache(PagedKVCache):
         assert slots.value is not None
         held = slots.position >= 0
         mask = held[:, :, None] & (slots.position[:, :, None] <= at[:, None, :, None])
-        mask = mask & ~self.policy.expired(slots, at)
+        mask = mask & ~self.policy.evict_mask(slots, at)
         output, _ = attend_slots(query, slots.key, slots.value, mask[:, :, None])
-        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
         self._fill(layer, rows, slots, keep)
         self._mark_oldest(layer, rows)
         return Attended(output, mask.sum((2, 3)))
@@ -376,10 +376,10 @@ class BudgetPagedCache(PagedKVCache):
         counts, lists = keep.sum(-1, dtype=torch.int32), self.lists.numbers(layer, rows)
         after = torch.maximum(counts, before)
         more = int((self.lists.pages(after) - self.lists.pages(before)).sum())
-        table = self._claim(layer, rows, lists, after.flatten(), more)
+        table = self._allocate(layer, rows, lists, after.flatten(), more)
         if self.pool.sharing:
             written = self.lists.places() < self.lists.pages(counts)[..., None]
-            table = self.lists.own(layer, rows, lists, written)
+            table = self.lists.copy_on_write(layer, rows, lists, written)
         most = int(counts.max())
         column = torch.arange(most, device=rows.device)
         order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)
@@ -408,21 +408,21 @@ def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
     return step._replace(**some, adapter=adapter, table=None)
 
 
-def _part(arrival: Arrival, start: int) -> Arrival:
+def _part(arrival: NewTokens, start: int) -> NewTokens:
     """Tokens of a prompt from `start` on, as many as are computed at a time."""
     part = slice(start, start + _QUERIES)
     key, value = arrival.key[:, :, part], arrival.value[:, :, part]
-    return Arrival(arrival.position[:, part], key, value, None)
+    return NewTokens(arrival.position[:, part], key, value, None)
 
 
-def _received(slots: Slots, query: Tensor, at: Tensor) -> Received:
+def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
     """Attention that slots have received from the queries [b, h * r, n, d] at positions [b, n]."""
     assert slots.key is not None
     assert slots.value is not None
     b, heads, n, _ = query.shape
     h, s = slots.position.shape[1:]
     zero = torch.zeros(b, h, heads // h, s, device=query.device)
-    found = Received(zero, zero, zero)
+    found = AttentionReceived(zero, zero, zero)
     block = max(1, min(_QUERIES, _SCORES // (b * heads * s)))
     for start in range(0, n, block):
         part = slice(start, start + block)
@@ -432,5 +432,5 @@ def _received(slots: Slots, query: Tensor, at: Tensor) -> Received:
         some = received(weights, mask)
         there = (at[:, part] >= 0).any(1)[:, None, None, None]
         newest = torch.where(there, some.newest, found.newest)
-        found = Received(found.total + some.total, newest, found.squares + some.squares)
+        found = AttentionReceived(found.total + some.total, newest, found.squares + some.squares)
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
-from dms_train.inference.policies.base import Arrival, CachePolicy, KernelRule, MergeRule
+from dms_train.inference.policies.base import CachePolicy, KernelRule, MergeRule, NewTokens
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode import types
 from dms_train.kernels.decode.types import (
@@ -85,7 +85,7 @@ class MergingPagedCache(PagedKVCache):
         merged = dispatch.triton_kernels().accumulate(token, newest, self._merging, norms)
         return super()._append_and_attend(layer, merged, self._rule, None)
 
-    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
+    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
         """A part of prompts; the newest tokens move on."""
         names, stored = ("key", "value", "weights"), self._newest()
         size, rows = stored[0].shape[3], step.rows

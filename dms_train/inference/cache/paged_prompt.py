@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival
+from dms_train.inference.policies.base import NewTokens
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import ALWAYS, NEVER, Decisions
 from dms_train.kernels.prefill.lists import PrefillChunk
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
     rows: Tensor
     query: Tensor
-    arrival: Arrival
+    arrival: NewTokens
     pages: int
     begins: bool = False
     whole: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.kv_lists import KVLists
+from dms_train.inference.cache.page_tables import PageTables
 
 
 class PagedSnapshot:
@@ -24,7 +24,7 @@ class PagedSnapshot:
 
     def __init__(
         self,
-        lists: KVLists,
+        lists: PageTables,
         row: int,
         *,
         row_tensors: list[Tensor],

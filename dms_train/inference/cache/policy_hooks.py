@@ -11,12 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, CachePolicy, Merge, Received, Slots
+from dms_train.inference.policies.base import (
+    AttentionReceived,
+    CachePolicy,
+    Merge,
+    NewTokens,
+    Slots,
+)
 from dms_train.inference.policies.rotation import moved_by
 from dms_train.kernels.decode.slots import SecondQuery
 
 
-def join(stored: Slots, arrival: Arrival) -> Slots:
+def join(stored: Slots, arrival: NewTokens) -> Slots:
     """Stored tokens followed by the arriving ones."""
     b, h, _, width = stored.state.shape
     n = arrival.position.shape[1]
@@ -44,7 +50,7 @@ def balances(policy: CachePolicy) -> bool:
     return type(policy).balance is not CachePolicy.balance
 
 
-def received(weights: Tensor, mask: Tensor) -> Received:
+def received(weights: Tensor, mask: Tensor) -> AttentionReceived:
     """What the slots received in a pass.
 
     Args:
@@ -56,7 +62,7 @@ def received(weights: Tensor, mask: Tensor) -> Received:
     last = real.shape[1] - 1 - real.flip(1).int().argmax(1)
     index = last[:, None, None, None, None].expand(*by_head.shape[:3], 1, by_head.shape[4])
     newest = by_head.gather(3, index)[:, :, :, 0]
-    return Received(by_head.sum(3), newest, by_head.square().sum(3))
+    return AttentionReceived(by_head.sum(3), newest, by_head.square().sum(3))
 
 
 def narrowed(policy: CachePolicy, slots: Slots, mask: Tensor, query: Tensor) -> Tensor:
@@ -83,7 +89,7 @@ def second_query(
         query: [b, heads, q, d] with RoPE applied.
         at: int64 [b, q], their positions.
     """
-    moved = policy.moved(slots, at)
+    moved = policy.position_shift(slots, at)
     if moved is None:
         return None
     assert slots.sequences is not None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dms_train.inference.cache.paged import PagedKVCache
+from dms_train.inference.cache.interface import CapturableCache
 from dms_train.inference.decode_inputs import DecodeInputs
 from dms_train.inference.models.blocks import RMSNorm, rotary_tables
 from dms_train.inference.models.decoder import Decoder, DecoderLayer
@@ -82,7 +82,7 @@ class FusedDecoder:
         longest: Most tokens of a sequence.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedKVCache, longest: int) -> None:
+    def __init__(self, decoder: Decoder, cache: CapturableCache, longest: int) -> None:
         embedding = decoder.embed_tokens.weight
         self._decoder, self._cache = decoder, cache
         self._kernels = dispatch.triton_kernels()

@@ -10,15 +10,15 @@ s slots, w `state_width`, m recent queries, d head size.
 One forward pass of a layer calls, in this order:
 
 0. `accumulate`: arriving tokens may be merged with those before them, before RoPE.
-1. `admit`: stored and arriving tokens get their state; arriving ones are identified by position.
-2. Unscored policies and a single token: `expired` and `merge`, then the kept tokens and the
+1. `on_store`: stored and arriving tokens get their state; arriving ones are identified by position.
+2. Unscored policies and a single token: `evict_mask` and `merge`, then the kept tokens and the
    arriving one are stored; `select` may restrict what is read; attention.
-   Otherwise: attention over stored and arriving tokens, masked with `expired` at every query
-   (scored policies see all of them), then `observe` if scored, `expired` at the newest token and
+   Otherwise: attention over stored and arriving tokens, masked with `evict_mask` at every query
+   (scored policies see all of them), then `observe` if scored, `evict_mask` at the newest token and
    `merge`, then the kept tokens are stored.
 
 After the last layer of a pass that ends prompts, `balance` may set the policy's tensors of all
-layers; `expired` and `merge` are then asked once more for each layer of these sequences, with
+layers; `evict_mask` and `merge` are then asked once more for each layer of these sequences, with
 `start` equal to `end`.
 
 How many tokens a pass may have is asked with `max_tokens` before it is planned.
@@ -106,7 +106,7 @@ class Slots(NamedTuple):
     sequences: Sequences | None = None
 
 
-class Arrival(NamedTuple):
+class NewTokens(NamedTuple):
     """Tokens that enter one layer.
 
     Attributes:
@@ -122,11 +122,11 @@ class Arrival(NamedTuple):
     value: Tensor
     signal: Tensor | None
 
-    def of(self, sequences: slice) -> Arrival:
+    def of(self, sequences: slice) -> NewTokens:
         """Those of some sequences."""
         signal = None if self.signal is None else self.signal[sequences]
         position, key, value = (x[sequences] for x in (self.position, self.key, self.value))
-        return Arrival(position, key, value, signal)
+        return NewTokens(position, key, value, signal)
 
 
 class Projected(NamedTuple):
@@ -136,7 +136,7 @@ class Projected(NamedTuple):
         query: [b, n, h, r, d].
         key: [b, n, h, d].
         value: [b, n, h, d].
-        position: int64 [b, n], as in `Arrival`.
+        position: int64 [b, n], as in `NewTokens`.
     """
 
     query: Tensor
@@ -145,7 +145,7 @@ class Projected(NamedTuple):
     position: Tensor
 
 
-class Received(NamedTuple):
+class AttentionReceived(NamedTuple):
     """Attention that the slots received in a pass, at least float32; padding gives none.
 
     Attributes:
@@ -182,7 +182,7 @@ class Merge(NamedTuple):
     source_key: Tensor | None = None
 
 
-class Moved(NamedTuple):
+class PositionShift(NamedTuple):
     """Tokens whose keys are read as if they were at other positions.
 
     Attributes:
@@ -256,7 +256,7 @@ class MergeRule:
 class BudgetRule:
     """Keep to the budget that the hook `limits` states.
 
-    In prompts, and after every `interval` generated tokens, the hooks `observe` and `expired`
+    In prompts, and after every `interval` generated tokens, the hooks `observe` and `evict_mask`
     decide with torch operations. They may use key, value, state and recent queries, but no tensors
     of KV lists. After any other generated token the kernels evict one token or none.
 
@@ -315,7 +315,8 @@ class CachePolicy:
         shareable: Whether the state after a token depends on the tokens up to it only, not on the
             request or on how a prompt is split into passes, so that other requests can start from
             it. A scored policy that evicts inside a prompt must state one token in `max_tokens`.
-        settles: Whether no token of a prompt is evicted later than `window` tokens after its end.
+        evicts_prompt_only: Whether no token of a prompt is evicted later than `window` tokens after
+            the end of the prompt.
     """
 
     state_width: int = 0
@@ -325,7 +326,7 @@ class CachePolicy:
     state_tokens: int = 0
     window: int = 0
     shareable: bool = True
-    settles: bool = True
+    evicts_prompt_only: bool = True
 
     def kernel_rule(self) -> KernelRule | str:
         """Return what the decode kernels do for this policy, or why they cannot.
@@ -355,7 +356,7 @@ class CachePolicy:
         return longest
 
     def evicts_after(self, sequences: Sequences) -> Tensor:
-        """Return whether `expired` may evict tokens after this pass, bool [b]."""
+        """Return whether `evict_mask` may evict tokens after this pass, bool [b]."""
         return torch.ones_like(sequences.end, dtype=torch.bool)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
@@ -378,11 +379,11 @@ class CachePolicy:
         """
         return None
 
-    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+    def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """The state once the arrival, already among the slots, is known: [b, h, s, w]."""
         return slots.state
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Tokens evicted for queries at the positions `at`, int64 [b, q]: bool [b, h, q, s].
 
         Values of empty slots are unspecified.
@@ -390,7 +391,7 @@ class CachePolicy:
         b, h, s = slots.position.shape
         return torch.zeros(b, h, at.shape[1], s, dtype=torch.bool, device=at.device)
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """The state after attention: [b, h, s, w]. For scored policies only."""
         return slots.state
 
@@ -410,7 +411,7 @@ class CachePolicy:
         """
         return
 
-    def moved(self, slots: Slots, at: Tensor) -> Moved | None:
+    def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
         """Tokens that queries at the positions `at`, int64 [b, q], read at other positions.
 
         For policies that are not scored. None for no tokens.

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.policies.base import (
+    AttentionReceived,
     CachePolicy,
     Merge,
     PolicyKind,
-    Received,
     Sequences,
     Slots,
 )
@@ -92,7 +92,7 @@ class D2OPolicy(CachePolicy):
     scored = True
     needs_content = True
     shareable = False
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: D2OOptions) -> None:
         self._options, compat = options, options.reference_compat
@@ -100,7 +100,7 @@ class D2OPolicy(CachePolicy):
         self._beta = _chosen(options.beta, 0.5 if compat else 0.7)
         self._norm = options.variance_norm or (HEAD_RANGE if compat else BY_LENGTH)
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Add what the pass gave; at the end of a prompt, note the variance."""
         sequences = slots.sequences
         assert sequences is not None
@@ -119,7 +119,7 @@ class D2OPolicy(CachePolicy):
         for known, own in zip(lists, share, strict=True):
             known[_SHARE] = own
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Behind a prompt, the least attended of the tokens that are neither first nor recent."""
         sequences = slots.sequences
         assert sequences is not None

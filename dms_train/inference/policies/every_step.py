@@ -1,6 +1,6 @@
 """Base of policies that evict after every token, by the attention that tokens receive.
 
-Shape letters: b sequences, h KV heads, r query heads per KV head, s slots.
+Shape letters: b sequences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EveryStepPolicy(CachePolicy):
     """
 
     scored = True
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: EveryStepOptions) -> None:
         self._options = options
@@ -62,16 +62,3 @@ class EveryStepPolicy(CachePolicy):
         if self._options.prefill == DENSE:
             return torch.where(sequences.end < sequences.prompt, sequences.end, budget)
         return budget
-
-
-def due(sequences: Sequences, interval: int) -> Tensor:
-    """Whether a pass ends a prompt or computes another `interval` generated tokens, bool [b]."""
-    generated = sequences.end - sequences.prompt
-    return sequences.ends_prompt | ((generated > 0) & (generated % interval == 0))
-
-
-def reduced(by_head: Tensor, how: str) -> Tensor:
-    """[b, h, r, s] to [b, h, s], by `mean`, `max` or `sum`."""
-    if how == "max":
-        return by_head.amax(2)
-    return by_head.mean(2) if how == "mean" else by_head.sum(2)

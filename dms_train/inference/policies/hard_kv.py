@@ -18,20 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import window_logits
 from dms_train.inference.policies.base import (
+    AttentionReceived,
     CachePolicy,
     Merge,
     PolicyKind,
-    Received,
     Sequences,
     Slots,
 )
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.calibration import BINARY, GRADIENT, temperature, top_p
-from dms_train.inference.policies.every_step import due
 from dms_train.inference.policies.eviction import beyond_budget, beyond_shared_budget, newest
 from dms_train.inference.policies.r_kv import combined, redundancy
-from dms_train.inference.policies.recent_attention import window_logits
 from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
 
 VANILLA, SNAPKV, R_KV = "vanilla", "snapkv", "r_kv"
@@ -91,17 +90,17 @@ class HardKVPolicy(CachePolicy):
     scored = True
     needs_content = True
     shareable = False
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: HardKVOptions) -> None:
         self._options = options
         self.recent_queries = options.window
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Where a selection is due and the budget is reached, count the votes."""
         sequences = slots.sequences
         assert sequences is not None
-        selects = due(sequences, self._options.interval)[:, None]
+        selects = _due(sequences, self._options.interval)[:, None]
         selects = selects & (self._held(slots) >= self._options.tokens(sequences)[:, None])
         if not bool(selects.any()):
             return slots.state
@@ -114,14 +113,14 @@ class HardKVPolicy(CachePolicy):
         fresh = torch.stack([hidden.to(votes), votes, attention], -1).to(slots.state)
         return torch.where(selects[..., None, None], fresh, slots.state)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Where more than the upper budget would be held, tokens without votes or the least."""
         sequences = slots.sequences
         assert sequences is not None
         budget = self._options.tokens(sequences)
         most = (self._options.exact(sequences) * self._options.upper).long()
         count = self._held(slots)
-        full = due(sequences, self._options.interval)[:, None] & (count >= budget[:, None])
+        full = _due(sequences, self._options.interval)[:, None] & (count >= budget[:, None])
         full = full & (count + self._options.interval > most[:, None])
         if self._options.layout in (HEAD_SETS, LAYER_SETS):
             evicted = slots.state[..., _HIDDEN] > 0
@@ -211,6 +210,12 @@ class HardKVPolicy(CachePolicy):
         known = torch.where((known == 0) & selects[..., None], fresh[..., 0], known.to(fresh))
         sequences.lists[_TEMPERATURE] = known
         return known.masked_fill(known == 0, 1)[..., None]
+
+
+def _due(sequences: Sequences, interval: int) -> Tensor:
+    """Return whether a pass ends a prompt or `interval` more generated tokens, bool [b]."""
+    generated = sequences.end - sequences.prompt
+    return sequences.ends_prompt | ((generated > 0) & (generated % interval == 0))
 
 
 class MergingHardKVPolicy(HardKVPolicy):

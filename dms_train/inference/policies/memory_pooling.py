@@ -44,7 +44,7 @@ class MemoryPoolingPolicy(CachePolicy):
     """An entry has the position of its newest token, so that it needs no state."""
 
     needs_content = True
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: MemoryPoolingOptions) -> None:
         self._size = int(options.cr or 1)
@@ -53,7 +53,7 @@ class MemoryPoolingPolicy(CachePolicy):
         """One."""
         return 1
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Tokens that a later one of their entry takes in."""
         position = slots.position[:, :, None, :]
         return (position < at[:, None, :, None]) & ((position + 1) % self._size != 0)

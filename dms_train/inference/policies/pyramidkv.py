@@ -12,8 +12,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import AVERAGE, MAXIMUM
 from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
-from dms_train.inference.policies.recent_attention import AVERAGE, MAXIMUM
 from dms_train.inference.policies.snapkv import SnapKVOptions, SnapKVPolicy
 from dms_train.limits import AtLeast, Below, OneOf
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.policies.base import (
-    Arrival,
     CachePolicy,
     KernelRule,
+    NewTokens,
     PageRule,
     PolicyKind,
     RequestSizes,
@@ -80,7 +80,7 @@ class QuestPolicy(CachePolicy):
         count = self._options.tokens(sequences) // self.page
         return count.clamp(min=self._options.min_pages)
 
-    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+    def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """Bring the bounds of the pages up to date."""
         sequences = slots.sequences
         assert sequences is not None
@@ -105,7 +105,7 @@ class QuestPolicy(CachePolicy):
             known = key.new_zeros(*key.shape[:2], 0, key.shape[3])
         return F.pad(known, (0, 0, 0, max(0, pages - known.shape[2])))[:, :, :pages]
 
-    def _extended(self, bounds: Tensor, arrival: Arrival, reduce: str, limit: float) -> Tensor:
+    def _extended(self, bounds: Tensor, arrival: NewTokens, reduce: str, limit: float) -> Tensor:
         """Bounds that hold for the arriving keys as well; 0 for pages without tokens."""
         real = (arrival.position >= 0)[:, None, :, None]
         key = arrival.key.masked_fill(~real, limit)

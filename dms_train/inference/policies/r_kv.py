@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import MAXIMUM, smoothed, window_logits
 from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
 from dms_train.inference.policies.eviction import newest
-from dms_train.inference.policies.recent_attention import MAXIMUM, smoothed, window_logits
 from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below, Share
 

@@ -36,7 +36,7 @@ _NOT_POLICIES = (
     "every_step",
     "eviction",
     "kernel_rules",
-    "recent_attention",
+    "attention_scores",
     "registry",
     "rotation",
     "score_policy",

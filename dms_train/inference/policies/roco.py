@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dms_train.inference.policies.base import PolicyKind, Received, Sequences, Slots
+from dms_train.inference.policies.base import AttentionReceived, PolicyKind, Sequences, Slots
 from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
 from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.limits import AtLeast, Below
@@ -45,13 +45,13 @@ class RoCoPolicy(EveryStepPolicy):
         super().__init__(options)
         self._recent, self._varied = options.recent, options.varied
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Add what the pass gave."""
         heads = received.total.shape[2]
         new = torch.stack([received.total.sum(2), received.squares.sum(2)], -1) / heads
         return slots.state + new.to(slots.state)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """The least mean of the tokens that are neither recent nor varied."""
         sequences = slots.sequences
         assert sequences is not None

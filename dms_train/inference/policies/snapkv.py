@@ -13,9 +13,8 @@ from typing import Annotated
 
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import AVERAGE, MAXIMUM, pooled, reduced
 from dms_train.inference.policies.base import PolicyKind
-from dms_train.inference.policies.every_step import reduced
-from dms_train.inference.policies.recent_attention import AVERAGE, MAXIMUM, pooled
 from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below, OneOf
 

@@ -8,8 +8,7 @@ the logits themselves. A logit may be -inf in both models.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +38,6 @@ class Divergence(NamedTuple):
     def ordered(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """(p, q)."""
         return (teacher, student) if self.student_is_q else (student, teacher)
-
-
-def backend(device: torch.device) -> Any:
-    """The module with the functions for a device: fused on a GPU, this one elsewhere."""
-    name = "triton_vocabulary" if device.type == "cuda" else "vocabulary"
-    return importlib.import_module(f"dms_train.kernels.losses.{name}")
 
 
 def _scaled(logits: Tensor, columns: int, temperature: float) -> Tensor:

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
-from dms_train.kernels.api import DMSAttention
+from dms_train.kernels.train_attention.interface import DMSAttention
 from dms_train.mcore.options import EVICTION_STATS
 from dms_train.method.base import MethodSpec
 from dms_train.method.dmc.attention import DMCLayer, Kernels

@@ -1,4 +1,4 @@
-"""Attention of the newest queries, and its smoothing over neighbouring tokens.
+"""Scores from attention: the newest queries, query heads in one score, smoothing.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, m newest queries, s slots, d head
 size.
@@ -15,6 +15,13 @@ from torch import Tensor
 from dms_train.inference.policies.base import Sequences, Slots
 
 AVERAGE, MAXIMUM = "avg", "max"
+
+
+def reduced(by_head: Tensor, how: str) -> Tensor:
+    """Reduce [b, h, r, s] to [b, h, s] by `mean`, `max` or `sum`."""
+    if how == "max":
+        return by_head.amax(2)
+    return by_head.mean(2) if how == "mean" else by_head.sum(2)
 
 
 class WindowLogits(NamedTuple):

@@ -14,7 +14,7 @@ from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.kernels import dispatch
 
 
-class KVLists:
+class PageTables:
     """Which pages of a pool the KV lists hold, and how many slots of them; empty at first.
 
     Every list has a number among those of all layers and rows. The host does not wait.
@@ -58,7 +58,7 @@ class KVLists:
         """Pages that hold so many slots."""
         return (slots + self.pool.page_slots - 1) // self.pool.page_slots
 
-    def claim(self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor) -> Tensor:
+    def allocate(self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor) -> Tensor:
         """Have pages for `lengths` int32 [b * h] slots, which are reserved; nothing moves.
 
         Args:
@@ -80,7 +80,7 @@ class KVLists:
         )
         return self.tables[layer, rows]
 
-    def own(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
+    def copy_on_write(self, layer: int, rows: Tensor, lists: Tensor, changed: Tensor) -> Tensor:
         """Copy shared pages before they change; pages for the copies are reserved.
 
         Args:
@@ -125,4 +125,4 @@ class KVLists:
         """As `release`, of these page tables with these lengths."""
         kernels, size = dispatch.triton_kernels(), self.pool.page_slots
         kernels.release_pages(tables, lengths, after, lists, self.pool.free, size)
-        self.pool.changed()
+        self.pool.mark_stale()
