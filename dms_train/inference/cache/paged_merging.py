@@ -66,7 +66,7 @@ class MergingPagedCache(PagedKVCache):
         return Decisions(SIGNAL, shift=rule.shift), 0
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
-        """Nothing is read from the query: the kernel that merges decides and clears."""
+        """Return that nothing is read from the query: the kernel that merges decides and clears."""
         return Decisions(NEVER)
 
     def _policy_tensors(self) -> list[Tensor]:
@@ -86,7 +86,7 @@ class MergingPagedCache(PagedKVCache):
         return super()._append_and_attend(layer, merged, self._rule, None)
 
     def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
-        """A part of prompts; the newest tokens move on."""
+        """Merge and rotate a part of prompts, and keep its newest tokens."""
         names, stored = ("key", "value", "weights"), self._newest()
         size, rows = stored[0].shape[3], step.rows
         start = torch.where(step.position >= 0, step.position, torch.iinfo(torch.int64).max).amin(1)

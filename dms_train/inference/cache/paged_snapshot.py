@@ -1,4 +1,4 @@
-"""What one row of a paged cache held at one time; its pages are shared, not copied.
+"""Snapshot of one row of a paged cache; its pages are shared, not copied.
 
 Shape letters: h KV heads, p pages of a full KV list.
 """
@@ -17,8 +17,8 @@ class PagedSnapshot:
     Args:
         lists: The KV lists of the cache that it is taken of.
         row: The row.
-        row_tensors: What the cache keeps of a row, the lengths first, [layers, rows, ...] each.
-        place_tensors: What it keeps of every place, the page tables first,
+        row_tensors: Tensors of the cache by row, the lengths first, [layers, rows, ...] each.
+        place_tensors: Tensors by place of a page table, the page tables first,
             [layers, rows, h, p, ...] each.
     """
 

@@ -25,7 +25,7 @@ def reduced(by_head: Tensor, how: str) -> Tensor:
 
 
 class WindowLogits(NamedTuple):
-    """What the recent queries give to each slot before the softmax.
+    """Logits of the recent queries for each slot.
 
     Attributes:
         logits: [b, h, r, m, s], at least float32; the lowest number where a slot is not seen.
@@ -39,7 +39,7 @@ class WindowLogits(NamedTuple):
 
 
 def window_logits(slots: Slots, sequences: Sequences) -> WindowLogits:
-    """Scaled products of the recent queries and the keys."""
+    """Return the scaled products of the recent queries and the keys."""
     assert slots.key is not None
     assert sequences.query is not None
     query = sequences.query.transpose(2, 3)  # [b, h, r, m, d]
@@ -55,7 +55,7 @@ def window_logits(slots: Slots, sequences: Sequences) -> WindowLogits:
 
 
 def window_attention(slots: Slots, sequences: Sequences) -> Tensor:
-    """Attention of the recent queries to each slot, [b, h, r, s], mean over these queries."""
+    """Return the mean attention of the recent queries to each slot, [b, h, r, s]."""
     logits, _, real = window_logits(slots, sequences)
     mean: Tensor = (logits.softmax(-1) * real).sum(3) / real.sum(3)
     return mean

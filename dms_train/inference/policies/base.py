@@ -39,12 +39,12 @@ COLUMN_SUMS, NEWEST_WEIGHTS = "column sums", "newest weights"  # scores of a `Bu
 
 
 class RequestSizes(NamedTuple):
-    """What a policy may know of a request before it runs.
+    """Sizes of a request, known before it runs.
 
     Attributes:
         prompt: Tokens of its prompt, those of earlier turns included.
         limit: Most tokens of the sequence, generated ones included.
-        seed: Of its random numbers.
+        seed: Seed of its random numbers.
     """
 
     prompt: int
@@ -82,7 +82,7 @@ class Sequences(NamedTuple):
 
     @property
     def ends_prompt(self) -> Tensor:
-        """Whether the pass computes the last token of the prompt, bool [b]."""
+        """Return whether the pass computes the last token of the prompt, bool [b]."""
         return (self.start < self.prompt) & (self.end >= self.prompt)
 
 
@@ -95,7 +95,7 @@ class Slots(NamedTuple):
         state: float32 [b, h, s, w], the policy's own numbers; 0 when a token arrives.
         key: [b, h, s, d] with RoPE applied; only for policies with `needs_content`.
         value: [b, h, s, d], likewise.
-        sequences: Whose tokens they are; None where kernels serve a policy that does not ask.
+        sequences: Sequences of the tokens; None where the cache does not know them.
     """
 
     layer: int
@@ -123,7 +123,7 @@ class NewTokens(NamedTuple):
     signal: Tensor | None
 
     def of(self, sequences: slice) -> NewTokens:
-        """Those of some sequences."""
+        """Return the tokens of some sequences."""
         signal = None if self.signal is None else self.signal[sequences]
         position, key, value = (x[sequences] for x in (self.position, self.key, self.value))
         return NewTokens(position, key, value, signal)
@@ -360,7 +360,7 @@ class CachePolicy:
         return torch.ones_like(sequences.end, dtype=torch.bool)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
-        """Most tokens of the next pass of a sequence of `computed` tokens; None for any number.
+        """Return the most tokens of the next pass of a sequence; None for any number.
 
         By default a scored policy takes parts of the prompt and then one token at a time, also
         where generated tokens are computed again.
@@ -372,7 +372,7 @@ class CachePolicy:
     def accumulate(
         self, tokens: Projected, lists: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Keys and values [b, n, h, d], before RoPE, that are stored in place of the tokens' own.
+        """Return keys and values [b, n, h, d], before RoPE, to store in place of the tokens'.
 
         Called before anything else. `lists` are the policy's own tensors, as in `Sequences`, and
         may be replaced. None, the default, leaves the tokens as they are.
@@ -380,11 +380,11 @@ class CachePolicy:
         return None
 
     def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
-        """The state once the arrival, already among the slots, is known: [b, h, s, w]."""
+        """Return the state of stored and arriving tokens: [b, h, s, w]."""
         return slots.state
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Tokens evicted for queries at the positions `at`, int64 [b, q]: bool [b, h, q, s].
+        """Return the tokens evicted for queries at positions `at` [b, q]: bool [b, h, q, s].
 
         Values of empty slots are unspecified.
         """
@@ -392,11 +392,11 @@ class CachePolicy:
         return torch.zeros(b, h, at.shape[1], s, dtype=torch.bool, device=at.device)
 
     def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
-        """The state after attention: [b, h, s, w]. For scored policies only."""
+        """Return the state after attention: [b, h, s, w]. For scored policies only."""
         return slots.state
 
     def merge(self, slots: Slots, evicted: Tensor) -> Merge | None:
-        """Where tokens that are about to be evicted (bool [b, h, s]) go; None for nowhere.
+        """Return where tokens that are about to be evicted (bool [b, h, s]) go; None for nowhere.
 
         For policies with `needs_content` only.
         """
@@ -412,14 +412,14 @@ class CachePolicy:
         return
 
     def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
-        """Tokens that queries at the positions `at`, int64 [b, q], read at other positions.
+        """Return the tokens that queries at positions `at` [b, q] read at other positions.
 
         For policies that are not scored. None for no tokens.
         """
         return None
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """What each query [b, h, r, d] reads while decoding: bool [b, h, r, s] or None for all."""
+        """Return what queries [b, h, r, d] read in decoding: bool [b, h, r, s]; None for all."""
         return None
 
 

@@ -58,7 +58,7 @@ class DMSPolicy(CachePolicy):
         return torch.where(governed, decision, slots.state[..., 0]).unsqueeze(-1)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is outside the window of the query and marked."""
+        """Return whether a token is outside the window of the query and marked."""
         late = at[:, None, :, None] - slots.position[:, :, None, :] > self.window
         return late & (slots.state[..., 0] > 0)[:, :, None, :]
 

@@ -32,7 +32,7 @@ class EveryStepOptions(BudgetOptions):
 
 
 class EveryStepPolicy(CachePolicy):
-    """Keeps to a budget after every pass, or after those from the end of the prompt on.
+    """Keep to a budget after every pass, or after those from the end of the prompt on.
 
     Attributes:
         streams: Whether it is after every pass, `prefill=stream`.
@@ -47,17 +47,17 @@ class EveryStepPolicy(CachePolicy):
         self.shareable = options.fixed and self.streams
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """With `stream`, the tokens of the budget at first and then one."""
+        """Return, with `stream`, the tokens of the budget at first and then one."""
         if self._options.prefill == DENSE:
             return max(1, request.prompt - computed)
         return max(1, self._options.first_tokens(request) - computed)
 
     def most_tokens(self, longest: int) -> int:
-        """Most tokens that stay of a sequence of at most `longest`."""
+        """Return the most tokens that stay of a sequence of at most `longest`."""
         return self._options.most_tokens(longest)
 
     def budget(self, sequences: Sequences) -> Tensor:
-        """Tokens that stay now, int64 [b]; all of them inside a prompt that is computed densely."""
+        """Return the tokens that stay now, int64 [b]; all of them inside a dense prompt."""
         budget = self._options.tokens(sequences)
         if self._options.prefill == DENSE:
             return torch.where(sequences.end < sequences.prompt, sequences.end, budget)

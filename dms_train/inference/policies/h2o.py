@@ -66,7 +66,7 @@ class H2OPolicy(EveryStepPolicy):
         return slots.state + total[..., None].to(slots.state)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """The least of the tokens that are not recent."""
+        """Return the least of the tokens that are not recent."""
         assert slots.sequences is not None
         budget, count = self.limits(slots.sequences)
         recent = newest(slots.position, slots.sequences.end, count)

@@ -33,7 +33,7 @@ class MemoryPoolingOptions:
     cr: Annotated[float | None, AtLeast(1), Below(2**31)] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for no ratio, or for one that is not a whole number."""
+        """Yield a line for no ratio, or for one that is not a whole number."""
         if self.cr is None:
             yield "needs cr, the tokens of a cache entry"
         elif self.cr != int(self.cr):
@@ -50,11 +50,11 @@ class MemoryPoolingPolicy(CachePolicy):
         self._size = int(options.cr or 1)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """One."""
+        """Return 1."""
         return 1
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Tokens that a later one of their entry takes in."""
+        """Return the tokens that a later one of their entry takes in."""
         position = slots.position[:, :, None, :]
         return (position < at[:, None, :, None]) & ((position + 1) % self._size != 0)
 

@@ -23,7 +23,7 @@ class PyramidKVOptions(SnapKVOptions):
     """Options of `pyramidkv`.
 
     Attributes:
-        beta: What the budget without the window is divided by for the smallest layer.
+        beta: Divisor of the budget without the window for the smallest layer.
     """
 
     window: Annotated[int, AtLeast(1), Below(2**16)] = 64
@@ -33,7 +33,7 @@ class PyramidKVOptions(SnapKVOptions):
 
 
 class PyramidKVPolicy(SnapKVPolicy):
-    """Keeps fewer tokens in each following layer."""
+    """Keep fewer tokens in each following layer."""
 
     def __init__(self, options: PyramidKVOptions) -> None:
         super().__init__(options)
@@ -54,7 +54,7 @@ class PyramidKVPolicy(SnapKVPolicy):
 def layer_budget(
     budget: Tensor, tokens: Tensor, *, window: int, beta: int, layer: int, layers: int
 ) -> Tensor:
-    """Tokens that a layer keeps of each sequence, its window included, int64 [b].
+    """Return the tokens that a layer keeps of each sequence, its window included, int64 [b].
 
     Args:
         budget: int64 [b], mean over the layers.

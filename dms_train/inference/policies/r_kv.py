@@ -47,7 +47,7 @@ class RKVOptions(ScoreOptions):
     fix_empty_rows: bool = False
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for an even kernel, besides those of the budget."""
+        """Yield a line for an even kernel, besides those of the budget."""
         yield from ScoreOptions.check(self, path)
         if self.kernel % 2 == 0:
             yield f"kernel={self.kernel}: use an odd number"
@@ -75,12 +75,12 @@ class RKVPolicy(ScorePolicy):
 
 
 def combined(importance: Tensor, redundancy: Tensor, weight: float) -> Tensor:
-    """The score of tokens."""
+    """Combine importance and redundancy into the score of tokens."""
     return weight * importance - (1 - weight) * redundancy
 
 
 def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tensor:
-    """How much each key repeats others, [b, h, s], at least float32; a softmax over the tokens.
+    """Return how much each key repeats others, [b, h, s], at least float32.
 
     The cosine of a key to the newest one that it repeats does not count, so that of a family of
     similar keys the newest one stays. Takes time for s * s cosines of each KV list.

@@ -59,20 +59,20 @@ class StreamingLLMPolicy(CachePolicy):
         self.shareable = options.fixed
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
-        """One token at a time where the budget grows with them, any number elsewhere."""
+        """Return 1 where the budget grows with the tokens, None elsewhere."""
         if self._options.budget_mode != GROWING:
             return None
         return max(1, request.prompt - computed)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is neither among the first nor among the last ones."""
+        """Return whether a token is neither among the first nor among the last ones."""
         assert slots.sequences is not None
         first, last = (x[:, None, None, None] for x in self.limits(slots.sequences))
         position = slots.position[:, :, None, :]
         return (at[:, None, :, None] - position >= last) & (position >= first)
 
     def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
-        """The first tokens, by as many positions as there are tokens missing behind them."""
+        """Return the first tokens, moved by as many positions as tokens are missing after them."""
         if not self._moves:
             return None
         position = slots.position[:, 0, None]  # alike for all KV heads

@@ -31,7 +31,7 @@ class WindowPolicy(CachePolicy):
         return WindowRule(evicts=EVERY, window=self.window)
 
     def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is more than `window` older than the query."""
+        """Return whether a token is more than `window` older than the query."""
         return at[:, None, :, None] - slots.position[:, :, None, :] > self.window
 
 
