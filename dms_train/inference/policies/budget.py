@@ -24,7 +24,7 @@ class BudgetOptions:
         budget: Tokens of each KV list.
         cr: Compression ratio instead: tokens of the request over the budget, rounded down, at
             least 1 (A-BUD1).
-        budget_mode: Quantity that `cr` divides: `total`, prompt and most new tokens (DMS paper, appendix
+        budget_mode: Dividend of `cr`: `total`, prompt and most new tokens (DMS paper, appendix
             F.1); `input`, the prompt; `growing`, the prompt and the tokens generated so far (DMC
             paper).
     """
