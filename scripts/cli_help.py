@@ -30,7 +30,7 @@ def commands() -> dict[str, str]:
 
 
 def help_text(name: str, target: str, *words: str) -> str:
-    """What the command prints for `WORDS --help`."""
+    """Return what the command prints for `WORDS --help`."""
     module, _, function = target.partition(":")
     main = getattr(importlib.import_module(module), function)
     sys.argv = [name, *words, "--help"]

@@ -1,4 +1,4 @@
-"""What mkdocs calls: fills in the help of the commands, and refuses loads from other hosts."""
+"""Hooks of mkdocs: fill in the help of the commands, and refuse loads from other hosts."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _tile(row: int, column: int) -> str:
 
 
 def _window_line() -> list[str]:
-    """Where i - j = window: keys left of it are outside the window."""
+    """Return the line i - j = window: keys left of it are outside the window."""
     pixel = _SIZE / EDGE
     start, end = WINDOW * pixel, TILES * _SIZE
     return [

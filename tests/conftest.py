@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests use triton, it has been imported by now."""
+    """Fail if tests use triton and it has not been imported yet."""
     if "triton" in sys.modules and not torch.cuda.is_available():
         from tests.support.interpreter import leave_out_idle_work, round_fp8_to_nearest
 

@@ -1,4 +1,4 @@
-"""What pyproject.toml declares exists."""
+"""Everything that pyproject.toml declares exists."""
 
 from __future__ import annotations
 

@@ -8,24 +8,116 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dms_train.families import FAMILIES
+from dms_train.hf.architecture import from_hf_config
+from dms_train.hf.directory import WeightReader
+from dms_train.hf.json_files import read_config
+from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
+from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method import decisions
 from dms_train.method.noise import logistic_noise, sample_keys
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import PRESETS
 from dms_train.method.visibility import align_to_keys
-from tests.support import convert_worker as worker
-from tests.support import launch, tiny
+from tests.support import tiny
+from tests.support.ranks import values_of_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+PROCESSES = 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1_pp1": {},
+    "tp2_pp1": {"tensor_model_parallel_size": 2},
+    "tp1_pp2": {"pipeline_model_parallel_size": 2},
+    "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+}
+SAVED_IN = "tp2_pp1"
+LOADED_IN = ("tp1_pp2", "tp2_pp2")
+LENGTH = 160
+VOCAB = 61
+SEED, STEP = 7, 3
+SPEC = PRESETS["dms"].override(window=4)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(8))
+
+
+def build(model: Path, layout: str, view: ParallelView, source: Any) -> McoreEngine:
+    options = TrainEngineOptions(
+        parallel=ParallelOptions(**LAYOUTS[layout]),
+        optim=OptimOptions(lr=1e-3),
+        seed=SEED,
+        trains=False,
+    )
+    return McoreEngine(from_hf_config(read_config(model)), SPEC, view, options, source)
+
+
+def weights_of(engine: McoreEngine) -> dict[str, Tensor]:
+    return dict(engine.hf_tensors())
+
+
+def keep_shares(engine: McoreEngine, view: ParallelView) -> dict[str, Tensor]:
+    """log(1 - alpha) that this rank's kernels get, by layer, head and sample."""
+    seen: dict[int, list[Tensor]] = {}
+    for layer in engine._models[0].decoder.layers:
+        layer.self_attention.core_attention.register_forward_pre_hook(
+            lambda _, args, number=layer.layer_number: seen.setdefault(number, []).append(args[3])
+        )
+    engine.reset_eviction_channel()
+    batches = tiny.microbatches(view.dp_rank, view.dp_size)
+    plan = StepPlan(step=STEP, eviction="soft", neuron_scale=0.0, loss="lm")
+    engine.evaluate(plan, batches)
+    shares = {}
+    for number, kept in seen.items():
+        for batch, log_keep in zip(batches, kept, strict=True):
+            for row, sample in enumerate(batch.samples.tolist()):
+                for head in range(log_keep.shape[1]):
+                    name = f"{number}.{view.tp_rank * log_keep.shape[1] + head}.{sample}"
+                    shares[name] = log_keep[row, head].clone()
+    return shares
+
+
+def run(models: Path, out: Path, layout: str) -> None:
+    view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
+    for family in FAMILIES:
+        engine = build(models / family, layout, view, WeightReader(models / family))
+        weights, recording = weights_of(engine), engine.record(StepPlan(), tokens())
+        if recording is not None:
+            contents = {**weights, "logits": recording.logits}
+            save_file(contents, out / f"{family}-{layout}.safetensors")
+        if layout == SAVED_IN:
+            engine.save_weights(out / f"{family}-checkpoint", {"family": family})
+        if layout in LOADED_IN:
+            other = RandomWeights(engine.architecture, 99, 0.2)
+            engine = build(models / family, layout, view, other)
+            engine.load(out / f"{family}-checkpoint", with_optimizer=False)
+            loaded = weights_of(engine)
+            if view.rank == 0:
+                save_file(loaded, out / f"{family}-{layout}-loaded.safetensors")
+    shares = keep_shares(engine, view)
+    save_file(shares, out / f"shares-{layout}-{view.rank}.safetensors")
+    groups.stop(keep_process_group=True)
+
+
+def work(models: Path, out: Path) -> None:
+    for layout in LAYOUTS:
+        run(models, out, layout)
+    groups.stop()
+
+
 COMMON = {
     "num_hidden_layers": 4,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "vocab_size": worker.VOCAB,
+    "vocab_size": VOCAB,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
@@ -41,7 +133,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
     "qwen3": {"tie_word_embeddings": True},
 }
-CASES = [(family, layout) for family in FAMILIES for layout in worker.LAYOUTS]
+CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 
 
 def random_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
@@ -63,7 +155,7 @@ def random_model(family: str, **changes: Any) -> transformers.PreTrainedModel:
 
 def logits(model: transformers.PreTrainedModel) -> Tensor:
     with torch.no_grad():
-        return model(worker.tokens()[None]).logits[0]
+        return model(tokens()[None]).logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +174,7 @@ def results(
     models: tuple[Path, dict[str, Tensor]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     out = tmp_path_factory.mktemp("converted")
-    arguments = ("tests.support.convert_worker", str(models[0]), str(out))
-    launch.checked(launch.workers(worker.PROCESSES, *arguments, timeout=500))
+    values_of_ranks(work, PROCESSES, models[0], out)
     return out
 
 
@@ -125,7 +216,7 @@ def test_an_untouched_model_computes_the_logits_of_transformers(
     assert difference < 1e-4
 
 
-@pytest.mark.parametrize("layout", worker.LOADED_IN)
+@pytest.mark.parametrize("layout", LOADED_IN)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_of_one_layout_loads_bit_for_bit_in_another(
     models: tuple[Path, dict[str, Tensor]], results: Path, family: str, layout: str
@@ -139,23 +230,23 @@ def test_a_checkpoint_of_one_layout_loads_bit_for_bit_in_another(
 def expected_shares() -> dict[str, Tensor]:
     """log(1 - alpha) of zero eviction channels for every layer, head and sample, by key."""
     samples = torch.arange(8)
-    keys = sample_keys(worker.SEED, worker.STEP, samples)
+    keys = sample_keys(SEED, STEP, samples)
     shares = {}
     for layer in range(1, 5):
         noise = logistic_noise(keys, layer, tiny.LENGTH, 4, 0)
-        eviction_channel = decisions.eviction_logits(torch.zeros(noise.shape), worker.SPEC)
-        _, log_keep, _ = decisions.relax(eviction_channel, noise, worker.SPEC.tau)
-        by_key = align_to_keys(log_keep.permute(1, 2, 0), worker.SPEC, keep=0.0)
+        eviction_channel = decisions.eviction_logits(torch.zeros(noise.shape), SPEC)
+        _, log_keep, _ = decisions.relax(eviction_channel, noise, SPEC.tau)
+        by_key = align_to_keys(log_keep.permute(1, 2, 0), SPEC, keep=0.0)
         for sample in samples.tolist():
             for head in range(4):
                 shares[f"{layer}.{head}.{sample}"] = by_key[sample, head]
     return shares
 
 
-@pytest.mark.parametrize("layout", worker.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_relaxes_with_the_same_noise(results: Path, layout: str) -> None:
     got: dict[str, Tensor] = {}
-    for rank in range(worker.PROCESSES):
+    for rank in range(PROCESSES):
         mine = load_file(results / f"shares-{layout}-{rank}.safetensors")
         assert not got.keys() & mine.keys()
         got |= mine

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support import launch
-from tests.support import resume_worker as worker
+from tests.support import resume_runs
+from tests.support.ranks import values_of_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 # Largest relative difference of a loss, and of a weight, after half of the run in another layout.
@@ -22,8 +22,7 @@ Rows = list[dict[str, float]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("resume")
-    arguments = ("tests.support.resume_worker", str(out))
-    launch.checked(launch.workers(worker.PROCESSES, *arguments, timeout=500))
+    values_of_ranks(resume_runs.work, resume_runs.PROCESSES, out)
     return out
 
 
@@ -33,34 +32,34 @@ def read(folder: Path, name: str) -> tuple[Rows, dict[str, Tensor]]:
     )
 
 
-@pytest.mark.parametrize(("layout", "dtype"), worker.SAME)
+@pytest.mark.parametrize(("layout", "dtype"), resume_runs.SAME)
 def test_a_save_changes_nothing(folder: Path, layout: str, dtype: str) -> None:
     rows, weights = read(folder, f"{layout}-{dtype}-whole")
     saved_rows, saved = read(folder, f"{layout}-{dtype}-saved")
-    assert len(rows) == worker.STEPS
+    assert len(rows) == resume_runs.STEPS
     assert saved_rows == rows
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize(("layout", "dtype"), worker.SAME)
+@pytest.mark.parametrize(("layout", "dtype"), resume_runs.SAME)
 def test_a_resumed_run_is_bit_identical(folder: Path, layout: str, dtype: str) -> None:
     rows, weights = read(folder, f"{layout}-{dtype}-whole")
     resumed_rows, resumed = read(folder, f"{layout}-{dtype}-resumed")
     print(f"{layout} {dtype}: losses {[round(row['loss'], 6) for row in rows]}")
-    assert resumed_rows == rows[worker.HALF :]
+    assert resumed_rows == rows[resume_runs.HALF :]
     assert resumed.keys() == weights.keys()
     assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
 
 
 def test_losses_fall_and_learning_rates_change(folder: Path) -> None:
-    for layout, dtype in worker.SAME:
+    for layout, dtype in resume_runs.SAME:
         rows, _ = read(folder, f"{layout}-{dtype}-whole")
-        assert len({row["lr"] for row in rows}) == worker.STEPS
-        assert len({row["loss"] for row in rows}) == worker.STEPS
+        assert len({row["lr"] for row in rows}) == resume_runs.STEPS
+        assert len({row["loss"] for row in rows}) == resume_runs.STEPS
         assert all(0.05 < row["alpha"] < 0.95 for row in rows)
 
 
-@pytest.mark.parametrize(("source", "layout", "dtype"), worker.OTHER)
+@pytest.mark.parametrize(("source", "layout", "dtype"), resume_runs.OTHER)
 def test_another_layout_continues_the_same_run(
     folder: Path, source: str, layout: str, dtype: str
 ) -> None:
@@ -68,7 +67,7 @@ def test_another_layout_continues_the_same_run(
     other_rows, other = read(folder, f"{source}-to-{layout}-{dtype}")
     worst = max(
         abs(b["loss"] - a["loss"]) / abs(a["loss"])
-        for a, b in zip(rows[worker.HALF :], other_rows, strict=True)
+        for a, b in zip(rows[resume_runs.HALF :], other_rows, strict=True)
     )
     moved = max(((other[n] - w).norm() / w.norm()).item() for n, w in weights.items())
     print(f"{source} -> {layout} {dtype}: loss {worst:.1e}, weights {moved:.1e}")

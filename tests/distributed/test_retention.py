@@ -1,24 +1,59 @@
-"""What each KV head keeps is the same in every layout and on every rank."""
+"""Each KV head keeps the same in every layout and on every rank."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 
-from tests.support import launch
-from tests.support.retention_worker import LAYOUTS, PROCESSES
+from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.plan import StepPlan, StepResult
+from dms_train.method.spec import PRESETS
+from tests.support import tiny
+from tests.support.ranks import values_of_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+PROCESSES = 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_vp2": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    },
+}
+
+
+def evaluated(layout: dict[str, Any]) -> StepResult:
+    """The result of one evaluation, as every rank sees it."""
+    parallel = ParallelOptions(**layout)
+    view = groups.start(parallel, seed=1)
+    architecture = tiny.architecture("llama")
+    spec = PRESETS["dms"].override(window=4, alpha_offset=0.5)
+    options = TrainEngineOptions(
+        parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7, trains=False
+    )
+    student = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.01)
+    engine = McoreEngine(architecture, spec, view, options, student)
+    plan = StepPlan(eviction="hard", neuron_scale=0.0, loss="lm")
+    result = engine.evaluate(plan, tiny.microbatches(view.dp_rank, view.dp_size))
+    groups.stop(keep_process_group=True)
+    return result
+
+
+def work() -> dict[str, dict[str, Any]]:
+    found = {name: evaluated(layout) for name, layout in LAYOUTS.items()}
+    groups.stop()
+    return {name: {"kept": r.kept, "cr_factor": r.cr_factor} for name, r in found.items()}
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    out = tmp_path_factory.mktemp("retention") / "out"
-    launch.checked(launch.workers(PROCESSES, "tests.support.retention_worker", str(out)))
-    first, second = (json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(PROCESSES))
+def rows() -> dict[str, dict[str, Any]]:
+    first, second = values_of_ranks(work, PROCESSES)
     assert first == second
     return first
 

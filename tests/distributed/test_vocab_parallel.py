@@ -2,19 +2,96 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dms_train.kernels.losses.vocabulary import Divergence
+from dms_train.mcore import groups
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.layers.vocabulary_losses import Projection, distillation_kl, next_token_loss
+from dms_train.mcore.options import ParallelOptions
 from dms_train.method import losses
-from tests.support import launch
-from tests.support import vocab_worker as worker
+from tests.support.ranks import values_of_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+TP_SIZES = (2, 4)
+WIDTH, HIDDEN = 128, 8
+VOCABULARIES = (61, 100, 128)  # with 61 whole shards are padding
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TEMPERATURES = {"fp32": 2.0, "bf16": 1.0}
+LOSSES = ("teacher_student", "student_teacher", "same", "lm")
+
+
+def hidden(seed: int, dtype: str) -> Tensor:
+    """[s=5, b=3, HIDDEN]."""
+    x = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return x.to(DTYPES[dtype])
+
+
+def weight(seed: int, vocab: int, dtype: str) -> Tensor:
+    """[WIDTH, HIDDEN] with enormous values in the padding."""
+    x = torch.randn(WIDTH, HIDDEN, generator=torch.Generator().manual_seed(10 + seed))
+    x[vocab:] = 1e4
+    return x.to(DTYPES[dtype])
+
+
+def labels(vocab: int) -> Tensor:
+    """[b, s], the first and the last token among them."""
+    x = torch.randint(0, vocab, (3, 5), generator=torch.Generator().manual_seed(5))
+    x[0, 0], x[0, 1] = 0, vocab - 1
+    return x
+
+
+def weights() -> Tensor:
+    return torch.rand(5, 3, generator=torch.Generator().manual_seed(6))
+
+
+def projection(seed: int, vocab: int, dtype: str, view: ParallelView) -> Projection:
+    shard = weight(seed, vocab, dtype).chunk(view.tp_size)[view.tp_rank].clone()
+    return Projection(hidden(seed, dtype), shard)
+
+
+def one(loss: str, vocab: int, dtype: str, view: ParallelView) -> dict[str, Tensor]:
+    """Loss per position and this rank's parts of the gradients of their weighted sum."""
+    student = projection(0, vocab, dtype, view)
+    for tensor in student[:2]:
+        tensor.requires_grad_()
+    if loss == "lm":
+        value = next_token_loss(student, labels(vocab), vocab, view.tp_group)
+    else:
+        teacher = projection(0 if loss == "same" else 1, vocab, dtype, view)
+        direction = "teacher_student" if loss == "same" else loss
+        divergence = Divergence(direction, TEMPERATURES[dtype])
+        value = distillation_kl(student, teacher, divergence, vocab, view.tp_group)
+    (value * weights()).sum().backward()
+    assert student.hidden.grad is not None
+    assert student.weight.grad is not None
+    return {
+        "loss": value.detach(),
+        "d_hidden": student.hidden.grad,
+        "d_weight": student.weight.grad,
+    }
+
+
+def work(out: Path) -> None:
+    for tp in TP_SIZES:
+        view = groups.start(ParallelOptions(tensor_model_parallel_size=tp), seed=1)
+        results = {
+            f"{loss}-{vocab}-{dtype}.{name}": tensor.contiguous()
+            for loss, vocab, dtype in itertools.product(LOSSES, VOCABULARIES, DTYPES)
+            for name, tensor in one(loss, vocab, dtype, view).items()
+        }
+        save_file(results, out / f"tp{tp}-dp{view.dp_rank}-rank{view.tp_rank}.safetensors")
+        groups.stop(keep_process_group=True)
+    groups.stop()
+
+
 PLAIN = {
     "teacher_student": losses.kl_teacher_student,
     "student_teacher": losses.kl_student_teacher,
@@ -24,7 +101,7 @@ PLAIN = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("vocab")
-    launch.checked(launch.workers(4, "tests.support.vocab_worker", str(out), timeout=500))
+    values_of_ranks(work, 4, out)
     return out
 
 
@@ -37,33 +114,33 @@ def shards(folder: Path, tp: int, case: str) -> list[tuple[Tensor, Tensor, Tenso
 
 def expected(loss: str, vocab: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """From the whole vocabulary in float64: loss per position and gradients."""
-    hidden = worker.hidden(0, dtype).double().requires_grad_()
-    weight = worker.weight(0, vocab, dtype).double().requires_grad_()
+    states = hidden(0, dtype).double().requires_grad_()
+    output = weight(0, vocab, dtype).double().requires_grad_()
     other = 0 if loss == "same" else 1
-    logits = rounded(hidden @ weight[:vocab].t(), dtype)
-    teacher = worker.hidden(other, dtype).double() @ worker.weight(other, vocab, dtype).double().t()
+    logits = rounded(states @ output[:vocab].t(), dtype)
+    teacher = hidden(other, dtype).double() @ weight(other, vocab, dtype).double().t()
     teacher = rounded(teacher[..., :vocab], dtype)
     if loss == "lm":
-        target = worker.labels(vocab).t().flatten()
+        target = labels(vocab).t().flatten()
         value = F.cross_entropy(logits.flatten(0, 1), target, reduction="none").view(5, 3)
     else:
         plain = PLAIN["teacher_student" if loss == "same" else loss]
-        value = plain(logits, teacher, worker.TEMPERATURES[dtype])
-    (value * worker.weights()).sum().backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    return value.detach(), hidden.grad, weight.grad
+        value = plain(logits, teacher, TEMPERATURES[dtype])
+    (value * weights()).sum().backward()
+    assert states.grad is not None
+    assert output.grad is not None
+    return value.detach(), states.grad, output.grad
 
 
 def rounded(logits: Tensor, dtype: str) -> Tensor:
     """As stored by the output layer; the gradient passes through."""
-    return logits + (logits.to(worker.DTYPES[dtype]).double() - logits).detach()
+    return logits + (logits.to(DTYPES[dtype]).double() - logits).detach()
 
 
-@pytest.mark.parametrize("dtype", worker.DTYPES)
-@pytest.mark.parametrize("vocab", worker.VOCABULARIES)
-@pytest.mark.parametrize("loss", worker.LOSSES)
-@pytest.mark.parametrize("tp", worker.TP_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_sharded_loss_and_gradients_equal_the_whole(
     folder: Path, tp: int, loss: str, vocab: int, dtype: str
 ) -> None:
@@ -72,7 +149,7 @@ def test_sharded_loss_and_gradients_equal_the_whole(
     for rank in ranks:
         assert rank[0].dtype == torch.float32
         assert torch.equal(rank[0], ranks[0][0])
-        assert rank[1].dtype == rank[2].dtype == worker.DTYPES[dtype]
+        assert rank[1].dtype == rank[2].dtype == DTYPES[dtype]
     found_hidden = torch.stack([rank[1].double() for rank in ranks]).sum(0)
     found_weight = torch.cat([rank[2].double() for rank in ranks])
     # a logit of float32 inputs may be rounded to the other 16-bit neighbour
@@ -85,12 +162,12 @@ def test_sharded_loss_and_gradients_equal_the_whole(
     assert (found_weight[vocab:] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", worker.DTYPES)
-@pytest.mark.parametrize("tp", worker.TP_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_divergence_of_a_distribution_from_itself_is_exactly_zero(
     folder: Path, tp: int, dtype: str
 ) -> None:
-    for vocab in worker.VOCABULARIES:
+    for vocab in VOCABULARIES:
         for parts in shards(folder, tp, f"same-{vocab}-{dtype}"):
             assert all((part == 0).all() for part in parts)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dms_train.data.manifest import file_sha256
 from dms_train.mcore.checkpoints import state
-from tests.support import launch, refusals
+from tests.support import refusals
+from tests.support.ranks import dms_train, run_ranks
 from tests.support.refusals import Workspace
 
 pytestmark = pytest.mark.timeout(300)
@@ -86,7 +87,7 @@ def test_a_weight_file_that_another_rank_reads_is_compared(workspace: Workspace)
     norm["model.norm.weight"][0] += 1
     write_shards(workspace.model, {"small.safetensors": norm})
 
-    result = launch.workers(2, "tests.support.train_worker", *workspace.train()[1:])
+    result = run_ranks(dms_train, 2, *workspace.train()[1:])
     assert result.returncode != 0
     messages = {line for line in result.stderr.splitlines() if "small.safetensors" in line}
     assert messages

@@ -25,7 +25,7 @@ OTHERWISE = {
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What retrofit.sh writes after four steps."""
+    """Return the export that retrofit.sh writes after four steps."""
     folder = tmp_path_factory.mktemp("examples")
     commands = write_commands(folder / "bin", launch.fork_server())
     path = os.pathsep.join([str(commands), os.environ["PATH"]])

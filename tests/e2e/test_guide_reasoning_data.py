@@ -72,7 +72,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """What the guide downloads, and its other files."""
+    """Write the files that the guide downloads, and its other files."""
     traces = folder / "openr1-math" / "data"
     traces.mkdir(parents=True)
     for part in range(2):

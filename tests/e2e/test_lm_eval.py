@@ -84,7 +84,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def logged(export: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What the harness logs for each task: the responses to each document, in order."""
+    """Return the harness's log of each task: the responses to each document, in order."""
     workspace = tmp_path_factory.mktemp("harness")
     write_lines(workspace / "continue_sheet.jsonl", sheets())
     write_lines(workspace / "choose_answer.jsonl", questions())

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support import launch, refusals
+from tests.support import refusals
+from tests.support.ranks import dms_train, run_ranks, values_of_ranks
 from tests.support.refusals import Workspace
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 TP2 = "parallel.tensor_model_parallel_size=2"
-WORKER = "tests.support.reading_worker"
+_open = safetensors.safe_open
+READS: Counter[str] = Counter()
+
+
+def _counted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    READS[name] += tensor.nbytes
+    return tensor
+
+
+class _Slice:
+    def __init__(self, name: str, inner: Any) -> None:
+        self._name, self._inner = name, inner
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return _counted(self._name, self._inner[index])
+
+
+class _File:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._inner = _open(*arguments, **options)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return _counted(name, self._inner.get_tensor(name))
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(name, self._inner.get_slice(name))
+
+
+def train_and_count(*words: str) -> tuple[int, Counter[str]]:
+    """Run `dms-train`; its exit code, and the bytes that safetensors handed out by tensor."""
+    safetensors.safe_open = _File  # type: ignore[assignment, misc]
+    return dms_train(*words), READS
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +76,9 @@ def sizes(model: Path) -> Counter[str]:
 def reads(workspace: Workspace, processes: int, *overrides: str) -> list[Counter[str]]:
     """Bytes of each tensor that each rank read in a run with a student and a teacher."""
     words = workspace.train(*overrides)[1:]
-    out = str(workspace.folder)
-    launch.checked(launch.workers(processes, WORKER, *words, timeout=250, READS_FOLDER=out))
-    files = [workspace.folder / f"{rank}.json" for rank in range(processes)]
-    return [Counter(json.loads(file.read_text())) for file in files]
+    found = values_of_ranks(train_and_count, processes, *words)
+    assert [code for code, _ in found] == [0] * processes
+    return [read for _, read in found]
 
 
 def is_norm(name: str) -> bool:
@@ -86,7 +118,7 @@ def test_numbers_that_one_rank_reads_end_every_rank_in_one_line(
     tensors: dict[str, Tensor] = load_file(file)
     tensors[name][3, 0 if part == "first" else -1] = torch.nan
     save_file(tensors, file, {"format": "pt"})
-    result = launch.workers(2, "tests.support.train_worker", *workspace.train(TP2)[1:])
+    result = run_ranks(dms_train, 2, *workspace.train(TP2)[1:])
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if "error" in line]
     assert line.startswith(f"error: {file}: {name} holds NaN or infinite numbers")

@@ -15,6 +15,7 @@ from dms_train.app.start_point import find_start, with_student
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError
 from tests.support import launch, paused_run
+from tests.support.ranks import dms_train, run_ranks
 
 TINY = [
     "model.architecture.num_layers=2",
@@ -41,7 +42,7 @@ OF_THE_MACHINE = (
 
 def train(processes: int, *overrides: str) -> str:
     """Run `dms-train` in that many ranks; its log."""
-    result = launch.workers(processes, "tests.support.train_worker", *overrides, timeout=400)
+    result = run_ranks(dms_train, processes, *overrides, timeout=400)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     return result.stderr
 

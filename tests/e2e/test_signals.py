@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import launch, paused_run, refusals, stuck_worker
+from tests.support import launch, paused_run, stalls
+from tests.support.ranks import Ranks, dms_train, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 STEPS = 16
-TRAIN = "tests.support.train_worker"
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +106,14 @@ def test_both_ranks_stop_after_one_step_and_the_rest_is_the_same(workspace: Path
     log = signalled(workspace, "usr1", signal.SIGUSR1, "1")
     assert_both_ranks_stop_after_one_step(log, run)
     words = command(workspace, "usr1")[2:]
-    launch.checked(launch.workers(2, TRAIN, *words, "--until", "pretrain"))
+    launch.checked(run_ranks(dms_train, 2, *words, "--until", "pretrain"))
     assert not (run / "state" / "STOPPED").exists()
     assert (run / "state" / "pretrain.done").is_file()
     assert losses(run) == losses(workspace / "whole")
     assert not (run / "state" / "DONE").exists()
     assert not (run / "exports").exists()
     frozen = ("--frozen", str(run / "config.yaml"))
-    launch.checked(launch.workers(2, TRAIN, *frozen, "--until", "export"))
+    launch.checked(run_ranks(dms_train, 2, *frozen, "--until", "export"))
     assert (run / "exports" / "final").exists()
     assert (run / "state" / "DONE").is_file()
     assert losses(run) == losses(workspace / "whole")
@@ -128,21 +128,19 @@ def test_a_rank_that_hangs_is_reported_and_the_run_ends(workspace: Path) -> None
     words = [*command(workspace, "hang"), "stage.pretrain.steps=4000"]
     words.append("parallel.distributed_timeout_minutes=0.4")
     run = workspace / "hang"
-    (port,) = launch.free_ports(1)
-    stderr = workspace / "hang.stderr"
-    ranks = refusals.start_ranks(["train", *words[2:]], port, stderr)
+    ranks = Ranks.start(dms_train, 2, *words[2:], log=workspace / "hang.log")
     try:
         metrics = run / "metrics.jsonl"
         while not (metrics.is_file() and len(losses(run)) >= 4):
-            assert ranks[0].poll() is None, stderr.with_suffix(".0").read_text()
+            assert ranks.running(), ranks.output(0)
             time.sleep(0.05)
-        ranks[1].send_signal(signal.SIGSTOP)
-        assert ranks[0].wait() != 0
-        message = stderr.with_suffix(".0").read_text().splitlines()[-1]
+        ranks.signal(1, signal.SIGSTOP)
+        while ranks.running():
+            time.sleep(0.05)
+        assert ranks.codes[0] != 0
+        message = ranks.output(0).splitlines()[-1]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        ranks.kill()
     assert re.search(
         r"error: rank 1 \(.*, after step \d+, silent for \d+ s\) did not answer", message
     )
@@ -150,14 +148,14 @@ def test_a_rank_that_hangs_is_reported_and_the_run_ends(workspace: Path) -> None
 
 def test_a_rank_that_stalls_reading_data_is_reported(workspace: Path) -> None:
     words = [*command(workspace, "stuck")[2:], "parallel=single"]
-    words.append(f"parallel.distributed_timeout_minutes={stuck_worker.TIMEOUT_SECONDS / 60}")
-    result = launch.workers(2, "tests.support.stuck_worker", "reads", *words)
+    words.append(f"parallel.distributed_timeout_minutes={stalls.TIMEOUT_SECONDS / 60}")
+    result = run_ranks(stalls.train_with_a_hanging_disk, 2, *words)
     assert result.returncode != 0
     (message,) = re.findall("^error: .*$", result.stderr, re.MULTILINE)
     assert re.match(
         # the samples of a step are read while the step before is computed
-        rf"error: rank 1 \(\S+, after step {stuck_worker.STEP - 1}\) has stalled for "
-        r"\d+ s reading data, at \S*stuck_worker.py:\d+ in read_from_a_hanging_disk, called from "
+        rf"error: rank 1 \(\S+, after step {stalls.STEP - 1}\) has stalled for "
+        r"\d+ s reading data, at \S*stalls.py:\d+ in read_from_a_hanging_disk, called from "
         r"dms_train/data/batches.py:\d+ in \S+; stacks in \S+/ranks/\*\.stack; "
         r"the run ends here\. Start the same command",
         message,

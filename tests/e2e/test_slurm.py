@@ -42,7 +42,7 @@ class Site:
     root: Path
 
     def submit(self, *words: str, code: int = 0) -> str:
-        """What `dms-submit` prints."""
+        """Run `dms-submit` and return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "dms_train.launch.submit", *words],
             env=launch.environment(**self.slurm.environment, WANDB_API_KEY=KEY),

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dms_train.data_prep.exam_sheets import held_out_problems
 from tests.support import launch, refusals
+from tests.support.ranks import dms_train, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 FILES = ("metrics.json", "report.md", "training.png", "retention.png")
@@ -65,7 +66,7 @@ def overrides(root: Path, name: str, *more: str) -> list[str]:
 
 
 def train(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    done = launch.workers(processes, "tests.support.train_worker", *words, timeout=400)
+    done = run_ranks(dms_train, processes, *words, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done
 
@@ -157,7 +158,7 @@ def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path
     exported = (run / "exports/final/hf/model.safetensors").stat().st_mtime
     restore = change_selftest(run / "exports/final/hf")
     words = overrides(root, "killed")
-    failed = launch.workers(2, "tests.support.train_worker", *words, timeout=400)
+    failed = run_ranks(dms_train, 2, *words, timeout=400)
     assert failed.returncode != 0
     messages = [line for line in failed.stderr.splitlines() if "self-test failed" in line]
     assert messages

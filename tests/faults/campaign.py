@@ -21,17 +21,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dms_train.mcore.engine import McoreEngine
+from tests.faults.faulty_ranks import Prepare, hang_rank_2, inject_nan, train
 from tests.support import metrics_file, refusals
 from tests.support.disks import CannotArrange, small_disk
-from tests.support.forked_ranks import Prepare, Ranks
-from tests.support.stuck_worker import hang_the_disk
+from tests.support.ranks import Ranks
 
 WORLD, STAGE_STEPS, STOP = 4, 20, 30
 STAGES = 3  # zero_neuron, and retrofit to 2 and to 3
@@ -90,7 +89,7 @@ class Run:
         words = [f"parallel.{name}={size}" for name, size in (layout or LAYOUT).items()]
         words = [*self.inputs.words, *words, f"run.dir={self.folder}"]
         log = self.folder.with_suffix(".log")
-        return Ranks.start(WORLD, words, log, *([] if prepare is None else [prepare]))
+        return Ranks.start(train, WORLD, prepare, *words, log=log)
 
     def finish(self, prepare: Prepare | None = None, **layout: float) -> None:
         """Start, and expect the run to come to its end."""
@@ -121,14 +120,14 @@ class Run:
         return max((row["step"] for row in self.rows() if "train/lr" in row), default=0)
 
     def log(self, rank: int) -> str:
-        return self.folder.with_suffix(f".{rank}").read_text()
+        return self.folder.with_suffix(f".{rank}.err").read_text()
 
     def checkpoints(self) -> list[Path]:
         found = (self.folder / "checkpoints").glob("step_????????")
         return sorted(path for path in found if (path / "run_state.json").is_file())
 
     def partial(self) -> list[Path]:
-        """What is being written, without what is being deleted."""
+        """Return checkpoints that are being written, without those that are being deleted."""
         found = (self.folder / "checkpoints").glob("step_*.partial")
         return [
             path for path in found if not path.name.endswith((".removed.partial", ".old.partial"))
@@ -201,7 +200,7 @@ class Campaign:
         return run
 
     def result(self, name: str, scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a scenario gave, now or in an earlier call."""
+        """Return the result of a scenario, from this call or an earlier one."""
         file = self.out / "results.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
         if name not in known:
@@ -307,7 +306,7 @@ class Campaign:
         step, short = 33, {**LAYOUT, "distributed_timeout_minutes": 0.2}
         run = Run(self.inputs, self.out / "standing")
         shutil.rmtree(run.folder, ignore_errors=True)
-        ranks = run.start(lambda rank: None if rank != 2 else hang_the_disk(4 * step), **short)
+        ranks = run.start(partial(hang_rank_2, 4 * step), **short)
         end = time.monotonic() + _PATIENCE
         while ranks.running() and time.monotonic() < end:
             time.sleep(0.05)
@@ -326,14 +325,14 @@ class Campaign:
         whole, cut = Run(self.inputs, self.out / "nan"), Run(self.inputs, self.out / "nan_killed")
         for run in (whole, cut):
             shutil.rmtree(run.folder, ignore_errors=True)
-        whole.finish(lambda rank: inject_nan(rank, bad))
-        ranks = cut.start(lambda rank: inject_nan(rank, bad))
+        whole.finish(partial(inject_nan, steps=bad))
+        ranks = cut.start(partial(inject_nan, steps=bad))
         while cut.step() < 28:
             assert ranks.running(), cut.log(0)[-3000:]
             time.sleep(0.01)
         ranks.signal(1, signal.SIGKILL)
         ranks.clear()
-        cut.finish(lambda rank: inject_nan(rank, bad))
+        cut.finish(partial(inject_nan, steps=bad))
         skipped = [
             row["step"] for row in whole.rows() if "train/lr" in row and "train/loss" not in row
         ]
@@ -344,20 +343,6 @@ class Campaign:
             "skipped": skipped,
             "difference": difference(cut, whole.losses()),
         }
-
-
-def inject_nan(rank: int, steps: tuple[int, ...]) -> None:
-    """Let rank 3 of this process's engine compute gradients that are not finite in these steps."""
-    inner = McoreEngine._gradients
-
-    def not_finite(engine: McoreEngine, plan: Any, batches: Any) -> Any:
-        totals = inner(engine, plan, batches)
-        if rank == 3 and plan.step + 1 in steps:
-            for parameter in engine._models[0].parameters():
-                parameter.main_grad.fill_(torch.nan)
-        return totals
-
-    McoreEngine._gradients = not_finite  # type: ignore[method-assign]
 
 
 def truncate(file: Path) -> None:
@@ -386,7 +371,7 @@ def scenarios(campaign: Campaign) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """What docs/guides/reliability.md quotes."""
+    """Return the table that docs/guides/reliability.md quotes."""
     lines = ["| fault | faults | largest relative difference of the loss | |", "|---|---|---|---|"]
     for name, result in results.items():
         if "refused" in result:

@@ -174,13 +174,13 @@ def _selected(rows: Sequence[dict[str, Any]], names: dict[str, str]) -> Iterator
 
 
 def recorded() -> tuple[dict[str, str], Curve]:
-    """What the curve was recorded with, and the curve."""
+    """Return the recorded versions and the recorded curve."""
     record = json.loads(RECORD.read_text())
     return record.pop("recorded_with"), record
 
 
 def versions() -> dict[str, str]:
-    """What decides whether bits can be compared."""
+    """Return the versions that decide whether bits can be compared."""
     return {"torch": torch.__version__.partition("+")[0], "processor": _processor()}
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import metrics_file, refusals
-from tests.support.started_ranks import StartedRun
+from tests.support.ranks import Ranks, dms_train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,31 +60,61 @@ def words(folder: Path) -> list[str]:
     ]
 
 
-def finish(run: StartedRun) -> dict[int, float]:
+@dataclass(frozen=True)
+class Run:
+    """A run folder and the ranks that fill it."""
+
+    folder: Path
+    ranks: Ranks
+
+    @classmethod
+    def start(cls, folder: Path, processes: int, words: list[str]) -> Run:
+        words = [*words, f"run.dir={folder}"]
+        return cls(
+            folder, Ranks.start(dms_train, processes, *words, log=folder.with_suffix(".log"))
+        )
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step_????????"))
+
+    def unfinished(self) -> list[str]:
+        """Names of checkpoints that are being written."""
+        found = (self.folder / "checkpoints").glob("step_*.partial")
+        return [path.name for path in found if ".old." not in path.name]
+
+    def exit_codes(self, seconds: float) -> list[int]:
+        """Exit codes of the ranks, none of which runs any more."""
+        self.ranks.wait(seconds)
+        self.ranks.kill()
+        return [self.ranks.codes[rank] for rank in range(len(self.ranks.processes))]
+
+
+def finish(run: Run) -> dict[int, float]:
     """The loss of every step of a run that comes to its end."""
-    codes = run.finish(_PATIENCE)
-    assert not any(codes), run.log(0) + run.log(len(codes) - 1)
+    codes = run.exit_codes(_PATIENCE)
+    assert not any(codes), run.ranks.output(0) + run.ranks.output(len(codes) - 1)
     assert (run.folder / "state" / "DONE").is_file()
     return metrics_file.losses(run.folder)
 
 
-def killed_in_save(run: StartedRun) -> None:
+def killed_in_save(run: Run) -> None:
     """Kill the last rank while a checkpoint is written, not the first one."""
 
-    def writes() -> bool:
-        return bool(run.checkpoints() and run.unfinished())
-
-    run.wait_until(writes, _PATIENCE)
-    run.ranks[-1].kill()
+    end = time.monotonic() + _PATIENCE
+    while not (run.checkpoints() and run.unfinished()):
+        assert run.ranks.running(), run.ranks.output(0)[-4000:]
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    run.ranks.signal(len(run.ranks.processes) - 1, signal.SIGKILL)
     begin, step = time.monotonic(), max(row["step"] for row in metrics_file.rows(run.folder))
-    codes = run.finish(30.0 * TIMEOUT_MINUTES)  # sooner: its process is gone
+    codes = run.exit_codes(30.0 * TIMEOUT_MINUTES)  # sooner: its process is gone
     print(f"killed after step {step} while {run.unfinished()} was written, beside")
     print(f"{[path.name for path in run.checkpoints()]}; codes {codes}, the last")
-    print(f"{time.monotonic() - begin:.1f} s later: {run.log(0)[-600:]}")
+    print(f"{time.monotonic() - begin:.1f} s later: {run.ranks.output(0)[-600:]}")
     assert all(codes)
     assert run.unfinished()
     if len(codes) > 1:
-        assert re.search(r"error: rank 1 \(.*, after step \d+\) has ended", run.log(0))
+        assert re.search(r"error: rank 1 \(.*, after step \d+\) has ended", run.ranks.output(0))
 
 
 @pytest.mark.parametrize(
@@ -107,14 +139,14 @@ def test_a_run_killed_while_it_saves_resumes(
     tmp_path: Path, processes: int, tensor_parallel: int
 ) -> None:
     common = [*words(tmp_path), f"parallel.tensor_model_parallel_size={tensor_parallel}"]
-    waits = StartedRun.start(tmp_path / "waits", processes, [*common, "run.async_save=false"])
+    waits = Run.start(tmp_path / "waits", processes, [*common, "run.async_save=false"])
     expected = finish(waits)
     assert sorted(expected) == list(range(1, STEPS + 1))
     common.append("run.async_save=true")
-    killed = StartedRun.start(tmp_path / "killed", processes, common)
+    killed = Run.start(tmp_path / "killed", processes, common)
     killed_in_save(killed)
     newest = int(killed.checkpoints()[-1].name[5:])
-    again = StartedRun.start(killed.folder, processes, common)
+    again = Run.start(killed.folder, processes, common)
     assert finish(again) == expected
     taken = [row["step"] for row in metrics_file.rows(again.folder) if "train/loss" in row]
     assert all(taken.count(step) == 1 for step in range(1, newest + 1))

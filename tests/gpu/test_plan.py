@@ -1,4 +1,4 @@
-"""What a decoder layer keeps on a GPU is what `dms-plan` counts."""
+"""A decoder layer keeps as many bytes on a GPU as `dms-plan` counts."""
 
 from __future__ import annotations
 

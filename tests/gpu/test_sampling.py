@@ -42,7 +42,7 @@ class Sampler:
         self._sample = triton_sample.sample
 
     def set(self, logits: Tensor, rows: list[SamplingRow]) -> None:
-        """What the next `run` draws."""
+        """Set what the next `run` draws."""
         params = [row.params for row in rows]
         self.logits.copy_(logits)
         self.keys.copy_(stream_keys(*torch.tensor([row.stream for row in rows]).T))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import saving_cases as worker
 from tests.support import saving_runs
-from tests.support import saving_worker as worker
 
 pytestmark = [
     pytest.mark.gpu,

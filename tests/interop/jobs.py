@@ -1,4 +1,4 @@
-"""What both workers share in the other project's environment: jobs as JSON, results as tensors."""
+"""Input and output of both workers in the other project's environment: JSON jobs, tensors."""
 
 from __future__ import annotations
 

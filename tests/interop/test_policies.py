@@ -327,7 +327,7 @@ FACTORY_PARTS = (
 
 
 def factory(cluster, seed, *, layers=1, **options):
-    """What a cluster of KVCache-Factory keeps of a prompt by layer, and that prompt's layers."""
+    """Return what a cluster of KVCache-Factory keeps of a prompt by layer, and its layers."""
     known = {"math": math, "_KVCACHE_FACTORY_DEBUG": False}
     *_, theirs = defined("DMS_KVCACHE_FACTORY", FACTORY_FILE, *FACTORY_PARTS, cluster, **known)
     heads, tokens = 2, 64

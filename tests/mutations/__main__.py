@@ -28,7 +28,7 @@ CAUGHT = "caught"
 
 
 class Ran(NamedTuple):
-    """What pytest made of tests."""
+    """Result of a run of pytest."""
 
     passed: bool
     failed: bool  # a test failed, rather than that it could not run
@@ -71,7 +71,7 @@ def run(tree: Path, words: list[str]) -> Ran:
 
 
 def attempt(mutation: Mutation) -> str:
-    """What becomes of one mutation: `caught`, or why it was not."""
+    """Try one mutation; return `caught`, or why it was not."""
     if not mutation.applies(ROOT):
         return "does not apply: its text is not in the file once"
     with tempfile.TemporaryDirectory() as folder:

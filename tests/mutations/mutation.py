@@ -25,7 +25,7 @@ class Mutation:
     test: str
 
     def applies(self, tree: Path) -> bool:
-        """Whether the text is there once."""
+        """Return True if the text occurs exactly once."""
         path = tree / self.file
         return path.is_file() and path.read_text().count(self.before) == 1
 

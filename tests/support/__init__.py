@@ -1,4 +1,4 @@
-"""What tests share. A process of a test imports megatron-core as a command does."""
+"""Helpers of tests. A process of a test imports megatron-core as a command does."""
 
 from __future__ import annotations
 

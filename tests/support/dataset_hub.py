@@ -53,7 +53,7 @@ class Hub:
         ]
 
     def tag(self, name: str) -> str:
-        """What identifies the content of a file."""
+        """Return the tag that identifies the content of a file."""
         return hashlib.sha1(self.files[name]).hexdigest()
 
 

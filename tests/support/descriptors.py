@@ -1,4 +1,4 @@
-"""What a running process holds open."""
+"""Files and connections that a running process holds open."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Importing torch, megatron and transformers takes longer than most of what tests 
 the server has its own environment, folder, output, exit code and end of the interpreter, like a
 process of its own. What imports do, and what is signalled, needs a real start: `launch.python`.
 
-python -m tests.support.fork_server SOCKET answers requests, one after the other. This module is
-also what a script on PATH imports to ask for a command (`tests/support/commands.py`), so it
-imports little.
+python -m tests.support.fork_server SOCKET answers requests, several at a time. This module is also
+what a script on PATH imports to ask for a command (`tests/support/commands.py`), so it imports
+little.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -65,12 +66,19 @@ class Started:
         socket.send_fds(self._socket, [len(text).to_bytes(8)], streams)
         self._socket.sendall(text)
         self.pid = int.from_bytes(_read(self._socket, 8))
+        self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code; TimeoutError after that many seconds."""
         self._socket.settimeout(timeout)
         with self._socket:
             return int.from_bytes(_read(self._socket, 8), signed=True)
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        if self._code is None and select.select([self._socket], [], [], 0)[0]:
+            self._code = self.wait()
+        return self._code
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
@@ -96,6 +104,7 @@ def main() -> None:
         listening.listen()
         os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # from now on it answers
         listening.settimeout(10)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
         parent = os.getppid()
         while os.getppid() == parent:
             try:
@@ -103,12 +112,18 @@ def main() -> None:
                 request, streams = _receive(connection)
             except (OSError, ValueError):  # no request, or a client that closed its end
                 continue
-            pid = os.fork()
-            if pid == 0:
+            if os.fork() == 0:  # answers this request while the server takes the next
                 break
-            _answer(connection, pid, streams)
+            connection.close()
+            for stream in streams:
+                os.close(stream)
         else:
             return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid:
+        _answer(connection, pid, streams)
+        os._exit(0)
     connection.close()
     _become(request, streams)
 
@@ -140,7 +155,7 @@ def _answer(connection: socket.socket, pid: int, streams: list[int]) -> None:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other end is closed, after a moment."""
+    """Wait a moment; return True if the other end is closed."""
     connection.settimeout(0.02)
     try:
         return not connection.recv(1)

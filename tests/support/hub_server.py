@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Hub:
-    """What arrived.
+    """A hub that records its requests.
 
     Attributes:
         endpoint: Its address.

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -113,20 +114,18 @@ def torchrun(
     return python(*launcher, *arguments, timeout=timeout, **extra)
 
 
-def workers(
-    processes: int, name: str, *arguments: str, timeout: float = 300, **extra: str
-) -> subprocess.CompletedProcess[str]:
-    """Call `main` of a module in that many ranks, without a launcher.
+class Ended(Protocol):
+    """A process or ranks that have ended."""
 
-    They are forked from one process, unless there are GPUs, which forks cannot use.
-    """
-    if torch.cuda.is_available():
-        return torchrun(processes, "-m", name, *arguments, timeout=timeout, **extra)
-    words = ("tests.support.forked_workers", str(processes)) if processes > 1 else ()
-    return module(*words, name, *arguments, timeout=timeout, **extra)
+    @property
+    def returncode(self) -> int: ...
+    @property
+    def stdout(self) -> str: ...
+    @property
+    def stderr(self) -> str: ...
 
 
-def checked(result: subprocess.CompletedProcess[str]) -> str:
+def checked(result: Ended) -> str:
     """The output of a run that must have succeeded."""
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     return result.stdout

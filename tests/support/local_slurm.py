@@ -91,7 +91,7 @@ class LocalSlurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What SLURM's commands need to find this cluster."""
+        """Return the environment in which SLURM's commands find this cluster."""
         return {"SLURM_CONF": str(self._conf), "PATH": _PATH}
 
     def call(self, *words: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl in a run folder, as far as it is written."""
+    """Return the rows of a run's metrics.jsonl that are complete."""
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("}")]

@@ -1,15 +1,80 @@
-"""Runs cases of `parity_worker` and compares what they wrote."""
+"""One training step of many cases in a layout: losses, every gradient, and their comparison."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support import launch
+from dms_train.data.batches import Batch
+from dms_train.mcore import groups
+from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
+from dms_train.mcore.groups import ParallelView
+from dms_train.mcore.model.weights import RandomWeights
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.plan import StepPlan
+from dms_train.method.spec import PRESETS
+from tests.support import launch, tiny
+from tests.support.ranks import run_ranks
+
+
+def one_step(
+    case: dict[str, Any], view: ParallelView
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Totals on every rank and Hugging Face named gradients on rank 0."""
+    architecture = tiny.architecture(case["family"], **case.get("architecture", {}))
+    # offset near 0, so that about half of the small eviction channels' decisions evict
+    base = PRESETS[case["preset"]]
+    window = {"window": 4} if base.kind == "dms" else {}
+    spec = base.override(**{**window, "alpha_offset": 0.5, **case.get("spec", {})})
+    parallel = ParallelOptions(**case["layout"])
+    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
+    std = case.get("std", 0.2)
+    source = tiny.small_channels(spec.kind)
+    student = source(architecture, 1, spec.channel, factor=0.002, std=std)
+    engine = McoreEngine(architecture, spec, view, options, student)
+    engine.attach_teacher(RandomWeights(architecture, 2, std))
+    plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})
+    length = case.get("length", tiny.LENGTH)
+    batches = tiny.microbatches(view.dp_rank, view.dp_size, length=length)
+    if case.get("packed"):
+        batches = [tiny.packed(batch, _lengths(batch)) for batch in batches]
+    totals = engine.forward_backward(plan, batches)
+    loss = {"token_loss": totals.token_loss, "aux_loss": totals.aux_loss}
+    means = {"alpha": totals.alpha / totals.samples, "live": totals.live}
+    return {**loss, **means}, engine.hf_gradients()
+
+
+def _lengths(batch: Batch) -> list[list[int]]:
+    """Documents of each sample; some samples end in padding."""
+    length = batch.tokens.shape[1]
+    return [[length // 3, 1, length // 3 + int(n) % 5, 3] for n in batch.samples]
+
+
+def _groups_of(case: dict[str, Any]) -> list[int | None]:
+    """Return the sizes that decide a layout's process groups, which take long to make on GPUs."""
+    kinds = ("tensor", "pipeline", "virtual_pipeline")
+    return [case["layout"].get(f"{kind}_model_parallel_size") for kind in kinds]
+
+
+def work(cases: list[dict[str, Any]], out: Path) -> None:
+    """All cases, those of a layout one after the other."""
+    for _, alike in itertools.groupby(sorted(cases, key=lambda c: str(_groups_of(c))), _groups_of):
+        first, *rest = alike
+        view = groups.start(ParallelOptions(**first["layout"]), seed=1)
+        for case in (first, *rest):
+            totals, gradients = one_step(case, view)
+            if gradients:
+                metadata = {"totals": json.dumps(totals)}
+                save_file(gradients, out / f"{case['name']}.safetensors", metadata=metadata)
+        groups.stop(keep_process_group=True)
+    groups.stop()
 
 
 class Outcome(NamedTuple):
@@ -25,10 +90,7 @@ class Outcome(NamedTuple):
 
 def run(processes: int, cases: list[dict[str, Any]], folder: Path, timeout: float) -> None:
     """All cases in one launch."""
-    listing = folder / f"cases{processes}.json"
-    listing.write_text(json.dumps(cases))
-    words = ("tests.support.parity_worker", str(listing), str(folder))
-    launch.checked(launch.workers(processes, *words, timeout=timeout))
+    launch.checked(run_ranks(work, processes, cases, folder, timeout=timeout))
 
 
 def read(folder: Path, name: str) -> Outcome:
@@ -43,7 +105,7 @@ def loss_difference(found: Outcome, expected: Outcome) -> float:
 
 
 def largest_difference(found: Outcome, expected: Outcome) -> float:
-    """Of any element of a gradient, relative to the largest one of that gradient."""
+    """Return the largest difference of an element, relative to the largest of its gradient."""
     assert found.gradients.keys() == expected.gradients.keys()
     return max(
         ((found.gradients[name] - g).abs().max() / g.abs().max().clamp_min(1e-30)).item()
@@ -53,7 +115,7 @@ def largest_difference(found: Outcome, expected: Outcome) -> float:
 
 
 def largest_distance(found: Outcome, expected: Outcome) -> float:
-    """Of any gradient, relative to its norm."""
+    """Return the largest distance of a gradient, relative to its norm."""
     assert found.gradients.keys() == expected.gradients.keys()
     return max(
         ((found.gradients[name] - g).norm() / g.norm().clamp_min(1e-30)).item()

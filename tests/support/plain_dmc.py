@@ -21,7 +21,7 @@ from tests.support.plain_objective import Weights, _rms_norm, _rope, divergence,
 
 
 class Outcome(NamedTuple):
-    """Of one global batch; `alpha` and `live` are means over layers, heads and samples."""
+    """Results of one global batch; `alpha` and `live` are means over layers, heads and samples."""
 
     token_loss: float
     aux_loss: float

@@ -25,7 +25,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Outcome(NamedTuple):
-    """Of one global batch; `alpha`, `live` and `reads` are means over layers, heads and samples."""
+    """Results of one global batch; the last three are means over layers, heads and samples."""
 
     token_loss: float
     aux_loss: float

@@ -9,7 +9,6 @@ import io
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ STEPS = (2, 2)  # of zero_neuron and retrofit in the finished run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a command answered."""
+    """Exit code and output of a command."""
 
     code: int
     stderr: str
@@ -271,23 +270,8 @@ def run_alone(words: list[str]) -> Outcome:
 
 
 def module(command: str) -> str:
-    """What `python -m` starts."""
+    """Return the module that `python -m` starts."""
     return "dms_train" if command == "train" else COMMANDS[command]
-
-
-def start_ranks(words: list[str], port: int, stderr: Path) -> list[subprocess.Popen[bytes]]:
-    """Two ranks of one run as a cluster's scheduler starts them, without torchrun."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", module(words[0]), *words[1:]],
-            env=launch.environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
-            cwd=launch.ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr.with_suffix(f".{rank}").open("wb"),
-        )
-        for rank in range(2)
-    ]
 
 
 Listing = dict[str, str]

@@ -1,4 +1,4 @@
-"""Which token a sequence draws, by the definition of each parameter and in plain loops."""
+"""The token that a sequence draws, by the definition of each parameter and in plain loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `saving_worker` has to show, on any device."""
+"""Runs of `saving_cases` and what they have to show, on any device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.support import launch
-from tests.support import saving_worker as worker
+from tests.support import saving_cases as worker
+from tests.support.ranks import Ranks, run_ranks
 
 _PATIENCE = 120.0
 # Products on a GPU are the same from run to run with this setting of its library.
@@ -22,10 +21,7 @@ _REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 def run(what: str, processes: int, cases: list[dict[str, Any]], out: Path) -> None:
     """All cases in one launch."""
-    listing = out / f"{what}-cases.json"
-    listing.write_text(json.dumps(cases))
-    words = ("tests.support.saving_worker", what, str(listing), str(out))
-    launch.checked(launch.workers(processes, *words, timeout=500, **_REPEATABLE))
+    launch.checked(run_ranks(worker.work, processes, what, cases, out, timeout=500, **_REPEATABLE))
 
 
 def read(out: Path, case: dict[str, Any], what: str) -> list[dict[str, Any]]:
@@ -49,7 +45,7 @@ def assert_checkpoints_are_of_their_step(outcomes: list[dict[str, Any]]) -> None
 
 
 def largest_difference(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
-    """Of the loss at any step, relative."""
+    """Return the largest relative difference of the loss at a step."""
     return max(
         abs(mine["loss"] - other["loss"]) / abs(other["loss"])
         for mine, other in zip(found, expected, strict=True)
@@ -74,35 +70,23 @@ def _wait(what: str, done: Any, running: Any = lambda: True) -> None:
 def kill_during_save(case: dict[str, Any], processes: int, rank: int, out: Path) -> None:
     """SIGKILL to one rank whose writers are at work: they end with it, and the checkpoint before
     continues the run with the same losses."""
-    listing = out / "cases.json"
-    listing.write_text(json.dumps([case]))
-    words = ["-m", "tests.support.saving_worker", "killed", str(listing), str(out)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    folder = out / case["name"]
-    with (out / "killed.log").open("w") as log:
-        started = subprocess.Popen(
-            [sys.executable, *launcher, *words],
-            env=launch.environment(**_REPEATABLE),
-            cwd=launch.ROOT,
-            stdout=log,
-            stderr=log,
-        )
+    folder, log = out / case["name"], out / "killed"
+    started = Ranks.start(worker.work, processes, "killed", [case], out, log=log, **_REPEATABLE)
     listed = [folder / f"writing-{number}.json" for number in range(processes)]
     ranks: list[dict[str, Any]] = []
     try:
-        running = lambda: started.poll() is None  # noqa: E731
-        _wait("writers", lambda: all(file.is_file() for file in listed), running)
+        _wait("writers", lambda: all(file.is_file() for file in listed), started.running)
         ranks = [json.loads(file.read_text()) for file in listed]
         assert len(ranks[rank]["writers"]) > 1
         os.kill(ranks[rank]["rank"], signal.SIGKILL)
         _wait("end of the writers", lambda: all(map(_gone, ranks[rank]["writers"])))
-        assert started.wait(_PATIENCE) != 0
+        started.clear()
+        assert started.codes[rank] != 0
     finally:
         for pid in (pid for found in ranks for pid in (found["rank"], *found["writers"])):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         started.kill()
-        started.wait()
     first, second = (f"step_{step:08d}" for step in (worker.HALF, worker.HALF + 1))
     assert [path.name for path in folder.glob("step_????????")] == [first]
     assert list(folder.glob(f"{second}.*.partial"))

@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass
 class Received:
-    """What came in, run by run.
+    """Requests that came in, by run.
 
     Attributes:
         url: Address of the server.

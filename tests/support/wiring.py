@@ -126,7 +126,7 @@ class Built:
 
     @cached_property
     def recorded(self) -> FakeParts:
-        """What the stages of the run ask of engine, exporter and watch."""
+        """Record the calls that the stages of a run make to engine, exporter and watch."""
         fakes = FakeParts()
         own = dict.fromkeys(("engine", "source", "exporter", "validator", "watch"), fakes)
         saver = replace(self.parts.saver, engine=fakes)

@@ -1,4 +1,4 @@
-"""Where options of a run act: each function reads one of them back from what was built."""
+"""Options of a run where they act: each function reads one of them back from what was built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def stages(built: Built) -> dict[str, tuple[LearningRate, list[StepPlan]]]:
-    """What the engine was given for each stage: its learning rate and the plan of every step."""
+    """Return the learning rate of each stage and the plan of every step, as the engine got them."""
     found: list[tuple[LearningRate, list[StepPlan]]] = []
     for kind, *given in built.recorded.events:
         if kind == "begin":
@@ -78,7 +78,7 @@ def spec(name: str) -> Callable[[Built], Any]:
 
 
 def megatron(name: str) -> Callable[[Built], Any]:
-    """Of megatron's configuration, which its layers and schedules read."""
+    """Return an option of megatron's configuration, which its layers and schedules read."""
     return lambda built: getattr(
         transformer_config(refusals.architecture(), built.config.parallel), name
     )

@@ -52,8 +52,9 @@ class HardKVOptions(BudgetOptions):
         window: Last queries that vote; their tokens are always read.
         sinks: First tokens that are always read.
         interval: Generated tokens between two selections.
-        layout: Freedom of the KV heads of a layer (appendix B.2): `ha`, tokens and their number; `hs`, tokens, of which the heads hold their budgets together; `la`,
-            nothing, where layers differ in number; `ls`, nothing, and as many as the budget.
+        layout: Freedom of the KV heads of a layer (appendix B.2): `ha`, tokens and their
+            number; `hs`, tokens, of which the heads hold their budgets together; `la`, nothing,
+            where layers differ in number; `ls`, nothing, and as many as the budget.
         solver: `gradient` or `binary`; the temperature is solved at a request's first selection.
         kernel: Neighbouring tokens of `snapkv`, an odd number.
         importance: Weight of the attention in `r_kv`.

@@ -108,7 +108,7 @@ def file_in_place_of_run(workspace: Workspace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one case gave: messages with named paths, and what it touched without permission."""
+    """Result of one case: messages with named paths, and files touched without permission."""
 
     messages: list[str]
     code: int

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ from tests.e2e.bad_inputs.cases import (
     train,
 )
 from tests.support import launch, refusals
+from tests.support.fork_server import Started
+from tests.support.ranks import Ranks, dms_train
 from tests.support.refusals import Outcome, Workspace, run_here
 
 # What a run that had begun to train may have written besides checkpoints and exports.
@@ -137,7 +140,9 @@ def _long_run(workspace: Workspace, *overrides: str) -> list[str]:
     return workspace.train("stage.zero_neuron.steps=60", "run.keep_checkpoints=2", *overrides)
 
 
-def _wait_for(path: Path, process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+def _wait_for(
+    path: Path, process: Started | subprocess.Popen[str] | subprocess.Popen[bytes]
+) -> None:
     while not path.exists():
         assert process.poll() is None, f"the run ended before {path} appeared"
         time.sleep(0.05)
@@ -150,16 +155,14 @@ def _run_dir(words: list[str]) -> Path:
 def _with_a_dead_rank(words: list[str]) -> Outcome:
     """Two ranks, the second killed in the middle of training; the output of the first one."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = refusals.start_ranks(words, launch.free_ports(1)[0], Path(folder) / "stderr")
+        ranks = Ranks.start(dms_train, 2, *words[1:], log=Path(folder) / "log")
         try:
-            _wait_for(_run_dir(words) / "checkpoints" / "step_00000002", ranks[0])
-            ranks[1].kill()
-            ranks[0].wait()
+            _wait_for(_run_dir(words) / "checkpoints" / "step_00000002", ranks.processes[0])
+            ranks.signal(1, signal.SIGKILL)
+            ranks.wait(100)
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        return Outcome(code=ranks[0].returncode, stderr=(Path(folder) / "stderr.0").read_text())
+            ranks.kill()
+        return Outcome(code=ranks.codes[0], stderr=ranks.output(0))
 
 
 def _resumes(workspace: Workspace) -> None:

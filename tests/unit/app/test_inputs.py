@@ -1,4 +1,4 @@
-"""What a checkpoint records of the data of its run."""
+"""A checkpoint records the data of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says about its documents before it packs them."""
+"""A run checks its documents before it packs them."""
 
 from __future__ import annotations
 

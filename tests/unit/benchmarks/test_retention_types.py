@@ -129,7 +129,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held_by(oracle, export: Path, tokens: list[int]) -> torch.Tensor:
-    """What the query behind the last token may read of all tokens, bool [l, h, t]."""
+    """Return the tokens that the query after the last token may read, bool [l, h, t]."""
     return visible(oracle(export, tokens)[1], SPEC)[:, :, -1]
 
 

@@ -158,7 +158,7 @@ def test_a_peer_of_another_python_is_started(tmp_path: Path) -> None:
 
 
 class Vllm:
-    """What the peer takes of vLLM, with an engine of one token in 10 ms for every request."""
+    """Stand-in for vLLM: an engine that generates one token in 10 ms for every request."""
 
     __version__ = "9"
     SamplingParams = SimpleNamespace

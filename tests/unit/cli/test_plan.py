@@ -1,4 +1,4 @@
-"""What `dms-plan` prints."""
+"""The output of `dms-plan`."""
 
 from __future__ import annotations
 

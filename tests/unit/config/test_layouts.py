@@ -1,4 +1,4 @@
-"""What does not fit is refused with its rank and size, and the layouts offered instead do fit."""
+"""A layout that does not fit is refused with its rank and size, and those offered instead fit."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def coefficients(prompt: list[str]) -> dict[str, int]:
 
 
 def roots(values: dict[str, int]) -> dict[str, set[int]]:
-    """Those of each equation, by trying all numbers in the polynomial itself."""
+    """Return the roots of each equation, by trying all numbers in the polynomial itself."""
     found = {}
     for names in ("abc", "def", "ghi"):
         a, b, c = (values[name] for name in names)

@@ -49,7 +49,7 @@ def plays(numbers: tuple[int, ...]) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def can_make(numbers: tuple[int, ...], target: int) -> bool:
-    """Whether some play ends in the target, by trying all."""
+    """Return True if some play ends in the target, by trying all."""
     if len(numbers) == 1:
         return numbers[0] == target
     return any(can_make(rest, target) for _, rest in plays(numbers))

@@ -100,7 +100,7 @@ def records(prefix: Path) -> list[Any]:
 
 
 def prompt_tokens(model: str, row: dict[str, Any]) -> list[int]:
-    """What transformers makes of a row."""
+    """Return the tokens that transformers makes of a row."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     if row.get("prompt") is None:
         text = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, tokenize=False)

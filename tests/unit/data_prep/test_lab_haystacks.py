@@ -75,7 +75,7 @@ def chain_answers(prompt: str) -> list[str]:
 
 
 def hidden_tokens(prompt: str) -> int:
-    """Of the lines that hide something."""
+    """Return the tokens of the lines that hide something."""
     return 8 * len(NEEDLE.findall(prompt)) + 7 * len(ASSIGNMENT.findall(prompt))
 
 

@@ -30,7 +30,7 @@ def terms(side: str) -> list[tuple[int, bool]]:
 
 
 def solve(prompt: str) -> float:
-    """Of the equation, from the values of left minus right at 0 and 1."""
+    """Solve the equation, from the values of left minus right at 0 and 1."""
     left, right, unknown = PROMPT.fullmatch(prompt).groups()
     at = [eval(f"({left}) - ({right})", {unknown: x}) for x in (0, 1)]
     return -at[0] / (at[1] - at[0])

@@ -434,7 +434,7 @@ def test_a_damaged_row_of_a_csv_file_is_named(
 
 
 def page_of(path: Path) -> int:
-    """Where the problems of rows 30 to 59 begin."""
+    """Return the page on which the problems of rows 30 to 59 begin."""
     from pyarrow import parquet
 
     column = parquet.read_metadata(path).row_group(1).column(0)

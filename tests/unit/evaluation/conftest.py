@@ -58,7 +58,7 @@ def tokenizer(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory, tokenizer, load) -> EvaluationTarget:
-    """Of DMS."""
+    """Return a specification of DMS."""
     return recorded_target(tmp_path_factory.mktemp("models"), SPEC, tokenizer, load)
 
 

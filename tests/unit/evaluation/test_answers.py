@@ -1,4 +1,4 @@
-"""What counts as the right answer: gold answers in their form are, near misses are not."""
+"""Right and wrong answers: gold answers in any form are accepted, near misses are not."""
 
 from __future__ import annotations
 

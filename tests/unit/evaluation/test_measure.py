@@ -163,7 +163,7 @@ def greedy(model, prompt: list[int], tokens: int) -> list[int]:
 
 
 def test_examine(target, load):
-    """What transformers continues with is what the exam asks for: one model solves everything."""
+    """A model that solves everything gets every problem right."""
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(target.teacher)

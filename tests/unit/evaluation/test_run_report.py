@@ -65,7 +65,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """What a browser would see: attributes, table rows, pictures and the embedded rows."""
+    """A page as a browser sees it: attributes, table rows, pictures and the embedded rows."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -223,7 +223,7 @@ def write(path, **values):
 
 
 def fastdms_file(directory, name):
-    """Where FastDMS looks for this file: the log lies one folder up."""
+    """Return the path at which FastDMS looks for this file: the log lies one folder up."""
     return (directory.parent if name == LOG_FILE else directory) / name
 
 

@@ -82,7 +82,7 @@ def refused(read: Any, *arguments: Any) -> str | None:
 
 
 def read_all(directory: Path) -> None:
-    """What the commands read of a model before they compute."""
+    """Read everything that the commands read of a model before they compute."""
     read_stop_ids(directory)
     describe(directory)
     _dtype(read_config(directory))
@@ -130,7 +130,7 @@ def test_config_json_is_read_or_refused_in_one_line_that_names_the_key(export, f
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_computes_the_same_of_a_config_that_is_accepted(export, ids, family):
-    """Where transformers accepts it too; of each key that a model is computed from."""
+    """Logits are those of transformers for each key that a model is computed from."""
     import transformers
 
     directory = export(family, None)
@@ -201,7 +201,7 @@ def test_what_an_export_states_of_its_method_is_read_or_refused(export, family, 
 
 
 def test_settings_outside_config_json_are_read_or_refused(export):
-    """Of FastDMS' trainer, whose config.json is that of the dense model."""
+    """Settings of FastDMS' trainer, whose config.json is that of the dense model."""
     directory = export("llama", None)
     sound = {"window_size": 8, "alpha_scale": 50.0, "alpha_offset": 4.0, "target_cr": 4}
     for key in sound:

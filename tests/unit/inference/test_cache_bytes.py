@@ -48,7 +48,7 @@ def held_bytes(cache: Any) -> int:
 
 
 def table_bytes(layers: int, heads: int, page_slots: int, window: int) -> int:
-    """What the guide says of page tables, lengths and the tokens in the window."""
+    """Return the bytes of page tables, lengths and window by the formula of the guide."""
     pages = -(-LONGEST // page_slots) + 1
     return layers * heads * ROWS * (8 * pages + 4 * (window + 1)) + 1024
 

@@ -1,4 +1,4 @@
-"""What transformers asks of a cache beyond attention, and models that draft for each other.
+"""Cache operations of transformers beyond attention, and models that draft for each other.
 
 The truth is a forward pass over the whole text in which evicted tokens are masked.
 """
@@ -65,7 +65,7 @@ def assert_same(found, expected):
 
 
 def needed_and_gone(m, tokens, stay):
-    """Whether a token is evicted after all of them, and readable or undecided after `stay`."""
+    """Return True if a token is evicted after all, and readable or undecided after `stay`."""
     numbers = m.model.layers[0].self_attn.dms.numbers
     decisions = m.dms_decision_logits(tokens)[:, 0] > 0
     length, found = tokens.shape[1], False

@@ -1,4 +1,4 @@
-"""What is loaded: tied heads, export formats, the adapter variant, refusals."""
+"""Models that are loaded: tied heads, export formats, the adapter variant, refusals."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_fp8_pages_hold_every_state_rounded_once(alpha_offset: float) -> None:
 
 
 def test_fp8_pages_change_the_logits_a_little(folder: Callable[..., Path]) -> None:
-    """Of a prompt in two parts and decoded tokens; decisions of the second layer may change."""
+    """FP8 changes logits of a prompt in two parts and of decoded tokens by little."""
     directory, ids = folder("llama", dmc(0.0)), random_ids(24, seed=3)
     exact = LLM(directory, kernels="reference", device=DEVICE.type).logits(ids)
     how = {"cache_dtype": "fp8", "prefill_chunk": 11, "page_slots": PAGE}

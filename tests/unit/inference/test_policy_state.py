@@ -1,4 +1,4 @@
-"""What a cache keeps for its policy: by row, for as long as the row has its request."""
+"""A cache keeps state for its policy by row, for as long as the row has its request."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def start(directory):
 
 
 def usage(engine: InferenceEngine) -> tuple:
-    """What the cache holds: slots, pages in use, bytes, free rows."""
+    """Return slots, pages in use, bytes and free rows of the cache."""
     cache = engine._runner.cache
     live = int(cache.live(torch.arange(ROWS, device=DEVICE)).sum())
     return live, cache.used_pages, cache.allocated_bytes, engine.free_rows

@@ -72,7 +72,7 @@ def test_the_temperature_acts_before_top_p() -> None:
 
 @pytest.mark.parametrize("step", [0.0, 1.0, 1e-3], ids=["equal", "few values", "any values"])
 def test_tokens_are_drawn_from_what_loops_leave(step: float) -> None:
-    """Of equal scores the first ones are left, also where a share is reached exactly."""
+    """The first of equal scores are kept, also where a share is reached exactly."""
     torch.manual_seed(1)
     logits = (torch.randn(600) / max(step, 1e-9)).round() * step
     shares = (1e-9, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99999)

@@ -14,7 +14,7 @@ LENGTHS = [[0, 7], [1, 90], [33, 80]]
 
 
 def page_bounds(cache):
-    """Of the keys that are live; anything in pages that no list holds."""
+    """Return bounds of the live keys; pages that no list holds have arbitrary ones."""
     bounds = torch.full((len(cache.pages), 2, cache.pages.shape[-1]), 7.0, device=DEVICE)
     for row, lengths in enumerate(cache.lengths.tolist()):
         for head, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Which backend a configured name stands for, and what is refused."""
+"""The backend of a configured name, and names that are refused."""
 
 from __future__ import annotations
 

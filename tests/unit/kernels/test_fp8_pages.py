@@ -33,13 +33,13 @@ def content():
 
 
 def in_use():
-    """Which slots the lists fill, bool [1, h, p, 1, s, 1]."""
+    """Return the slots that the lists fill, bool [1, h, p, 1, s, 1]."""
     slot = torch.arange(PLACES * SLOTS, device=DEVICE).view(PLACES, 1, SLOTS, 1)
     return slot < LENGTHS[..., None, None, None, None]
 
 
 def stored_lists(stored, exponents):
-    """What pages and exponents say, [1, h, p, 2, s, d]."""
+    """Return the values of pages and exponents, [1, h, p, 2, s, d]."""
     return stored[TABLE.long()].float() * exponents.float().exp2()[..., None, None]
 
 

@@ -33,7 +33,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> Any:
-    """What the product before leaves of a residual stream."""
+    """Return a residual stream as the product before it leaves it."""
     after = triton_linear.normed_input(x, EPSILON)
     after.scaled.copy_(x * weight)
     for number, block in enumerate(x.split(triton_linear.ROWS, 1)):

@@ -1,4 +1,4 @@
-"""What kernels read and write around a chunk of prompts, against plain loops."""
+"""Kernels around a chunk of prompts read and write what plain loops do."""
 
 from __future__ import annotations
 

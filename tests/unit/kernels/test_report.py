@@ -1,4 +1,4 @@
-"""What the host learns after a step: several tensors behind each other."""
+"""The host reads several tensors after a step in one copy."""
 
 from __future__ import annotations
 

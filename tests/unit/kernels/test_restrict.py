@@ -34,7 +34,7 @@ KINDS = [
 
 
 def sampled(logits: Tensor, params: list[SamplingParams], keys: Tensor) -> list[int]:
-    """What the kernel draws for rows, each of them in use."""
+    """Return the tokens that the kernel draws for rows, each of them in use."""
     temperature, top_p, log_min_p = torch.tensor(
         [[p.temperature, p.top_p, p.log_min_p] for p in params], dtype=torch.float64, device=DEVICE
     ).T.contiguous()
@@ -60,7 +60,7 @@ def random_keys(count: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [1, 7, 1025, 3000])
 def test_tokens_are_drawn_from_what_is_left(vocab: int, dtype: torch.dtype) -> None:
-    """Of rows with different parameters; 16-bit logits are often equal."""
+    """Rows have different parameters; 16-bit logits are often equal."""
     torch.manual_seed(vocab)
     logits = (2 * torch.randn(len(KINDS), vocab, device=DEVICE)).to(dtype)
     keys = random_keys(len(KINDS))
@@ -119,7 +119,7 @@ def test_of_equal_logits_the_first_are_left(make, temperature: float) -> None:
 
 
 def test_every_token_that_is_left_is_drawn_and_no_other() -> None:
-    """Of 1000 equal tokens top-p 0.004 leaves exactly four."""
+    """Top-p 0.004 leaves exactly four of 1000 equal tokens."""
     keys = torch.arange(25, device=DEVICE) * 7919
     for params in (SamplingParams(top_p=0.004), SamplingParams(top_k=4)):
         logits = torch.zeros(len(keys), 1000, device=DEVICE)

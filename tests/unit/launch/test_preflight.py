@@ -17,7 +17,7 @@ EIGHT = 'for i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)";
 
 
 def node(folder: Path, nvidia_smi: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What node.sh does with a module that prints a line, in a run folder of that name."""
+    """Run node.sh with a module that prints a line, in a run folder of that name."""
     programs, run = folder / "bin", folder / "run"
     programs.mkdir()
     run.mkdir()

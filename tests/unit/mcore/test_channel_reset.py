@@ -36,7 +36,7 @@ Build = Callable[..., McoreEngine]
 
 
 class Facts(NamedTuple):
-    """Of one family and preset.
+    """Facts about one family and preset.
 
     before, after: logits of the last zeroing step and of the inference rule.
     decisions: decision logits after the reset.
@@ -198,7 +198,7 @@ def test_eviction_channel_rows_lose_weight_and_moments_and_others_lose_nothing(
 
 
 def borrowed_rows(preset: str, name: str, engine: McoreEngine) -> list[int]:
-    """Of a Hugging Face tensor: DMS borrows from the first query head of a KV head, DMC from all.
+    """Return the channel's rows of a tensor: in the first query head for DMS, in all for DMC.
 
     DMC also borrows the channel of every key.
     """

@@ -144,7 +144,7 @@ def test_it_appears_whole_and_at_once(
     writing, go, fsync = tmp_path / "writing", tmp_path / "go", os.fsync
 
     def slow(file: int) -> None:
-        """What the writing process calls at its end."""
+        """Delay the call that the writing process makes at its end."""
         writing.touch()
         while not go.exists():
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What is filled in for megatron-core is what torch and megatron would have made."""
+"""Values filled in for megatron-core equal those that torch and megatron would have made."""
 
 from __future__ import annotations
 

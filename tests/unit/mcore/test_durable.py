@@ -27,7 +27,7 @@ def engine(build: Callable[..., McoreEngine]) -> McoreEngine:
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
-    """What was synchronised and renamed, in order, also by the processes that write."""
+    """Record what is synchronised and renamed, in order, also by the processes that write."""
     file = tmp_path / "journal"
     fsync, replace = os.fsync, os.replace
 

@@ -1,4 +1,4 @@
-"""Which layers are chosen, and that Transformer Engine's names meet those of a model without it.
+"""The choice of layers; Transformer Engine's names meet those of a model without it.
 
 Without Transformer Engine megatron-core puts mocks in its place, so nothing here builds its layers:
 `tests/golden/layer_names.json` was recorded with the real ones (`tests/gpu/test_layers.py`).

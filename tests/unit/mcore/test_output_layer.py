@@ -20,7 +20,7 @@ from tests.support import tiny
 
 
 def gradients(view: ParallelView, family: str, loss: Any, *, fused: bool) -> dict[str, Any]:
-    """Of two microbatches; only the output layer follows `fused`."""
+    """Return gradients of two microbatches; only the output layer follows `fused`."""
     architecture = tiny.architecture(family, num_layers=1)
     spec = PRESETS["dms"].override(window=4)
     options = TrainEngineOptions(parallel=ParallelOptions(), optim=OptimOptions(lr=1e-3), seed=7)

@@ -1,4 +1,4 @@
-"""What an evaluation counts for each KV head, against the decisions of each text."""
+"""An evaluation counts for each KV head what the decisions of each text give."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def engine(view: ParallelView, **parallel: Any) -> McoreEngine:
 
 
 def kept_bytes(built: McoreEngine, loss: Any) -> int:
-    """Of all tensors that a pass keeps for its backward pass, storage by storage."""
+    """Return the bytes of all tensors that a pass keeps for its backward pass."""
     kept: list[Tensor] = []  # referenced to the end, so that no address is used twice
 
     def keep(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ Loss = Callable[[Projection], Tensor]
 
 
 def projection(seed: int, dtype: torch.dtype = torch.float32) -> Projection:
-    """Of 7 positions of 3 samples; rows of padding with enormous values."""
+    """Return a projection of 7 positions of 3 samples; padding rows hold enormous values."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(7, 3, HIDDEN, generator=generator).to(dtype)
     weight = torch.randn(WIDTH, HIDDEN, generator=generator)

@@ -53,7 +53,7 @@ def holder(path: Path) -> Iterator[BaseProcess]:
 
 
 def write(path: Path, left: Holder, age: float = 0.0) -> None:
-    """What a holder left, not touched for so many seconds."""
+    """Write the file that a holder left, not touched for so many seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(left)))
     os.utime(path, (time.time() - age,) * 2)

@@ -152,7 +152,7 @@ PLACES = [(route, field) for route, fields in VALID.items() for field in fields]
 
 
 def refused(status: int, answer: Any) -> bool:
-    """Whether a request was refused in OpenAI's shape."""
+    """Return True if a request was refused in OpenAI's shape."""
     if status == 200:
         return False
     assert 400 <= status < 500, answer

@@ -121,7 +121,7 @@ def test_the_tables_name_every_field_of_openai():
 
 
 def content(answer: Any) -> Any:
-    """What a client sees of an answer, without what differs from request to request."""
+    """Return an answer as a client sees it, without what differs from request to request."""
     if isinstance(answer, str):  # a stream
         parts = [line.partition("data: ")[2] for line in answer.splitlines() if line]
         return [part.partition('"choices"')[2] for part in parts]

@@ -1,4 +1,4 @@
-"""Which checkpoints are waited for, kept, deleted and required; over a slow engine."""
+"""Checkpoints that are waited for, kept, deleted and required, with a slow engine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Workspace:
         self.saver.save(TrainState(step=step), **how)
 
     def unfinished(self) -> list[str]:
-        """What is left when everything is deleted."""
+        """Return what is left when everything is deleted."""
         self.saver._removals.wait(60)
         return [path.name for path in self.folder.glob("*.partial")]
 

@@ -27,7 +27,7 @@ def text(config: RunConfig, job: Job = TRAIN) -> str:
 
 
 def line(pattern: str, job: Job = TRAIN) -> Callable[[RunConfig], str | None]:
-    """What follows a text in the script; None where it is absent."""
+    """Return the line after a text in the script, or None where it is absent."""
 
     def read(config: RunConfig) -> str | None:
         found = re.search(rf"{re.escape(pattern)}(\S+)", text(config, job))
@@ -37,7 +37,7 @@ def line(pattern: str, job: Job = TRAIN) -> Callable[[RunConfig], str | None]:
 
 
 def gpu(config: RunConfig) -> bool:
-    """Whether a model that no GPU of that name can hold is refused."""
+    """Return True if a model that no GPU of that name can hold is refused."""
     try:
         check(config, world_size=1, architecture=configs.KNOWN["qwen3_32b"])
     except ConfigError as error:

@@ -81,7 +81,7 @@ def documents(p: Prepared) -> list[Any]:
 
 
 def refusal(p: Prepared) -> str:
-    """Of the documents; empty if nothing is refused."""
+    """Return the refusal of the documents; empty if nothing is refused."""
     try:
         documents(p)
     except EvaluationError as error:
@@ -107,7 +107,7 @@ def evaluated(p: Prepared) -> list[dict[str, Any]]:
 
 
 def checker(name: str) -> Callable[[Prepared], Any]:
-    """Of what compares answers in a run."""
+    """Return an attribute of the object that compares answers in a run."""
 
     def read(p: Prepared) -> Any:
         made: list[AnswerChecker] = []
@@ -322,7 +322,7 @@ class Validated(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where files of a test are written, and the models that read them."""
+    """Folder of a test's files, and the models that read them."""
 
     folder: Path
     target: EvaluationTarget

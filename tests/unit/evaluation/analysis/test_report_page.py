@@ -38,7 +38,7 @@ OUTSIDE = "http://127.0.0.1:9/image.png"
 
 
 def tokens_of(document: int, chain: int) -> int:
-    """Of one to four digits: the order of such numbers is not that of their texts."""
+    """Return tokens of one to four digits: the order of such numbers is not that of their texts."""
     return (7 * document + 3 * chain) ** 2 % 1300 + 8
 
 
@@ -107,7 +107,7 @@ def run_id(method: str) -> str:
 
 
 def number(text: str) -> float:
-    """What a cell shows; of an interval the lower end."""
+    """Return the number that a cell shows, or the lower end of an interval."""
     return float(text.split(", ")[0].strip("[]").replace(",", ""))
 
 

@@ -130,7 +130,7 @@ class HardKV(RKV):
                 self.hidden[g] = set()
 
     def fill(self, layout, votes, forced):
-        """Where budgets are fixed, the most voted tokens of a list, or of all, are not hidden."""
+        """With fixed budgets, the most voted tokens of a list, or of all lists, stay visible."""
         groups = {"ls": [[g] for g in votes], "hs": [list(votes)]}.get(layout, [])
         for group in groups:
             left = self.budget * len(group) - sum(len(forced[g] & self.held[g]) for g in group)
@@ -232,7 +232,7 @@ def test_the_rule_is_kept_in_mixed_batches(build, chunk, options):
 
 
 def selected(position, votes, budget):
-    """What a policy with a full cache leaves of tokens with so many votes."""
+    """Return the tokens that a policy with a full cache keeps, given their votes."""
     end = len(position)
     one = [torch.tensor([x]) for x in (end - 1, end, end, 99, 0)]
     state = torch.zeros(1, 1, end, 3)

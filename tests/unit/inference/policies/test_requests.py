@@ -1,4 +1,4 @@
-"""What must hold for every registered policy, through the engine: batches, forks, turns.
+"""Properties of every registered policy, through the engine: batches, forks, turns.
 
 A policy that is registered later is tested with a small budget; options of interest are listed.
 """
@@ -66,7 +66,7 @@ def options(policy, own, **how) -> EngineOptions:
 
 
 def trained_for(policy):
-    """What the model must have been trained for; DMS where the policy does not say."""
+    """Return the method that the model must be trained with; DMS if the policy does not say."""
     kind = policy if policy in policy_names() and policy_kind(policy).trained else "dms"
     return PRESETS[kind].override(alpha_offset=0.0) if kind == "dmc" else small_spec(kind)
 
@@ -76,7 +76,7 @@ def built(policy, own):
 
 
 def has(policy, own, hook) -> bool:
-    """Whether a policy has a hook of its own."""
+    """Return True if a policy has a hook of its own."""
     return getattr(type(built(policy, own)), hook) is not getattr(CachePolicy, hook)
 
 
@@ -160,7 +160,7 @@ def test_a_budget_of_the_whole_request_gives_the_logits_of_the_model(model, poli
 
 
 def logprobs(outputs):
-    """Of the likeliest tokens at every position."""
+    """Return log-probabilities of the likeliest tokens at every position."""
     entries = [entry for o in outputs for entry in o.outputs[0].logprobs]
     return torch.tensor([list(entry.top.values()) for entry in entries]).flatten()
 

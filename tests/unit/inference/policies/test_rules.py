@@ -1,4 +1,4 @@
-"""What each policy keeps, against loops over its published rule, in both caches."""
+"""Each policy keeps what loops over its published rule keep, in both caches."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""Training in one go, with a save and a load in between, and with another layout after the load.
-
-torchrun ... -m tests.support.resume_worker OUT_FOLDER
-"""
+"""Training in one go, with a save and a load in between, and with another layout after the load."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +111,9 @@ def other_layout(source: str, layout: str, dtype: str, view: ParallelView, out: 
     keep(engine, train(engine, HALF, STEPS), out / f"{source}-to-{layout}-{dtype}")
 
 
-def main() -> None:
+def work(out: Path) -> None:
+    """Train, save and resume in every layout; results are written to `out`."""
     torch.use_deterministic_algorithms(mode=True)
-    out = Path(sys.argv[1])
     for layout, dtype in SAME:
         view = groups.start(ParallelOptions(**LAYOUTS[layout]), seed=1)
         same_layout(layout, dtype, view, out)
@@ -127,7 +123,3 @@ def main() -> None:
         other_layout(source, layout, dtype, view, out)
         groups.stop(keep_process_group=True)
     groups.stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Checkpoints written while training continues, beside those that training waits for.
 
-torchrun ... -m tests.support.saving_worker overlap|moved|killed|resumed CASES.json OUT_FOLDER
-
 `moved` continues in another layout what `overlap` saved. `killed` holds the writers of its second
 checkpoint and trains until it is killed.
 """
@@ -13,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,8 +216,9 @@ def resumed(case: Case, view: ParallelView, out: Path) -> dict[str, Any]:
     return {"newest": newest.name, "passed": passed, "whole": whole, "rows": rows}
 
 
-def main() -> None:
-    what, cases, out = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+def work(what: str, cases: list[Case], out: Path) -> None:
+    """Run one of the functions above for all cases; rank 0 writes what they return."""
+    action = {"overlap": overlap, "moved": moved, "killed": killed, "resumed": resumed}[what]
     for case in cases:
         torch.use_deterministic_algorithms(case["exact"], warn_only=True)
         view = groups.start(ParallelOptions(**case["parallel"]), seed=1)
@@ -228,14 +226,8 @@ def main() -> None:
         if view.rank == 0:
             folder.mkdir(exist_ok=True)
         groups.value_of_rank_0(None)
-        action = {"overlap": overlap, "moved": moved, "killed": killed, "resumed": resumed}[what]
-        outcome = action(case, view, folder)
-        gathered = groups.values(outcome)
+        gathered = groups.values(action(case, view, folder))
         if view.rank == 0:
             (folder / f"{what}.json").write_text(json.dumps(gathered))
         groups.stop(keep_process_group=True)
     groups.stop()
-
-
-if __name__ == "__main__":
-    main()

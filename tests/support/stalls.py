@@ -1,14 +1,9 @@
-"""Ranks that stall, and ranks that only take long.
-
-torchrun ... -m tests.support.stuck_worker deadlock|patient FOLDER
-torchrun ... -m tests.support.stuck_worker reads WORDS    `dms-train WORDS`, rank 1's disk hangs
-"""
+"""Ranks that stall, and ranks that only take long."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from dms_train.app.watch import end_hanging_run
-from dms_train.cli import train
 from dms_train.data.tokens import TokenSamples
 from dms_train.mcore import groups
 from dms_train.mcore.options import ParallelOptions
@@ -24,6 +18,7 @@ from dms_train.observe import log
 from dms_train.observe.heartbeats import Heartbeats
 from dms_train.observe.state_files import StateFiles
 from tests.support.meeting import meet
+from tests.support.ranks import dms_train
 
 TIMEOUT_SECONDS = 12.0
 STEP = 3  # the last one whose samples can be read
@@ -46,12 +41,11 @@ def hang_the_disk(first: int) -> None:
     TokenSamples.__getitem__ = read  # type: ignore[method-assign]
 
 
-def train_with_a_hanging_disk(words: list[str]) -> None:
+def train_with_a_hanging_disk(*words: str) -> int:
     """Samples of the global batch (8) that follows some step never arrive on rank 1."""
     if os.environ["RANK"] == "1":
         hang_the_disk(8 * STEP)
-    sys.argv = ["dms-train", *words]
-    train.main()
+    return dms_train(*words)
 
 
 class Together:
@@ -74,7 +68,7 @@ class Together:
         self.folder = folder
 
     def others_waited(self, patiences: float) -> bool:
-        """Whether rank 1 has waited for that many times the limit."""
+        """Return True if rank 1 has waited for that many times the limit."""
         try:
             report = json.loads((self.folder / "ranks" / "1").read_text())
         except (FileNotFoundError, ValueError):  # it is just writing
@@ -93,23 +87,16 @@ class Together:
             dist.barrier(group=mine)
 
 
-def main() -> None:
-    mode, *words = sys.argv[1:]
-    if mode == "reads":
-        train_with_a_hanging_disk(words)
-        return
-    folder = Path(words[0])
-    if mode == "patient":
-        ranks = Together(folder, TIMEOUT_SECONDS)
-        with ranks.heartbeats.phase("other" if ranks.view.rank == 0 else "step"):
-            assert groups.of_rank_0(ranks.take_long) == "done"
-    else:
-        # on a busy machine the stall may be noticed late, but before the process group gives up
-        ranks = Together(folder, 10 * TIMEOUT_SECONDS)
-        ranks.wait_for_each_other()
+def patient(folder: Path) -> None:
+    """Rank 1 waits for rank 0, which is slow but works."""
+    ranks = Together(folder, TIMEOUT_SECONDS)
+    with ranks.heartbeats.phase("other" if ranks.view.rank == 0 else "step"):
+        assert groups.of_rank_0(ranks.take_long) == "done"
     ranks.heartbeats.stop()
     groups.stop()
 
 
-if __name__ == "__main__":
-    main()
+def deadlock(folder: Path) -> None:
+    """Each rank waits for the other."""
+    # on a busy machine the stall may be noticed late, but before the process group gives up
+    Together(folder, 10 * TIMEOUT_SECONDS).wait_for_each_other()
