@@ -233,9 +233,10 @@ class BudgetPagedCache(PagedKVCache):
 
     def _choice_of(self, token: Step) -> Choice | None:
         """Return which tokens leave after a step; None for none."""
-        rule, end = self._budget_rule, token.position.long() + 1
+        rule = self._budget_rule
         if rule.evicts == policies.NEVER:
             return None
+        end = token.position.long() + 1
         if rule.evicts == policies.OLDEST:  # decided before the next token is attended
             sequences = self._requests.sequences(token.rows, end, end + 1)
             return Choice(OLDEST, *self.policy.limits(sequences))
@@ -298,7 +299,8 @@ class BudgetPagedCache(PagedKVCache):
         sequences = self._requests.sequences(
             rows, start, end, self._recent_queries(layer, rows, end)
         )
-        if not bool(self.policy.evicts_after(sequences).any()):
+        waits = self._budget_rule.evicts == policies.NEVER
+        if waits and not bool(self.policy.evicts_after(sequences).any()):
             return
         slots = self._contents(layer, rows)._replace(sequences=sequences)
         if self._scored:
@@ -329,7 +331,7 @@ class BudgetPagedCache(PagedKVCache):
         return Attended(output, mask.sum((2, 3)))
 
     def _mark_oldest(self, layer: int, rows: Tensor) -> None:
-        """Mark the tokens that StreamingLLM evicts when the next token arrives."""
+        """Mark the token of each KV list that leaves when the next one arrives."""
         position = self._stored_positions(layer, rows)
         following = position.amax((1, 2)) + 1
         limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))

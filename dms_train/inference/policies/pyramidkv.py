@@ -35,9 +35,7 @@ class PyramidKVOptions(SnapKVOptions):
 class PyramidKVPolicy(SnapKVPolicy):
     """Keep fewer tokens in each following layer."""
 
-    def __init__(self, options: PyramidKVOptions) -> None:
-        super().__init__(options)
-        self._beta = options.beta
+    options: PyramidKVOptions
 
     def kept(self, slots: Slots, sequences: Sequences) -> Tensor:
         """Return the layer's budget and the window, int64 [b]."""
@@ -45,7 +43,7 @@ class PyramidKVPolicy(SnapKVPolicy):
             super().kept(slots, sequences),
             sequences.end,
             window=self.protected,
-            beta=self._beta,
+            beta=self.options.beta,
             layer=slots.layer,
             layers=sequences.layers,
         )

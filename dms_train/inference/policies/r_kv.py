@@ -56,14 +56,15 @@ class RKVOptions(ScoreOptions):
 class RKVPolicy(ScorePolicy):
     """Evict at the end of a prompt, and regularly from then on."""
 
+    options: RKVOptions
+
     def __init__(self, options: RKVOptions) -> None:
         super().__init__(options)
-        self._own = options
         self.recent_queries = self.protected = options.window
 
     def slot_scores(self, slots: Slots, sequences: Sequences) -> Tensor:
         """Return importance minus redundancy, [b, h, s]."""
-        o = self._own
+        o = self.options
         inside = newest(slots.position, sequences.end, o.window)
         logits, _, real = window_logits(slots, sequences)
         logits = logits.amax(2).masked_fill(inside[:, :, None], torch.finfo(logits.dtype).min)
