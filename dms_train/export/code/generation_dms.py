@@ -81,7 +81,7 @@ class Pages(CompactCache):
         assert slots.value is not None
         nothing = NewTokens(numbers.new_full((b, 1), -1), slots.key, slots.value, None)
         places = torch.arange(b, device=rows.device)
-        copy._settle(places, numbers[..., :0], slots, slots.state[:, :, :0], nothing)
+        copy._write_back(places, numbers[..., :0], slots, slots.state[:, :, :0], nothing)
         return copy
 
 

@@ -188,7 +188,7 @@ class CompactCache(HostDrivenCache):
         slots = join(stored, arrival)._replace(sequences=sequences)
         slots = slots._replace(state=self.policy.on_store(slots, arrival))
         if single:
-            table, lengths = self._settle(rows, numbers, slots, stored.state, arrival)
+            table, lengths = self._write_back(rows, numbers, slots, stored.state, arrival)
             done = self._attend_stored(slots, self._numbers(table, lengths), grouped[:, :, :, 0])
         else:
             assert slots.key is not None
@@ -199,7 +199,7 @@ class CompactCache(HostDrivenCache):
             output, weights = attend_slots(query, slots.key, slots.value, wide, second)
             if observes(self.policy):
                 slots = slots._replace(state=self.policy.observe(slots, received(weights, mask)))
-            self._settle(rows, numbers, slots, stored.state, arrival)
+            self._write_back(rows, numbers, slots, stored.state, arrival)
             done = Attended(output, wide.any(2).sum((2, 3)))
         self._state.store(layer, rows, sequences.lists)
         if layer == len(self._tables) - 1 and balances(self.policy):
@@ -223,7 +223,7 @@ class CompactCache(HostDrivenCache):
             assert slots.key is not None
             nothing = slots.key[:, :, :0]
             arrival = NewTokens(end[:, None] - 1, nothing, nothing, None)
-            self._settle(rows, numbers, slots, slots.state, arrival)
+            self._write_back(rows, numbers, slots, slots.state, arrival)
             self._state.store(layer, rows, lists)
 
     def _kv_lists(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,7 +286,7 @@ class CompactCache(HostDrivenCache):
         chosen = held if chosen is None else chosen & held
         return attend_chosen(self.pool, numbers, chosen, query, second)
 
-    def _settle(
+    def _write_back(
         self, rows: Tensor, numbers: Tensor, slots: Slots, before: Tensor, arrival: NewTokens
     ) -> tuple[Tensor, Tensor]:
         """Drop the evicted tokens and store the rest. Returns the new page table and lengths.

@@ -370,7 +370,7 @@ class PagedKVCache:
             self._wide.write(table, exponents, chunk.lengths, changed)
             self._exponents[layer, rows] = exponents
         self.lists.release(lists, lengths)
-        reads = prompt.settle(chunk, before, self._rings[layer], rows, self._rule.source)
+        reads = prompt.commit_prefill(chunk, before, self._rings[layer], rows, self._rule.source)
         return Attended(output, reads)
 
     def _prompt_pages(

@@ -110,7 +110,7 @@ def changed_pages(before: PrefillState, window: int, places: int, page_slots: in
     return kernels.changed_pages(before.lengths, slots, places, page_slots)
 
 
-def settle(
+def commit_prefill(
     chunk: PrefillChunk, before: PrefillState, ring: Tensor, rows: Tensor, source: int
 ) -> Tensor:
     """Note the last tokens of a chunk in the ring, and count what its queries attend.
