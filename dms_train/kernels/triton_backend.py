@@ -25,6 +25,7 @@ from dms_train.kernels.layers.triton_norm import add_norm
 from dms_train.kernels.layers.triton_rope import rotate
 from dms_train.kernels.layers.triton_sample import sample, sample_workspace
 from dms_train.kernels.layers.triton_swiglu import swiglu
+from dms_train.kernels.prefill.sparse import extend_prompt, plan_chunk
 from dms_train.kernels.prefill.triton_fp8 import read_fp8_pages, write_fp8_pages
 from dms_train.kernels.prefill.triton_state import changed_pages, commit_prefill, read_ring
 
@@ -41,9 +42,11 @@ __all__ = [
     "commit_prefill",
     "copy_shared_pages",
     "embed",
+    "extend_prompt",
     "linear",
     "linear_workspace",
     "normed_input",
+    "plan_chunk",
     "read_fp8_pages",
     "read_ring",
     "release_pages",

@@ -269,8 +269,8 @@ class CapturableCache(KVCache, Protocol):
     Attributes:
         captures_prompts: Whether chunks of prompts can be captured as CUDA graphs too.
         decodes_prompts: Whether the last token of a prompt can be computed like a generated one.
-        eviction_interval: Generated tokens between two that must not be captured, because the
-            policy's hooks evict after them; None if there are none.
+        eviction_interval: Number of generated tokens after which the policy's hooks evict; the
+            last one of them is not computed by captured steps. None if the hooks are not used.
     """
 
     captures_prompts: bool

@@ -331,6 +331,7 @@ class PagedKVCache:
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
         """Store and attend the next tokens of prompts with the kernels."""
+        kernels = dispatch.triton_kernels()
         rows, query, arrival, pages, begins, whole = tokens
         window, (n, d) = self._rings.shape[-1] - 1, query.shape[2:]
         real = None if whole else arrival.position >= 0
@@ -342,7 +343,7 @@ class PagedKVCache:
             before = prompt.state_before(*stored, rows, seen, self._rule.source)
         evicted = prompt.evictions(before, arrival.signal, n, real, self._rule)
         count = None if real is None else real.sum(1, dtype=torch.int32)
-        chunk = prefill.plan_chunk(evicted, before, window, count)
+        chunk = kernels.plan_chunk(evicted, before, window, count)
         size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
         table = self._allocate(layer, rows, lists, lengths, pages)
@@ -353,7 +354,7 @@ class PagedKVCache:
                 table = self.lists.copy_on_write(layer, rows, lists, changed)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
-            output = prefill.extend_prompt(
+            output = kernels.extend_prompt(
                 Tokens(query, arrival.key, arrival.value),
                 chunk,
                 before,

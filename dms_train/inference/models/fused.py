@@ -1,10 +1,10 @@
-"""A decode step of a decoder in six kernels a layer, over the decoder's own weights.
+"""Decode step of a decoder in six kernels per layer, over the decoder's own weights.
 
 A layer is a product for queries, keys and values; storage in the cache, with RoPE and the eviction
 decision; attention; and three more products. RMSNorm, SwiGLU and the residual additions are parts
 of the products. Triton is imported on first use.
 
-Shape letters: m tokens, one of each sequence; h query heads; g KV heads; d head size; c hidden
+Shape letters: m tokens, one per sequence; h query heads; g KV heads; d head size; c hidden
 size; f width of the MLP.
 """
 
@@ -23,17 +23,17 @@ from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.kernels.layers.types import EmbeddingTables, LinearWorkspace, NormedInput
 
-_SEQUENCES = 64  # that a program of a product takes
+_SEQUENCES = 64  # of a program of a product
 _SHARED_BYTES = 192 * 2**10  # of a program of the largest product; an H100 has 227 KiB
 _CACHED_BYTES = 16 * 2**20  # of weights that stay in the L2 cache of an H100 or H200
 
 
-def suits(decoder: Decoder, sequences: int) -> bool:
-    """Whether the kernels compute a step of so many sequences, and no slower than torch does.
+def can_fuse(decoder: Decoder, sequences: int) -> bool:
+    """Return whether the kernels compute a step of this many sequences, and as fast as torch.
 
-    They do not where decisions come from an adapter, nor on a GPU with too little shared memory.
-    With more sequences than a program takes, products read their weights several times, which must
-    lie in the L2 cache then.
+    They do not support decisions from an adapter, nor GPUs with too little shared memory. With more
+    sequences than a program takes, products read their weights several times. These must then fit
+    into the L2 cache.
     """
     device = decoder.embed_tokens.weight.device
     if device.type == "cuda":
@@ -50,17 +50,17 @@ def suits(decoder: Decoder, sequences: int) -> bool:
 
 
 class _Buffers(NamedTuple):
-    """Memory of a step of m sequences.
+    """Buffers of a step of m sequences.
 
     Attributes:
         residual: [m, c], the residual stream.
-        normed: The same before the division of the next RMSNorm.
+        normed: The residual stream before the division of the next RMSNorm.
         qkv: [m, (h + 2 g) * d].
         inner: [m, f].
         logits: [m, vocab].
         cos: [m, d].
         sin: [m, d].
-        work: Of the products.
+        work: Scratch memory of the products.
     """
 
     residual: Tensor
@@ -77,7 +77,7 @@ class FusedDecoder:
     """Decode steps of a decoder.
 
     Args:
-        decoder: One that `suits`, on a device where Triton runs.
+        decoder: A decoder that `can_fuse`, on a device where Triton runs.
         cache: Its cache.
         longest: Most tokens of a sequence.
     """
@@ -96,8 +96,8 @@ class FusedDecoder:
         """Run one token of every sequence.
 
         Args:
-            inputs: The tokens.
-            last: int64 [cache rows], the newest token of each.
+            inputs: Inputs of the step.
+            last: int64 [cache rows], newest token of each row.
 
         Returns:
             [m, vocab], overwritten by the next step of as many sequences.

@@ -1,10 +1,18 @@
-"""Interface of the kernels that move between a paged cache and the state of `sparse`.
+"""Interface of the prompt kernels; `lists` and `sparse` describe their arguments.
 
-`sparse` computes the attention of prompts: `plan_chunk`, `extend_prompt` and `state_after`. No
-function waits for the device.
+A prompt comes in chunks. The first chunk starts from `sparse.nothing`, a later one from a state
+that `read_ring` returns:
 
-Shape letters: r cache rows, h KV heads, d head size, b sequences, p pages of a full KV list, s
-slots of a page, w window, k KV lists of a call.
+    chunk = kernels.plan_chunk(evicted, state, window)           # length of each list afterwards
+    kernels.allocate_pages(...)                                  # for chunk.lengths
+    output = kernels.extend_prompt(tokens, chunk, state, pages, window=window, scale=scale)
+    kernels.release_pages(...)                                   # sets the lengths of the lists
+    reads = kernels.commit_prefill(chunk, ...)                   # writes the ring
+
+No function waits for the device.
+
+Shape letters: r cache rows, h KV heads, g query heads per KV head, d head size, b sequences, n
+tokens of a chunk, p pages of a full KV list, s slots of a page, w window, k KV lists of a call.
 """
 
 from __future__ import annotations
@@ -13,11 +21,54 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dms_train.kernels.prefill.lists import PrefillChunk
+from dms_train.kernels.prefill.lists import Pages, PrefillChunk, Tokens
+from dms_train.kernels.prefill.sparse import PrefillState
 
 
 class PrefillKernels(Protocol):
-    """State of the prompts in a paged cache, and copies between FP8 pages and wider ones."""
+    """Attention of prompts, their state in a paged cache, and copies out of and into FP8 pages."""
+
+    def plan_chunk(
+        self, evicted: Tensor, state: PrefillState, window: int, real: Tensor | None = None
+    ) -> PrefillChunk:
+        """Decide which tokens are kept, and how many slots each list needs (`lengths`).
+
+        Args:
+            evicted: bool [b, h, recent_tokens(window) + n] by key, of the tokens before the chunk
+                and of the chunk; [b, h, n] after `nothing`. Undecided tokens are False.
+            state: State before the chunk.
+            window: Distance up to which every key is read, in tokens.
+            real: int32 [b], tokens of the chunk that exist, its first ones; None for n.
+        """
+        ...
+
+    def extend_prompt(
+        self,
+        tokens: Tokens,
+        chunk: PrefillChunk,
+        state: PrefillState,
+        pages: Pages,
+        *,
+        window: int,
+        scale: float,
+        evicts: bool = True,
+    ) -> Tensor:
+        """Store the kept tokens of a chunk in the pages of a layer and compute its attention.
+
+        Args:
+            tokens: Query [b, h * g, n, d], key and value [b, h, n, d] of the chunk, with RoPE.
+            chunk: From `plan_chunk`.
+            state: State before the chunk.
+            pages: At least `chunk.lengths` slots, in which the tokens of `state` lie; written.
+            window: Distance up to which every key is read, in tokens.
+            scale: Factor on the scores, above 0.
+            evicts: Whether any token may be evicted. If not, torch's kernels compute a first chunk,
+                which are faster than those that read a list.
+
+        Returns:
+            [b, h * g, n, d].
+        """
+        ...
 
     def read_ring(
         self, lengths: Tensor, ring: Tensor, rows: Tensor, seen: Tensor, recent: int

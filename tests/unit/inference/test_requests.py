@@ -456,11 +456,11 @@ def test_a_conversation_goes_on_behind_a_step_too_many(directory):
 def test_steps_of_many_sequences_run_the_layers_of_the_decoder(start, monkeypatch):
     """A product of more sequences than a program takes would read its weights several times."""
     decoder = start(kernels="reference")._runner.model.decoder
-    assert fused.suits(decoder, 64)
-    assert fused.suits(decoder, 65)  # its weights are small
+    assert fused.can_fuse(decoder, 64)
+    assert fused.can_fuse(decoder, 65)  # its weights are small
     monkeypatch.setattr(fused, "_CACHED_BYTES", 0)
-    assert fused.suits(decoder, 64)
-    assert not fused.suits(decoder, 65)
+    assert fused.can_fuse(decoder, 64)
+    assert not fused.can_fuse(decoder, 65)
     monkeypatch.setattr(fused, "_SEQUENCES", 0)
     monkeypatch.delattr(fused.FusedDecoder, "logits")
     prompt = random_ids(5)
