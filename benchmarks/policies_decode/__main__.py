@@ -221,7 +221,7 @@ def _steps(
         launched = graphs.launch(inputs)
         if before is not None:
             status = before.wait()
-            pool.learn(status.left, status.fault, before.reserved)
+            pool.sync_free_count(status.left, status.fault, before.reserved)
             now = time.perf_counter()
             times.append(now - since)
             since = now

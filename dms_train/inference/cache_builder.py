@@ -48,7 +48,7 @@ _GRAPHS = 4  # times the logits of all sequences that captured steps of all size
 
 
 def build_cache(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> KVCache:
-    """The empty cache for the options.
+    """Choose and size the KV cache for a set of engine options.
 
     Raises:
         InferenceError: The options do not fit together, or leave no memory for the cache.
@@ -86,7 +86,7 @@ def _compact(
 def _slabs(
     model: LoadedModel, cache: CompactCache, options: EngineOptions, cache_bytes: int
 ) -> int:
-    """Most slabs that fit beside what the policy keeps for all sequences.
+    """Return the most slabs that fit beside what the policy keeps for all sequences.
 
     Raises:
         InferenceError: Not one fits.
@@ -97,7 +97,7 @@ def _slabs(
     longest = longest_sequence(model.architecture, options)
 
     def total(slabs: int) -> int:
-        """Bytes if one sequence fills all slabs, because all rows have tensors as long as its."""
+        """Return bytes if one sequence fills all slabs; all rows have tensors as long as its."""
         slots = slabs * pool.slab_bytes // pool.slot_bytes
         entries = -(-min(longest, -(-slots // kv_lists)) // tokens) if tokens else 1
         return slabs * pool.slab_bytes + options.max_num_seqs * row_bytes * entries
@@ -114,7 +114,7 @@ def _slabs(
 
 @torch.no_grad()
 def _policy_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Bytes that the policy keeps for a sequence, or for each entry of tensors that grow with it.
+    """Return the policy's bytes for a sequence, or for each entry of tensors that grow.
 
     One token is computed to find out; these tensors take their shapes from it.
     """
@@ -132,12 +132,12 @@ def kept_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) 
 
 
 def _copies(policy: CachePolicy, options: EngineOptions) -> int:
-    """Copies of what a policy keeps: one for each sequence, and one for each snapshot."""
+    """Return how often a policy's state is held: by each sequence and each snapshot."""
     return 2 if options.enable_prefix_caching and policy.shareable else 1
 
 
 def longest_sequence(architecture: Architecture, options: EngineOptions) -> int:
-    """Most tokens of a sequence.
+    """Return the most tokens of a sequence.
 
     Raises:
         InferenceError: `max_model_len` is more than the model was trained for.
@@ -219,7 +219,7 @@ def _stored(model: LoadedModel, options: EngineOptions) -> torch.dtype:
 
 
 def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Pages of the pool: no more than the sequences can fill, nor than there is memory for.
+    """Return the pages of the pool: as many as sequences can fill and memory allows.
 
     Raises:
         InferenceError: There is not one page for each layer and KV head.
@@ -251,7 +251,7 @@ def _pages(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> i
 
 @torch.no_grad()
 def _gpu_bytes(model: LoadedModel, policy: CachePolicy, options: EngineOptions) -> int:
-    """Bytes of a GPU that a step of the most tokens leaves for pages; one is run to find out."""
+    """Run a step of the most tokens, and return the bytes of the GPU that it leaves."""
     a, device = model.architecture, torch.device(options.device)
     chunk = min(options.prefill_chunk, options.max_num_batched_tokens)
     b = max(1, min(options.max_num_seqs, options.max_num_batched_tokens // chunk))

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dms_train.inference.cache.compact import CompactCache
 from dms_train.inference.cache.pool import PagePool
-from dms_train.inference.policies.base import Arrival
+from dms_train.inference.policies.base import NewTokens
 from dms_train.inference.policies.dms import DMSPolicy
 
 from .configuration_dms import DMSNumbers
@@ -79,9 +79,9 @@ class Pages(CompactCache):
         copy = Pages(self.pool, self.policy, layers=1, rows=b, heads=heads)
         assert slots.key is not None
         assert slots.value is not None
-        nothing = Arrival(numbers.new_full((b, 1), -1), slots.key, slots.value, None)
+        nothing = NewTokens(numbers.new_full((b, 1), -1), slots.key, slots.value, None)
         places = torch.arange(b, device=rows.device)
-        copy._settle(places, numbers[..., :0], slots, slots.state[:, :, :0], nothing)
+        copy._write_back(places, numbers[..., :0], slots, slots.state[:, :, :0], nothing)
         return copy
 
 
@@ -209,7 +209,7 @@ class DMSCache(Cache):
         outputs, size = [], ours.store.queries_at_once(batch * heads, ours.length + n)
         for first in range(0, n, size):
             part = slice(first, first + size)
-            chunk = Arrival(
+            chunk = NewTokens(
                 position[:, part], key[:, :, part], value[:, :, part], decisions[:, :, part]
             )
             outputs.append(ours.store.attend(0, rows, query[:, :, part], chunk).output)

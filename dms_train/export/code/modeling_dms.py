@@ -36,7 +36,7 @@ from dms_train.inference.cache.policy_hooks import join  # noqa: F401
 from dms_train.inference.cache.policy_state import PolicyState  # noqa: F401
 from dms_train.inference.cache.pool import PagePool  # noqa: F401
 from dms_train.inference.cache.pool_attention import attend_pages  # noqa: F401
-from dms_train.inference.policies.base import Arrival  # noqa: F401
+from dms_train.inference.policies.base import NewTokens  # noqa: F401
 from dms_train.inference.policies.dms import DMSPolicy  # noqa: F401
 from dms_train.inference.policies.rotation import moved_by  # noqa: F401
 from dms_train.kernels.decode.slots import attend_slots  # noqa: F401

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dms_train.inference.policies.base import Arrival, Projected
+from dms_train.inference.policies.base import NewTokens, Projected
 
 
 class Attended(NamedTuple):
@@ -44,17 +44,17 @@ class UnrotatedTokens(Protocol):
 
     @property
     def rows(self) -> Tensor:
-        """Cache rows of the sequences, int64 [b]."""
+        """Return the cache rows of the sequences, int64 [b]."""
         ...
 
     def projected(self) -> Projected:
-        """What the model projects, for policies that merge before RoPE."""
+        """Return what the model projects, for policies that merge before RoPE."""
         ...
 
     def replaced(self, key: Tensor, value: Tensor) -> UnrotatedTokens:
-        """The same tokens and decisions with other content, [b, n, kv_heads, d] each."""
+        """Return the same tokens and decisions with other content, [b, n, kv_heads, d] each."""
         ...
 
-    def rotated(self) -> tuple[Tensor, Arrival]:
-        """The query [b, heads, n, d] and the arriving tokens, with RoPE."""
+    def rotated(self) -> tuple[Tensor, NewTokens]:
+        """Return the query [b, heads, n, d] and the arriving tokens, with RoPE."""
         ...

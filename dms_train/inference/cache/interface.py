@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dms_train.inference.cache.base import Attended
-from dms_train.inference.policies.base import Arrival, CachePolicy, Projected, RequestSizes
+from dms_train.inference.policies.base import CachePolicy, NewTokens, Projected, RequestSizes
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import HeadNorms, Step
 from dms_train.kernels.layers.types import EvictionChannel
@@ -23,7 +23,7 @@ from dms_train.method.layer import method_layer
 
 
 def rotation_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE as the kernels of prompts read it, float32 [b * n, 1, 2, d / 2].
+    """Return RoPE in the layout of the prompt kernels, float32 [b * n, 1, 2, d / 2].
 
     Args:
         cos: [b, n, 1, 1, d], both halves alike.
@@ -47,7 +47,7 @@ class AttentionStep(NamedTuple):
         sin: Likewise.
         position: int64 [b, n]; -1 for padding.
         rows: Cache rows of the sequences, int64 [b], all different.
-        spec: Of a model that borrows channels of its heads; None for any other.
+        spec: Spec of a model that borrows channels of its heads; None for any other.
         adapter: Computes the decisions of a model with a projection for them, bool [b, g, n];
             called only where decisions are read.
         lengths: Tokens of each sequence without padding; None if there is none.
@@ -69,7 +69,7 @@ class AttentionStep(NamedTuple):
     table: Tensor | None = None
 
     def decisions(self) -> Tensor | None:
-        """Hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
+        """Return the hard decisions by deciding token, bool [b, g, n]; None for a dense model."""
         if self.adapter is not None:
             return self.adapter()
         if self.spec is None:
@@ -77,17 +77,17 @@ class AttentionStep(NamedTuple):
         return method_layer(self.spec).hard(self.query, self.key.squeeze(3)).transpose(1, 2)
 
     def projected(self) -> Projected:
-        """What the model projects, for policies that merge before RoPE."""
+        """Return what the model projects, for policies that merge before RoPE."""
         return Projected(self.query, self.key.squeeze(3), self.value.squeeze(3), self.position)
 
     def replaced(self, key: Tensor, value: Tensor) -> AttentionStep:
-        """The same tokens and decisions with other content, [b, n, g, d] each."""
+        """Return the same tokens and decisions with other content, [b, n, g, d] each."""
         decided = self.decisions()
         adapter = None if decided is None else lambda: decided
         return self._replace(key=key.unsqueeze(3), value=value.unsqueeze(3), adapter=adapter)
 
-    def rotated(self) -> tuple[Tensor, Arrival]:
-        """With RoPE and without the borrowed channels, for caches that store rotated keys.
+    def rotated(self) -> tuple[Tensor, NewTokens]:
+        """Apply RoPE and clear the borrowed channels, for caches that store rotated keys.
 
         Returns:
             Query [b, g * r, n, d], and the arriving tokens.
@@ -101,11 +101,11 @@ class AttentionStep(NamedTuple):
         if method is not None and self.spec is not None and self.spec.clear_after_rope:
             query, _ = method.cleared(query, key)
         value = self.value.squeeze(3).transpose(1, 2)
-        arrival = Arrival(self.position, key.transpose(1, 2), value, signal)
+        arrival = NewTokens(self.position, key.transpose(1, 2), value, signal)
         return query.flatten(2, 3).transpose(1, 2), arrival
 
-    def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, Arrival]:
-        """`rotated` in one pass over memory, in float32 inside; where Triton runs.
+    def rotated_by_kernel(self, *, decides: bool = True) -> tuple[Tensor, NewTokens]:
+        """Do as `rotated` in one pass over memory, in float32 inside; where Triton runs.
 
         Args:
             decides: Whether the arriving tokens get their signal.
@@ -129,24 +129,24 @@ class AttentionStep(NamedTuple):
         elif decides and self.adapter is not None:
             signal = self.adapter()
         value = self.value.squeeze(3).transpose(1, 2)
-        arrival = Arrival(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
+        arrival = NewTokens(self.position, key.view(b, n, g, d).transpose(1, 2), value, signal)
         return query.view(b, n, -1, d).transpose(1, 2), arrival
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """RoPE on x [b, n, g, r, d]."""
+        """Apply RoPE to x [b, n, g, r, d]."""
         first, second = x.chunk(2, -1)
         return x * self.cos + torch.cat([-second, first], -1) * self.sin
 
 
 class Snapshot(Protocol):
-    """What one row of a cache held at one time."""
+    """Snapshot of one row of a cache."""
 
     def restore(self, row: int) -> None:
-        """Put it into an empty row."""
+        """Restore the snapshot into an empty row."""
         ...
 
     def release(self) -> None:
-        """Give it up; it cannot be restored any more."""
+        """Release the snapshot; it cannot be restored any more."""
         ...
 
 
@@ -163,12 +163,12 @@ class KVCache(Protocol):
 
     @property
     def capturable(self) -> CapturableCache | None:
-        """This cache if decode steps can be captured as CUDA graphs; None by default."""
+        """Return this cache if decode steps can be captured as CUDA graphs; None by default."""
         ...
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that holds tokens now, and of the tables.
+        """Return the bytes of the memory that holds tokens now, and of the tables.
 
         A pool that is taken from the system once counts with its pages in use.
         """
@@ -176,41 +176,41 @@ class KVCache(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """Most of them so far."""
+        """Return the most of these bytes so far."""
         ...
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of one KV head."""
+        """Return the bytes of one slot of one KV head."""
         ...
 
     @property
     def max_pages(self) -> int | None:
-        """Most pages of all sequences together; None where there is no limit."""
+        """Return the most pages of all sequences together; None where there is no limit."""
         ...
 
     @property
     def used_pages(self) -> int:
-        """Pages that rows and snapshots hold, shared ones once; 0 without pages."""
+        """Return the pages that rows and snapshots hold, shared ones once; 0 without pages."""
         ...
 
     def free_pages(self, least: int) -> float:
-        """Pages that neither a row nor a snapshot holds; infinite without a limit.
+        """Return the pages that neither a row nor a snapshot holds; infinite without a limit.
 
         Args:
-            least: Of so many pages or more, a lower bound is enough.
+            least: Number of pages from which on a lower bound is enough.
         """
         ...
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Most pages of a row that are copied for its next tokens, because others hold them too.
+        """Return the most shared pages of a row that its next tokens change, which copies them.
 
         One page of each KV list is not counted for a single token: it is taken or copied.
         """
         ...
 
     def snapshot(self, row: int) -> Snapshot:
-        """What a row holds now, the policy's state included."""
+        """Take a snapshot of a row, the policy's state included."""
         ...
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
@@ -222,15 +222,15 @@ class KVCache(Protocol):
         ...
 
     def live(self, rows: Tensor) -> Tensor:
-        """Tokens held that a later query may read, int64 [layers, b, kv_heads]."""
+        """Return the tokens held that a later query may read, int64 [layers, b, kv_heads]."""
         ...
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots reserved, live or not, int64 [layers, b, kv_heads]."""
+        """Return the slots reserved, live or not, int64 [layers, b, kv_heads]."""
         ...
 
     def positions(self, row: int) -> list[list[Tensor]] | None:
-        """Positions of the live tokens of a row by layer and KV head, on the CPU.
+        """Return the positions of the live tokens of a row by layer and KV head, on the CPU.
 
         Each int64 [live], ascending; None where the cache does not keep positions.
         """
@@ -279,22 +279,22 @@ class CapturableCache(KVCache, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device of the cache."""
+        """Return the device of the cache."""
         ...
 
     @property
     def lists_shape(self) -> tuple[int, int, int]:
-        """Layers, rows and KV heads."""
+        """Return the layers, rows and KV heads."""
         ...
 
     @property
     def shares_pages(self) -> bool:
-        """Whether any page may belong to several KV lists or snapshots."""
+        """Return whether any page may belong to several KV lists or snapshots."""
         ...
 
     @property
     def reserved_pages(self) -> int:
-        """Pages that were reserved or taken since the beginning."""
+        """Return the pages that were reserved or taken since the beginning."""
         ...
 
     def prepare(self, sequences: int, tokens: int = 1) -> None:
@@ -317,7 +317,7 @@ class CapturableCache(KVCache, Protocol):
         Args:
             layer: Layer number.
             token: The tokens, without signals.
-            spec: Of a model whose query carries an eviction channel; None for a dense model.
+            spec: Spec of a model whose query carries an eviction channel; None for a dense model.
             norms: RMSNorm of every head; None if there is none.
 
         Returns:

@@ -21,12 +21,12 @@ from dms_train.inference.cache import paged_prompt as prompt
 from dms_train.inference.cache.base import Attended
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
-from dms_train.inference.cache.kv_lists import KVLists
+from dms_train.inference.cache.page_tables import PageTables
 from dms_train.inference.cache.paged_prompt import Chunk
 from dms_train.inference.cache.paged_snapshot import PagedSnapshot
 from dms_train.inference.cache.wide_pages import WidePages
 from dms_train.inference.policies import base as policies
-from dms_train.inference.policies.base import Arrival, CachePolicy, KernelRule, RequestSizes
+from dms_train.inference.policies.base import CachePolicy, KernelRule, NewTokens, RequestSizes
 from dms_train.inference.policies.kernel_rules import find_kernel_rule
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode.types import (
@@ -70,7 +70,7 @@ class PagedKVCache:
     """KV lists of pages, a ring of the window's slots, and a policy that the kernels support.
 
     Args:
-        pool: Where the pages come from; `page_slots` a power of two.
+        pool: Pool of the pages; `page_slots` a power of two.
         policy: One whose kernel rule is a `WindowRule`.
         sizes: How much it can hold.
 
@@ -94,7 +94,7 @@ class PagedKVCache:
         self._rule, window = self._decisions_for(rule)
         layers, rows, heads = kv_lists = sizes[:3]
         places = -(-sizes.longest // pool.page_slots)
-        self.lists = KVLists(pool, layers=layers, rows=rows, heads=heads, places=places)
+        self.lists = PageTables(pool, layers=layers, rows=rows, heads=heads, places=places)
         self._rings = torch.zeros(*kv_lists, window + 1, dtype=torch.int32, device=pool.device)
         self._exponents: Tensor | None = None  # of FP8 pages
         self._wide: WidePages | None = None
@@ -105,55 +105,55 @@ class PagedKVCache:
         self._reserves = True  # pages, in each step
         self._memory: dict[int, AttentionWorkspace] = {}  # by sequences of a step
 
-    @property
-    def capturable(self) -> PagedKVCache:
-        """This cache: the kernels compute its decode steps without the host."""
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the pages."""
-        return self.pool.device
-
-    @property
-    def shares_pages(self) -> bool:
-        """Whether any page may have several holders."""
-        return self.pool.sharing
-
-    @property
-    def reserved_pages(self) -> int:
-        """Pages that were reserved or taken since the beginning."""
-        return self.pool.reserved
-
-    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
-        """Update the number of free pages with that of an earlier step; see `DevicePool.learn`."""
-        self.pool.learn(left, fault, reserved)
-
     def _decisions_for(self, rule: KernelRule) -> tuple[Decisions, int]:
         """Return how tokens are evicted when they leave the window, and the window."""
         assert isinstance(rule, policies.WindowRule)
         return Decisions(_SOURCES[rule.evicts], shift=rule.shift), rule.window
 
     @property
+    def capturable(self) -> PagedKVCache:
+        """Return this cache: the kernels compute its decode steps without the host."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the pages."""
+        return self.pool.device
+
+    @property
+    def shares_pages(self) -> bool:
+        """Return whether any page may have several holders."""
+        return self.pool.sharing
+
+    @property
+    def reserved_pages(self) -> int:
+        """Return the pages that were reserved or taken since the beginning."""
+        return self.pool.reserved
+
+    def sync_free_count(self, left: int, fault: int, reserved: int) -> None:
+        """Note how many pages were free after an earlier step, as the pool's method does."""
+        self.pool.sync_free_count(left, fault, reserved)
+
+    @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pages in use and of the tables."""
+        """Return the bytes of the pages in use and of the tables."""
         return self.used_pages * self.pool.page_bytes + self.table_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most of them after any step."""
+        """Return the most of these bytes after any step."""
         return self.pool.peak_pages * self.pool.page_bytes + self.table_bytes
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of what describes the rows, and of the pages in which prompts are computed."""
+        """Return the bytes of tables, and of the pages in which prompts are computed."""
         tables = (self.lists.tables, self.lists.lengths, self._rings, self._exponents)
         wide = 0 if self._wide is None else self._wide.nbytes
         return wide + self.policy_bytes + sum(x.nbytes for x in tables if x is not None)
 
     @property
     def policy_bytes(self) -> int:
-        """Bytes of what the policy keeps besides pages, for all rows."""
+        """Return the bytes of what the policy keeps besides pages, for all rows."""
         return sum(x.nbytes for x in self._policy_tensors())
 
     def _policy_tensors(self) -> list[Tensor]:
@@ -161,59 +161,59 @@ class PagedKVCache:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Most bytes that a snapshot takes besides its pages."""
+        """Return the most bytes that a snapshot takes besides its pages."""
         copied = [*self._row_tensors(), *self._place_tensors()]
         return sum(x.nbytes // x.shape[1] for x in copied)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot of one KV head."""
+        """Return the bytes of one slot of one KV head."""
         return self.pool.slot_bytes
 
     @property
     def max_pages(self) -> int:
-        """Pages of the pool."""
+        """Return the pages of the pool."""
         return self.pool.max_pages
 
     @property
     def used_pages(self) -> int:
-        """Pages that rows and snapshots hold, shared ones once."""
+        """Return the pages that rows and snapshots hold, shared ones once."""
         return self.pool.used_pages
 
     def free_pages(self, least: int) -> float:
-        """Pages that neither a row nor a snapshot holds; a lower bound from `least` on."""
+        """Return the number of free pages; a lower bound from `least` on."""
         return self.pool.free_pages(least)
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Shared pages of a row; 0 for one token, which takes a new page or copies one."""
+        """Return the shared pages of a row; 0 for one token, which takes or copies one page."""
         if not self.pool.sharing:  # no page has several holders any more
             self.lists.shared_pages[row] = 0
         return 0 if tokens == 1 else self.lists.shared_pages[row]
 
     def snapshot(self, row: int) -> PagedSnapshot:
-        """What a row holds now; its pages are shared."""
+        """Take a snapshot of a row, which shares its pages."""
         tensors, places = self._row_tensors(), self._place_tensors()
         return PagedSnapshot(self.lists, row, row_tensors=tensors, place_tensors=places)
 
     def live(self, rows: Tensor) -> Tensor:
-        """Live tokens, int64 [layers, b, h]."""
+        """Return the live tokens, int64 [layers, b, h]."""
         return self.lists.lengths[:, rows].long()
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots of the pages held, int64 [layers, b, h]."""
+        """Return the slots of the pages held, int64 [layers, b, h]."""
         return self.lists.pages(self.live(rows)) * self.pool.page_slots
 
     def view(self, layer: int) -> PagedCache:
-        """One layer as the kernels see it."""
+        """Return one layer as the kernels see it."""
         exponents = None if self._exponents is None else self._exponents[layer]
         kv_lists = (self.lists.tables[layer], self.lists.lengths[layer], self._rings[layer])
         return PagedCache(self.pool.pages, *kv_lists, exponents, self.pool.free)
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """Nothing to note: the policies of the kernels do not depend on the request."""
+        """Do nothing: a `WindowRule` does not depend on the request."""
 
     def positions(self, row: int) -> list[list[Tensor]] | None:
-        """None: only tokens in the window have a position."""
+        """Return None: only tokens in the window have a position."""
         return None
 
     def free(self, rows: Tensor) -> None:
@@ -231,7 +231,7 @@ class PagedKVCache:
 
         Args:
             layer: Layer number; layers are visited in order.
-            step: The tokens; padding lies behind them.
+            step: The tokens; padding lies after them.
 
         Returns:
             Output and reads. Outputs of padding tokens are unspecified but finite; they read
@@ -255,12 +255,12 @@ class PagedKVCache:
         outputs, reads = zip(*done, strict=True)
         return Attended(torch.cat(outputs), torch.cat(reads))
 
-    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
-        """Queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
+    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
+        """Return queries [b, h * r, n, d] and arriving tokens of a part of prompts, with RoPE."""
         return step.rotated_by_kernel(decides=self._rule.source == SIGNAL)
 
     def _decode(self, layer: int, step: AttentionStep) -> Attended:
-        """One token per sequence; the kernels apply RoPE and decide."""
+        """Compute one token per sequence; the kernels apply RoPE and decide."""
         b, d = len(step.rows), step.query.shape[-1]
         rule = self._rule_of(step.spec, d)
         signal = None
@@ -284,18 +284,18 @@ class PagedKVCache:
         return Attended(output.unsqueeze(2), self._read(layer)[step.rows].long())
 
     def _read(self, layer: int) -> Tensor:
-        """Slots that the newest tokens have read, int32 [rows, h]."""
+        """Return the slots that the newest tokens have read, int32 [rows, h]."""
         return self.lists.lengths[layer]
 
     def decode(
         self, layer: int, token: Step, spec: MethodSpec | None, norms: HeadNorms | None
     ) -> Tensor:
-        """One token per sequence inside `recording`, or announced with `prepare`.
+        """Compute one token per sequence, inside `recording` or after `prepare`.
 
         Args:
             layer: Layer number.
             token: The tokens, without signals.
-            spec: Of a model whose query carries an eviction channel; None for a dense model.
+            spec: Spec of a model whose query carries an eviction channel; None for a dense model.
             norms: RMSNorm of every head; None if there is none.
 
         Returns:
@@ -317,10 +317,10 @@ class PagedKVCache:
         return kernels.attend(rotated, cache, token.rows, scale, self._memory[b])
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
-        """How a step decides and what it clears from the query.
+        """Return how a step decides and what it clears from the query.
 
         Args:
-            spec: Of a model whose query carries an eviction channel; None for any other.
+            spec: Spec of a model whose query carries an eviction channel; None for any other.
             head_size: Channels of a query.
         """
         if spec is None:
@@ -330,7 +330,7 @@ class PagedKVCache:
         return decisions._replace(source=source, shift=self._rule.shift)
 
     def _prefill(self, layer: int, tokens: Chunk) -> Attended:
-        """The next tokens of prompts through the kernels."""
+        """Store and attend the next tokens of prompts with the kernels."""
         kernels = dispatch.triton_kernels()
         rows, query, arrival, pages, begins, whole = tokens
         window, (n, d) = self._rings.shape[-1] - 1, query.shape[2:]
@@ -346,12 +346,12 @@ class PagedKVCache:
         chunk = kernels.plan_chunk(evicted, before, window, count)
         size, lists = self.pool.page_slots, self.lists.numbers(layer, rows)
         lengths = chunk.lengths.flatten().contiguous()
-        table = self._claim(layer, rows, lists, lengths, pages)
+        table = self._allocate(layer, rows, lists, lengths, pages)
         changed = None
         if not begins and (self.pool.sharing or self._wide is not None):
             changed = prompt.changed_pages(before, window, table.shape[-1], size)
             if self.pool.sharing:
-                table = self.lists.own(layer, rows, lists, changed)
+                table = self.lists.copy_on_write(layer, rows, lists, changed)
         content = self._prompt_pages(layer, rows, table, None if begins else before.lengths)
         try:
             output = kernels.extend_prompt(
@@ -371,13 +371,13 @@ class PagedKVCache:
             self._wide.write(table, exponents, chunk.lengths, changed)
             self._exponents[layer, rows] = exponents
         self.lists.release(lists, lengths)
-        reads = prompt.settle(chunk, before, self._rings[layer], rows, self._rule.source)
+        reads = prompt.commit_prefill(chunk, before, self._rings[layer], rows, self._rule.source)
         return Attended(output, reads)
 
     def _prompt_pages(
         self, layer: int, rows: Tensor, table: Tensor, lengths: Tensor | None
     ) -> Pages:
-        """Pages for a chunk of prompts, with the `lengths` [b, h] slots before it if any."""
+        """Return pages for a chunk of prompts, with the `lengths` [b, h] slots before it."""
         if self._wide is None or self._exponents is None:
             return Pages(self.pool.pages, table)
         if lengths is None:
@@ -386,7 +386,7 @@ class PagedKVCache:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Steps inside are captured, or store nothing, and reserve no pages."""
+        """Capture the steps inside, or let them store nothing; they reserve no pages."""
         before = self._recording, self._reserves
         self._recording, self._reserves = True, False
         try:
@@ -395,11 +395,11 @@ class PagedKVCache:
             self._recording, self._reserves = before
 
     def status(self) -> list[Tensor]:
-        """What the host learns after a step: int32 free pages [1], fault [1], and for `counts`."""
+        """Return the free pages [1], the fault [1], and the arguments of `counts`, int32 each."""
         return [self.pool.free.left, self.pool.free.fault, self.lists.lengths.view(-1)]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots that steps have read, and tokens held after them, [..., layers, rows, h] each.
+        """Return slots read by steps and tokens held after them, [..., layers, rows, h] each.
 
         Args:
             lists: The rest of `status` on the host, [any, ..., layers, rows, h].
@@ -408,12 +408,12 @@ class PagedKVCache:
 
     @property
     def lists_shape(self) -> tuple[int, int, int]:
-        """Layers, rows and KV heads."""
+        """Return the layers, rows and KV heads."""
         layers, rows, heads = self.lists.lengths.shape
         return layers, rows, heads
 
     def pages_of_steps(self, steps: int) -> int:
-        """Most pages of a KV list that steps of one token take; each may copy a shared one."""
+        """Return the most pages of a KV list that steps of one token take or copy."""
         return steps if self.pool.sharing else self._pages_of(steps)
 
     def prepare(self, sequences: int, tokens: int = 1) -> None:
@@ -437,24 +437,24 @@ class PagedKVCache:
         finally:
             self._reserves = True
 
-    def _claim(
+    def _allocate(
         self, layer: int, rows: Tensor, lists: Tensor, lengths: Tensor, pages: int
     ) -> Tensor:
-        """`KVLists.claim`, which takes `pages` pages at most."""
+        """Allocate pages for lists, reserving `pages` of them first if steps reserve."""
         if self._reserves:
             self.pool.reserve(pages)
-        return self.lists.claim(layer, rows, lists, lengths)
+        return self.lists.allocate(layer, rows, lists, lengths)
 
     def _row_tensors(self) -> list[Tensor]:
-        """What else a row holds, [layers, rows, ...]."""
+        """Return what else a row holds, [layers, rows, ...]."""
         return [self.lists.lengths, self._rings]
 
     def _place_tensors(self) -> list[Tensor]:
-        """What has an entry for each place, [layers, rows, h, p, ...]."""
+        """Return what has an entry for each place, [layers, rows, h, p, ...]."""
         return [x for x in (self.lists.tables, self._exponents) if x is not None]
 
     def _most_pages(self, step: AttentionStep) -> list[int]:
-        """Pages that the tokens of each sequence take in a layer, at most."""
+        """Return the pages that the tokens of each sequence take in a layer, at most."""
         b, n = step.position.shape
         heads = self.lists.lengths.shape[2]
         return [heads * self._pages_of(length) for length in step.lengths or (n,) * b]

@@ -28,11 +28,11 @@ from dms_train.inference.cache.policy_hooks import join, received
 from dms_train.inference.cache.row_requests import RowRequests
 from dms_train.inference.policies import base as policies
 from dms_train.inference.policies.base import (
-    Arrival,
+    AttentionReceived,
     BudgetRule,
     CachePolicy,
     KernelRule,
-    Received,
+    NewTokens,
     RequestSizes,
     Slots,
 )
@@ -113,28 +113,28 @@ class BudgetPagedCache(PagedKVCache):
         return [self._positions, self._scores, self._queries, *(self._logits or ())]
 
     def view(self, layer: int) -> PagedCache:
-        """One layer as the kernels see it."""
+        """Return one layer as the kernels see it."""
         return super().view(layer)._replace(positions=self._positions[layer])
 
     def status(self) -> list[Tensor]:
-        """As for `PagedKVCache`; odd entries of rings are evicted tokens."""
+        """Return the status of `PagedKVCache`, and rings, whose odd entries are evicted tokens."""
         return [*super().status(), *([self._rings.view(-1)] if self._scored else [])]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """As for `PagedKVCache`; scored tokens are evicted after they were read."""
+        """Return the counts of `PagedKVCache`; scored tokens are evicted after they were read."""
         return lists[0], lists[0] - lists[1] % 2 if self._scored else lists[0]
 
     def live(self, rows: Tensor) -> Tensor:
-        """Live tokens, int64 [layers, b, h]."""
+        """Return the live tokens, int64 [layers, b, h]."""
         lengths = self.lists.lengths[:, rows].long()
         return lengths - self._rings[:, rows, :, 0] % 2 if self._scored else lengths
 
     def held_slots(self, rows: Tensor) -> Tensor:
-        """Slots of the pages held, int64 [layers, b, h]."""
+        """Return the slots of the pages held, int64 [layers, b, h]."""
         return self.lists.pages(self.lists.lengths[:, rows].long()) * self.pool.page_slots
 
     def positions(self, row: int) -> list[list[Tensor]]:
-        """Positions of the live tokens of a row by layer and head, each int64 [live] on the CPU."""
+        """Return the positions of a row's live tokens by layer and head, int64 on the CPU."""
         at, rows = [], torch.tensor([row], device=self.pool.device)
         for layer in range(len(self.lists.lengths)):
             position = self._stored_positions(layer, rows)
@@ -145,11 +145,11 @@ class BudgetPagedCache(PagedKVCache):
         return at
 
     def most_copies(self, row: int, tokens: int) -> int:
-        """Shared pages of a row; the last token of a prompt may rewrite all of them."""
+        """Return the shared pages of a row; the last token of a prompt may rewrite all of them."""
         return super().most_copies(row, tokens if self.decodes_prompts else max(2, tokens))
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row; what the row holds stays."""
+        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._requests.assign(row, sizes)
         if self._budget_rule.evicts == policies.OLDEST and int(self.lists.lengths[0, row, 0]):
             rows = torch.tensor([row], device=self.pool.device)
@@ -171,7 +171,7 @@ class BudgetPagedCache(PagedKVCache):
         return [*super()._place_tensors(), *(x.view(*x.shape[:3], -1, size) for x in own)]
 
     def step(self, layer: int, step: AttentionStep) -> Attended:
-        """As for `PagedKVCache`; tokens of prompts wait for the host."""
+        """Store tokens, evict and attend; the host waits where the policy's hooks decide."""
         if self._recording:
             return self._decode(layer, step)
         if step.position.shape[1] > 1:
@@ -232,10 +232,11 @@ class BudgetPagedCache(PagedKVCache):
         return output
 
     def _choice_of(self, token: Step) -> Choice | None:
-        """Which tokens leave after a step; None for none."""
-        rule, end = self._budget_rule, token.position.long() + 1
+        """Return which tokens leave after a step; None for none."""
+        rule = self._budget_rule
         if rule.evicts == policies.NEVER:
             return None
+        end = token.position.long() + 1
         if rule.evicts == policies.OLDEST:  # decided before the next token is attended
             sequences = self._requests.sequences(token.rows, end, end + 1)
             return Choice(OLDEST, *self.policy.limits(sequences))
@@ -244,7 +245,7 @@ class BudgetPagedCache(PagedKVCache):
         return Choice(kind, *limits, _REDUCTIONS[rule.reduce], rule.together)
 
     def _prompt(self, layer: int, step: AttentionStep) -> Attended:
-        """Tokens after which the policy's hooks decide."""
+        """Compute tokens after which the policy's hooks decide."""
         query, arrival = step.rotated_by_kernel(decides=False)
         if self._budget_rule.evicts == policies.OLDEST:
             n = range(0, query.shape[2], _QUERIES)
@@ -265,13 +266,13 @@ class BudgetPagedCache(PagedKVCache):
     def _note(
         self, layer: int, rows: Tensor, before: Tensor, query: Tensor, position: Tensor
     ) -> None:
-        """Keep positions of tokens that were stored behind `before` [b, h], and queries."""
+        """Keep positions of tokens that were stored after `before` [b, h], and queries."""
         most = int(self.lists.lengths[layer, rows].max())
         column = torch.arange(most, dtype=torch.int32, device=before.device)
-        behind = column - before[..., None]
-        new = (behind >= 0) & (behind < (position >= 0).sum(1)[:, None, None])
+        since = column - before[..., None]
+        new = (since >= 0) & (since < (position >= 0).sum(1)[:, None, None])
         known = self._positions[layer, rows, :, :most]
-        arrived = (position[:, :1, None] + behind).int()
+        arrived = (position[:, :1, None] + since).int()
         self._positions[layer, rows, :, :most] = torch.where(new, arrived, known)
         if self._scores.numel():
             known = self._scores[layer, rows, :, :most]
@@ -283,7 +284,7 @@ class BudgetPagedCache(PagedKVCache):
             self._queries[layer][rows[b], position[b, n] % m] = newest.to(self._queries.dtype)
 
     def _recent_queries(self, layer: int, rows: Tensor, end: Tensor) -> Tensor | None:
-        """The newest queries [b, h, m, r, d], 0 where there were fewer."""
+        """Return the newest queries [b, h, m, r, d], 0 where there were fewer."""
         m = self._recent
         if not m:
             return None
@@ -298,7 +299,8 @@ class BudgetPagedCache(PagedKVCache):
         sequences = self._requests.sequences(
             rows, start, end, self._recent_queries(layer, rows, end)
         )
-        if not bool(self.policy.evicts_after(sequences).any()):
+        waits = self._budget_rule.evicts == policies.NEVER
+        if waits and not bool(self.policy.evicts_after(sequences).any()):
             return
         slots = self._contents(layer, rows)._replace(sequences=sequences)
         if self._scored:
@@ -307,12 +309,12 @@ class BudgetPagedCache(PagedKVCache):
             if self._scores.numel():
                 self._scores[layer, rows, :, : slots.state.shape[2]] = slots.state[..., 0]
         held = slots.position >= 0
-        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
         if bool((keep != held).any()):
             self._fill(layer, rows, slots, keep)
 
-    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: Arrival) -> Attended:
-        """A part of a prompt whose queries read what is left at their position."""
+    def _stream(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
+        """Compute a part of a prompt whose queries read what is left at their position."""
         at = arrival.position
         end = at.amax(1) + 1
         sequences = self._requests.sequences(rows, end - (at >= 0).sum(1), end)
@@ -321,15 +323,15 @@ class BudgetPagedCache(PagedKVCache):
         assert slots.value is not None
         held = slots.position >= 0
         mask = held[:, :, None] & (slots.position[:, :, None] <= at[:, None, :, None])
-        mask = mask & ~self.policy.expired(slots, at)
+        mask = mask & ~self.policy.evict_mask(slots, at)
         output, _ = attend_slots(query, slots.key, slots.value, mask[:, :, None])
-        keep = held & ~self.policy.expired(slots, end[:, None] - 1)[:, :, 0]
+        keep = held & ~self.policy.evict_mask(slots, end[:, None] - 1)[:, :, 0]
         self._fill(layer, rows, slots, keep)
         self._mark_oldest(layer, rows)
         return Attended(output, mask.sum((2, 3)))
 
     def _mark_oldest(self, layer: int, rows: Tensor) -> None:
-        """Mark the tokens that StreamingLLM evicts when the next token arrives."""
+        """Mark the token of each KV list that leaves when the next one arrives."""
         position = self._stored_positions(layer, rows)
         following = position.amax((1, 2)) + 1
         limits = self.policy.limits(self._requests.sequences(rows, following, following + 1))
@@ -349,14 +351,14 @@ class BudgetPagedCache(PagedKVCache):
         self._rings[layer, rows] = 0
 
     def _stored_positions(self, layer: int, rows: Tensor) -> Tensor:
-        """Positions in all slots of the pages in use, int64 [b, h, s]; -1 for empty ones."""
+        """Return the positions in the slots of pages in use, int64 [b, h, s]; -1 for empty ones."""
         lengths = self.lists.lengths[layer, rows]
         most = max(1, int(self.lists.pages(lengths).max())) * self.pool.page_slots
         held = torch.arange(most, device=rows.device) < lengths[..., None]
         return self._positions[layer, rows, :, :most].long().masked_fill(~held, -1)
 
     def _contents(self, layer: int, rows: Tensor) -> Slots:
-        """The tokens of KV lists by slot; 0 in empty slots."""
+        """Return the tokens of KV lists by slot; 0 in empty slots."""
         position = self._stored_positions(layer, rows)
         places = position.shape[-1] // self.pool.page_slots
         pages = self.pool.pages[self.lists.tables[layer, rows, :, :places].long()]
@@ -376,10 +378,10 @@ class BudgetPagedCache(PagedKVCache):
         counts, lists = keep.sum(-1, dtype=torch.int32), self.lists.numbers(layer, rows)
         after = torch.maximum(counts, before)
         more = int((self.lists.pages(after) - self.lists.pages(before)).sum())
-        table = self._claim(layer, rows, lists, after.flatten(), more)
+        table = self._allocate(layer, rows, lists, after.flatten(), more)
         if self.pool.sharing:
             written = self.lists.places() < self.lists.pages(counts)[..., None]
-            table = self.lists.own(layer, rows, lists, written)
+            table = self.lists.copy_on_write(layer, rows, lists, written)
         most = int(counts.max())
         column = torch.arange(most, device=rows.device)
         order = slots.position.masked_fill(~keep, torch.iinfo(torch.int64).max)
@@ -397,7 +399,7 @@ class BudgetPagedCache(PagedKVCache):
 
 
 def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
-    """Some sequences of a step, int64 [any]."""
+    """Select some sequences of a step, int64 [any]."""
     assert step.lengths is None  # they have one token each
     fields = ("query", "key", "value", "cos", "sin", "position", "rows")
     adapter = None
@@ -408,21 +410,21 @@ def _some(step: AttentionStep, index: Tensor) -> AttentionStep:
     return step._replace(**some, adapter=adapter, table=None)
 
 
-def _part(arrival: Arrival, start: int) -> Arrival:
-    """Tokens of a prompt from `start` on, as many as are computed at a time."""
+def _part(arrival: NewTokens, start: int) -> NewTokens:
+    """Return the tokens of a prompt from `start` on that are computed at a time."""
     part = slice(start, start + _QUERIES)
     key, value = arrival.key[:, :, part], arrival.value[:, :, part]
-    return Arrival(arrival.position[:, part], key, value, None)
+    return NewTokens(arrival.position[:, part], key, value, None)
 
 
-def _received(slots: Slots, query: Tensor, at: Tensor) -> Received:
-    """Attention that slots have received from the queries [b, h * r, n, d] at positions [b, n]."""
+def _received(slots: Slots, query: Tensor, at: Tensor) -> AttentionReceived:
+    """Compute the attention that slots receive from queries [b, h * r, n, d] at [b, n]."""
     assert slots.key is not None
     assert slots.value is not None
     b, heads, n, _ = query.shape
     h, s = slots.position.shape[1:]
     zero = torch.zeros(b, h, heads // h, s, device=query.device)
-    found = Received(zero, zero, zero)
+    found = AttentionReceived(zero, zero, zero)
     block = max(1, min(_QUERIES, _SCORES // (b * heads * s)))
     for start in range(0, n, block):
         part = slice(start, start + block)
@@ -432,5 +434,5 @@ def _received(slots: Slots, query: Tensor, at: Tensor) -> Received:
         some = received(weights, mask)
         there = (at[:, part] >= 0).any(1)[:, None, None, None]
         newest = torch.where(there, some.newest, found.newest)
-        found = Received(found.total + some.total, newest, found.squares + some.squares)
+        found = AttentionReceived(found.total + some.total, newest, found.squares + some.squares)
     return found

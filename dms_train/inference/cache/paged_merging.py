@@ -17,7 +17,7 @@ from torch import Tensor
 from dms_train.inference.cache.device_pool import DevicePool
 from dms_train.inference.cache.interface import AttentionStep
 from dms_train.inference.cache.paged import CacheSizes, PagedKVCache
-from dms_train.inference.policies.base import Arrival, CachePolicy, KernelRule, MergeRule
+from dms_train.inference.policies.base import CachePolicy, KernelRule, MergeRule, NewTokens
 from dms_train.kernels import dispatch
 from dms_train.kernels.decode import types
 from dms_train.kernels.decode.types import (
@@ -66,7 +66,7 @@ class MergingPagedCache(PagedKVCache):
         return Decisions(SIGNAL, shift=rule.shift), 0
 
     def _rule_of(self, spec: MethodSpec | None, head_size: int) -> Decisions:
-        """Nothing is read from the query: the kernel that merges decides and clears."""
+        """Return that nothing is read from the query: the kernel that merges decides and clears."""
         return Decisions(NEVER)
 
     def _policy_tensors(self) -> list[Tensor]:
@@ -85,8 +85,8 @@ class MergingPagedCache(PagedKVCache):
         merged = dispatch.triton_kernels().accumulate(token, newest, self._merging, norms)
         return super()._append_and_attend(layer, merged, self._rule, None)
 
-    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, Arrival]:
-        """A part of prompts; the newest tokens move on."""
+    def _rotated(self, layer: int, step: AttentionStep) -> tuple[Tensor, NewTokens]:
+        """Merge and rotate a part of prompts, and keep its newest tokens."""
         names, stored = ("key", "value", "weights"), self._newest()
         size, rows = stored[0].shape[3], step.rows
         start = torch.where(step.position >= 0, step.position, torch.iinfo(torch.int64).max).amin(1)

@@ -62,25 +62,25 @@ class SelectingPagedCache(PagedKVCache):
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of what describes the rows and pages."""
+        """Return the bytes of tables, of the bounds of pages and of the policy's state."""
         return super().table_bytes + self._bounds.nbytes + self._reads.nbytes
 
     def view(self, layer: int) -> PagedCache:
-        """One layer as the kernels see it."""
+        """Return one layer as the kernels see it."""
         return super().view(layer)._replace(bounds=self._bounds)
 
     def status(self) -> list[Tensor]:
-        """As for `PagedKVCache`, with the slots that were read."""
+        """Return the status of `PagedKVCache`, and the slots that were read."""
         return [*super().status(), self._reads.view(-1)]
 
     def counts(self, lists: Tensor) -> tuple[Tensor, Tensor]:
-        """As for `PagedKVCache`; the first layers read everything."""
+        """Return the counts of `PagedKVCache`; the first layers read everything."""
         dense = self._page_rule.dense_layers
         whole, some = lists[0][..., :dense, :, :], lists[1][..., dense:, :, :]
         return torch.cat([whole, some], -3), lists[0]
 
     def assign(self, row: int, sizes: RequestSizes) -> None:
-        """A request, or its next turn, takes a row; what the row holds stays."""
+        """Note the sizes of the request, or turn, that takes a row; keep what the row holds."""
         self._requests.assign(row, sizes)
 
     def _read(self, layer: int) -> Tensor:
@@ -113,7 +113,7 @@ class SelectingPagedCache(PagedKVCache):
         return output
 
     def _plan(self, token: Step) -> None:
-        """How many pages the sequences of a step read."""
+        """Compute how many pages the sequences of a step read."""
         start = token.position.long()
         sequences = self._requests.sequences(token.rows, start, start + 1)
         count = self.policy.pages(sequences).masked_fill(start < sequences.prompt, _ALL)
@@ -129,7 +129,7 @@ class SelectingPagedCache(PagedKVCache):
         return done
 
     def _bound(self, layer: int, rows: Tensor, before: Tensor) -> None:
-        """Bounds of the pages that have changed since KV lists had `before` [b, h] tokens."""
+        """Compute the bounds of pages that changed since KV lists had `before` [b, h] tokens."""
         size, lengths = self.pool.page_slots, self.lists.lengths[layer, rows]
         first = max(0, int(before.min()) - 1) // size
         place = torch.arange(first, int(self.lists.pages(lengths).max()), device=rows.device)

@@ -2,7 +2,7 @@
 
 The kernels of prompts read and write pages of the model's dtype. A chunk is computed in pages that
 all layers use in turn: what the cache holds is read into them before, and the pages that have
-changed are stored behind it. Nothing here waits for the device.
+changed are stored after it. Nothing here waits for the device.
 
 Shape letters: b sequences, h KV heads, p pages of a full KV list, s slots, d head size.
 """
@@ -34,16 +34,16 @@ class WidePages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Return the bytes taken."""
         return self._pages.nbytes + self._numbers.nbytes
 
     def sequences(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that fit at the same time, at least 1."""
+        """Return the sequences of `tokens` tokens that fit at the same time, at least 1."""
         slots = self._pages.shape[2]
         return max(1, self._places // -(-tokens // slots))
 
     def read(self, table: Tensor, exponents: Tensor, lengths: Tensor) -> Pages:
-        """The KV lists of a chunk's sequences.
+        """Return the KV lists of a chunk's sequences.
 
         Args:
             table: int32 [b, h, p], their stored pages.
@@ -61,7 +61,7 @@ class WidePages:
         return pages
 
     def empty(self, sequences: int) -> Pages:
-        """Pages for KV lists that hold nothing yet."""
+        """Return the pages for KV lists that hold nothing yet."""
         places = self._places // sequences
         numbers = self._numbers[: sequences * self._heads * places]
         return Pages(self._pages, numbers.view(sequences, self._heads, places))
@@ -87,6 +87,6 @@ class WidePages:
         )
 
     def _lists(self, sequences: int) -> Tensor:
-        """The pages by KV list, [b * h, p, 2, s, d]."""
+        """Return the pages by KV list, [b * h, p, 2, s, d]."""
         lists, places = sequences * self._heads, self._places // sequences
         return self._pages[: lists * places].view(lists, places, *self._pages.shape[1:])

@@ -27,7 +27,7 @@ class DMCPolicy(DMSPolicy):
     """The state of token j is evicted for later queries if decision j + 1 continues it.
 
     Args:
-        spec: What the model was trained with.
+        spec: Spec of the model's training.
 
     Attributes:
         spec: As given.
@@ -54,7 +54,7 @@ class DMCPolicy(DMSPolicy):
         )
 
     def accumulate(self, tokens: Projected, lists: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Merged keys and values; the ring moves on.
+        """Merge keys and values, and move the ring on.
 
         `lists` holds key and value of the ring, [b, h, width - 1, d], and alpha and weight,
         [b, h, width - 1, 2]; the newest token last, and a weight of 0 where there is none.
@@ -83,7 +83,7 @@ class DMCPolicy(DMSPolicy):
         return stored_key, stored_value
 
     def _weighed(self, tokens: Projected) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of the arriving tokens, and what merges them, by KV list."""
+        """Return the keys and values of the arriving tokens, and what merges them, by KV list."""
         _, weighing = self._layer.activations(tokens.query, tokens.key)
         weight = weights(weighing, self.spec)
         alpha = self._layer.hard(tokens.query, tokens.key) & (tokens.position > 0)[..., None]

@@ -1,6 +1,6 @@
 """Base of policies that evict after every token, by the attention that tokens receive.
 
-Shape letters: b sequences, h KV heads, r query heads per KV head, s slots.
+Shape letters: b sequences.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class EveryStepOptions(BudgetOptions):
 
 
 class EveryStepPolicy(CachePolicy):
-    """Keeps to a budget after every pass, or after those from the end of the prompt on.
+    """Keep to a budget after every pass, or after those from the end of the prompt on.
 
     Attributes:
         streams: Whether it is after every pass, `prefill=stream`.
     """
 
     scored = True
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: EveryStepOptions) -> None:
         self._options = options
@@ -47,31 +47,18 @@ class EveryStepPolicy(CachePolicy):
         self.shareable = options.fixed and self.streams
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """With `stream`, the tokens of the budget at first and then one."""
+        """Return, with `stream`, the tokens of the budget at first and then one."""
         if self._options.prefill == DENSE:
             return max(1, request.prompt - computed)
         return max(1, self._options.first_tokens(request) - computed)
 
     def most_tokens(self, longest: int) -> int:
-        """Most tokens that stay of a sequence of at most `longest`."""
+        """Return the most tokens that stay of a sequence of at most `longest`."""
         return self._options.most_tokens(longest)
 
     def budget(self, sequences: Sequences) -> Tensor:
-        """Tokens that stay now, int64 [b]; all of them inside a prompt that is computed densely."""
+        """Return the tokens that stay now, int64 [b]; all of them inside a dense prompt."""
         budget = self._options.tokens(sequences)
         if self._options.prefill == DENSE:
             return torch.where(sequences.end < sequences.prompt, sequences.end, budget)
         return budget
-
-
-def due(sequences: Sequences, interval: int) -> Tensor:
-    """Whether a pass ends a prompt or computes another `interval` generated tokens, bool [b]."""
-    generated = sequences.end - sequences.prompt
-    return sequences.ends_prompt | ((generated > 0) & (generated % interval == 0))
-
-
-def reduced(by_head: Tensor, how: str) -> Tensor:
-    """[b, h, r, s] to [b, h, s], by `mean`, `max` or `sum`."""
-    if how == "max":
-        return by_head.amax(2)
-    return by_head.mean(2) if how == "mean" else by_head.sum(2)

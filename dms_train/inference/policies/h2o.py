@@ -12,18 +12,19 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import reduced
 from dms_train.inference.policies.base import (
     COLUMN_SUMS,
     LEAST,
+    AttentionReceived,
     BudgetRule,
     KernelRule,
     Limits,
     PolicyKind,
-    Received,
     Sequences,
     Slots,
 )
-from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy, reduced
+from dms_train.inference.policies.every_step import EveryStepOptions, EveryStepPolicy
 from dms_train.inference.policies.eviction import beyond_budget, newest
 from dms_train.limits import OneOf
 
@@ -59,13 +60,13 @@ class H2OPolicy(EveryStepPolicy):
         budget = self.budget(sequences)
         return Limits(budget, budget - budget // 2)
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Add what the pass gave."""
         total = reduced(received.total, self._reduce)
         return slots.state + total[..., None].to(slots.state)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """The least of the tokens that are not recent."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the least of the tokens that are not recent."""
         assert slots.sequences is not None
         budget, count = self.limits(slots.sequences)
         recent = newest(slots.position, slots.sequences.end, count)

@@ -6,12 +6,12 @@ from dms_train.inference.policies.base import CachePolicy, KernelRule
 
 _HOOKS = (
     "accumulate",
-    "admit",
-    "expired",
+    "on_store",
+    "evict_mask",
     "observe",
     "merge",
     "balance",
-    "moved",
+    "position_shift",
     "select",
     "evicts_after",
 )

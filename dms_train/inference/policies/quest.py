@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dms_train.inference.policies.base import (
-    Arrival,
     CachePolicy,
     KernelRule,
+    NewTokens,
     PageRule,
     PolicyKind,
     RequestSizes,
@@ -72,7 +72,7 @@ class QuestPolicy(CachePolicy):
         return PageRule(page=self.page, dense_layers=o.dense_layers, last=o.include_last_page)
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int:
-        """Parts of a prompt, then one token at a time, also where they are computed again."""
+        """Return parts of a prompt, then one token at a time, also in recomputation."""
         return max(1, request.prompt - computed)
 
     def pages(self, sequences: Sequences) -> Tensor:
@@ -80,7 +80,7 @@ class QuestPolicy(CachePolicy):
         count = self._options.tokens(sequences) // self.page
         return count.clamp(min=self._options.min_pages)
 
-    def admit(self, slots: Slots, arrival: Arrival) -> Tensor:
+    def on_store(self, slots: Slots, arrival: NewTokens) -> Tensor:
         """Bring the bounds of the pages up to date."""
         sequences = slots.sequences
         assert sequences is not None
@@ -99,14 +99,14 @@ class QuestPolicy(CachePolicy):
         return slots.state
 
     def _bounds(self, sequences: Sequences, name: str, key: Tensor, pages: int) -> Tensor:
-        """What is known of the pages, [b, h, pages, d]."""
+        """Return what is known of the pages, [b, h, pages, d]."""
         known = sequences.lists.get(name)
         if known is None:
             known = key.new_zeros(*key.shape[:2], 0, key.shape[3])
         return F.pad(known, (0, 0, 0, max(0, pages - known.shape[2])))[:, :, :pages]
 
-    def _extended(self, bounds: Tensor, arrival: Arrival, reduce: str, limit: float) -> Tensor:
-        """Bounds that hold for the arriving keys as well; 0 for pages without tokens."""
+    def _extended(self, bounds: Tensor, arrival: NewTokens, reduce: str, limit: float) -> Tensor:
+        """Return the bounds that hold for the arriving keys as well; 0 for pages without tokens."""
         real = (arrival.position >= 0)[:, None, :, None]
         key = arrival.key.masked_fill(~real, limit)
         page = (arrival.position.clamp(min=0) // self.page)[:, None, :, None].expand_as(key)
@@ -114,7 +114,7 @@ class QuestPolicy(CachePolicy):
         return found.masked_fill(found.isinf(), 0)
 
     def select(self, slots: Slots, query: Tensor) -> Tensor | None:
-        """The slots in the best pages of each query head."""
+        """Return the slots in the best pages of each query head."""
         sequences = slots.sequences
         assert sequences is not None
         if slots.layer < self._options.dense_layers:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import MAXIMUM, smoothed, window_logits
 from dms_train.inference.policies.base import PolicyKind, Sequences, Slots
 from dms_train.inference.policies.eviction import newest
-from dms_train.inference.policies.recent_attention import MAXIMUM, smoothed, window_logits
 from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below, Share
 
@@ -47,7 +47,7 @@ class RKVOptions(ScoreOptions):
     fix_empty_rows: bool = False
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for an even kernel, besides those of the budget."""
+        """Yield a line for an even kernel, besides those of the budget."""
         yield from ScoreOptions.check(self, path)
         if self.kernel % 2 == 0:
             yield f"kernel={self.kernel}: use an odd number"
@@ -56,14 +56,15 @@ class RKVOptions(ScoreOptions):
 class RKVPolicy(ScorePolicy):
     """Evict at the end of a prompt, and regularly from then on."""
 
+    options: RKVOptions
+
     def __init__(self, options: RKVOptions) -> None:
         super().__init__(options)
-        self._own = options
         self.recent_queries = self.protected = options.window
 
     def slot_scores(self, slots: Slots, sequences: Sequences) -> Tensor:
         """Return importance minus redundancy, [b, h, s]."""
-        o = self._own
+        o = self.options
         inside = newest(slots.position, sequences.end, o.window)
         logits, _, real = window_logits(slots, sequences)
         logits = logits.amax(2).masked_fill(inside[:, :, None], torch.finfo(logits.dtype).min)
@@ -75,12 +76,12 @@ class RKVPolicy(ScorePolicy):
 
 
 def combined(importance: Tensor, redundancy: Tensor, weight: float) -> Tensor:
-    """The score of tokens."""
+    """Combine importance and redundancy into the score of tokens."""
     return weight * importance - (1 - weight) * redundancy
 
 
 def redundancy(slots: Slots, *, threshold: float, fix_empty_rows: bool) -> Tensor:
-    """How much each key repeats others, [b, h, s], at least float32; a softmax over the tokens.
+    """Return how much each key repeats others, [b, h, s], at least float32.
 
     The cosine of a key to the newest one that it repeats does not count, so that of a family of
     similar keys the newest one stays. Takes time for s * s cosines of each KV list.

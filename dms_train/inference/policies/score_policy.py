@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import window_attention
 from dms_train.inference.policies.base import (
     NEVER,
     BudgetRule,
@@ -26,7 +27,6 @@ from dms_train.inference.policies.base import (
 )
 from dms_train.inference.policies.budget import BudgetOptions
 from dms_train.inference.policies.eviction import beyond_budget, newest
-from dms_train.inference.policies.recent_attention import window_attention
 from dms_train.limits import AtLeast, Below
 
 
@@ -74,7 +74,7 @@ class ScorePolicy(CachePolicy):
 
     def __init__(self, options: ScoreOptions) -> None:
         self.options = options
-        self.settles = options.interval is None
+        self.evicts_prompt_only = options.interval is None
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
         """Score the tokens of KV lists; the highest scores stay, of equal ones the first token.
@@ -115,7 +115,7 @@ class ScorePolicy(CachePolicy):
             due = due | ((generated > 0) & (generated % o.interval == 0))
         return due
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
         """Return the tokens beyond the budget where an eviction is due, bool [b, h, 1, s]."""
         sequences = slots.sequences
         assert sequences is not None

@@ -13,9 +13,8 @@ from typing import Annotated
 
 from torch import Tensor
 
+from dms_train.inference.policies.attention_scores import AVERAGE, MAXIMUM, pooled, reduced
 from dms_train.inference.policies.base import PolicyKind
-from dms_train.inference.policies.every_step import reduced
-from dms_train.inference.policies.recent_attention import AVERAGE, MAXIMUM, pooled
 from dms_train.inference.policies.score_policy import ScoreOptions, ScorePolicy
 from dms_train.limits import AtLeast, Below, OneOf
 
@@ -46,18 +45,18 @@ class SnapKVOptions(ScoreOptions):
 class SnapKVPolicy(ScorePolicy):
     """Keep the window and the highest scores before it."""
 
+    options: SnapKVOptions
+
     def __init__(self, options: SnapKVOptions) -> None:
         super().__init__(options)
-        self._pool, self._kernel = options.pool, options.kernel
-        self._reduce = options.group_reduce
         self.recent_queries = self.protected = options.window
 
     def score(self, keys: Tensor, values: Tensor, attention: Tensor | None) -> Tensor:
         """Return the smoothed attention of the window to the tokens before it."""
         assert attention is not None
-        score = reduced(attention, self._reduce)
+        score = reduced(attention, self.options.group_reduce)
         score[..., max(0, score.shape[-1] - self.protected) :] = 0
-        return pooled(score, self._kernel, self._pool)
+        return pooled(score, self.options.kernel, self.options.pool)
 
 
 POLICY = PolicyKind(SnapKVOptions, lambda options, spec: SnapKVPolicy(options))

@@ -21,8 +21,8 @@ from dms_train.inference.policies.base import (
     CachePolicy,
     KernelRule,
     Limits,
-    Moved,
     PolicyKind,
+    PositionShift,
     RequestSizes,
     Sequences,
     Slots,
@@ -51,7 +51,7 @@ class StreamingLLMOptions(BudgetOptions):
 class StreamingLLMPolicy(CachePolicy):
     """Keep the first tokens and the last ones, the query's own among them."""
 
-    settles = False
+    evicts_prompt_only = False
 
     def __init__(self, options: StreamingLLMOptions) -> None:
         self._options = options
@@ -59,28 +59,28 @@ class StreamingLLMPolicy(CachePolicy):
         self.shareable = options.fixed
 
     def max_tokens(self, request: RequestSizes, computed: int) -> int | None:
-        """One token at a time where the budget grows with them, any number elsewhere."""
+        """Return 1 where the budget grows with the tokens, None elsewhere."""
         if self._options.budget_mode != GROWING:
             return None
         return max(1, request.prompt - computed)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is neither among the first nor among the last ones."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return whether a token is neither among the first nor among the last ones."""
         assert slots.sequences is not None
         first, last = (x[:, None, None, None] for x in self.limits(slots.sequences))
         position = slots.position[:, :, None, :]
         return (at[:, None, :, None] - position >= last) & (position >= first)
 
-    def moved(self, slots: Slots, at: Tensor) -> Moved | None:
-        """The first tokens, by as many positions as there are tokens missing behind them."""
+    def position_shift(self, slots: Slots, at: Tensor) -> PositionShift | None:
+        """Return the first tokens, moved by as many positions as tokens are missing after them."""
         if not self._moves:
             return None
         position = slots.position[:, 0, None]  # alike for all KV heads
-        read = (position >= 0) & (position <= at[:, :, None]) & ~self.expired(slots, at)[:, 0]
+        read = (position >= 0) & (position <= at[:, :, None]) & ~self.evict_mask(slots, at)[:, 0]
         assert slots.sequences is not None
         first = self.limits(slots.sequences).most[:, None, None]
         sinks = (slots.position >= 0) & (slots.position < first)
-        return Moved(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
+        return PositionShift(sinks, (at + 1 - read.sum(-1)).clamp(min=0))
 
     def kernel_rule(self) -> KernelRule | str:
         """Evict the oldest token after the first ones."""

@@ -16,11 +16,11 @@ from torch import Tensor
 from dms_train.inference.policies.base import (
     LEAST,
     NEWEST_WEIGHTS,
+    AttentionReceived,
     BudgetRule,
     KernelRule,
     Limits,
     PolicyKind,
-    Received,
     Sequences,
     Slots,
 )
@@ -65,7 +65,7 @@ class TOVAPolicy(EveryStepPolicy):
         budget = self.budget(sequences)
         return Limits(budget, torch.full_like(budget, self._protected))
 
-    def observe(self, slots: Slots, received: Received) -> Tensor:
+    def observe(self, slots: Slots, received: AttentionReceived) -> Tensor:
         """Replace the scores."""
         score = received.newest.mean(2)
         if self._scope == LAYER:
@@ -73,14 +73,14 @@ class TOVAPolicy(EveryStepPolicy):
         return score[..., None].to(slots.state)
 
     def _by_position(self, position: Tensor, score: Tensor) -> Tensor:
-        """The mean over KV heads of the scores [b, h, s] of a position, which all of them hold."""
+        """Average scores [b, h, s] of a position, which all KV heads hold, over the heads."""
         b, h, s = position.shape
         order = position.masked_fill(position < 0, torch.iinfo(torch.int64).max).argsort(-1)
         mean = score.gather(-1, order).mean(1, keepdim=True).expand(b, h, s)
         return torch.empty_like(score).scatter_(-1, order, mean)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """The least attended tokens."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return the least attended tokens."""
         assert slots.sequences is not None
         budget, protected = self.limits(slots.sequences)
         last = newest(slots.position, slots.sequences.end, protected)

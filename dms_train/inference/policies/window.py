@@ -30,8 +30,8 @@ class WindowPolicy(CachePolicy):
         """Evict every token that leaves the window."""
         return WindowRule(evicts=EVERY, window=self.window)
 
-    def expired(self, slots: Slots, at: Tensor) -> Tensor:
-        """Whether a token is more than `window` older than the query."""
+    def evict_mask(self, slots: Slots, at: Tensor) -> Tensor:
+        """Return whether a token is more than `window` older than the query."""
         return at[:, None, :, None] - slots.position[:, :, None, :] > self.window
 
 

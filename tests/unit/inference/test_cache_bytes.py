@@ -99,6 +99,7 @@ def test_the_cache_of_any_policy_stays_within_its_bytes(folder, policy, own):
         ("window", {"window": 8}),
         ("streaming_llm", {"cr": 2.0, "sinks": 2}),
         ("snapkv", {"cr": 2.0, "window": 8, "kernel": 3}),
+        ("r_kv", {"budget": 20, "window": 8, "kernel": 3, "interval": 3}),
         ("h2o", {"cr": 1.5}),
         ("tova", {"budget": 24}),
         ("quest", {"budget": 4, "page": 4, "dense_layers": 1}),

@@ -1,4 +1,4 @@
-"""Attention of the newest queries, and its smoothing over neighbouring tokens.
+"""Scores from attention: the newest queries, query heads in one score, smoothing.
 
 Shape letters: b sequences, h KV heads, r query heads per KV head, m newest queries, s slots, d head
 size.
@@ -17,8 +17,15 @@ from dms_train.inference.policies.base import Sequences, Slots
 AVERAGE, MAXIMUM = "avg", "max"
 
 
+def reduced(by_head: Tensor, how: str) -> Tensor:
+    """Reduce [b, h, r, s] to [b, h, s] by `mean`, `max` or `sum`."""
+    if how == "max":
+        return by_head.amax(2)
+    return by_head.mean(2) if how == "mean" else by_head.sum(2)
+
+
 class WindowLogits(NamedTuple):
-    """What the recent queries give to each slot before the softmax.
+    """Logits of the recent queries for each slot.
 
     Attributes:
         logits: [b, h, r, m, s], at least float32; the lowest number where a slot is not seen.
@@ -32,7 +39,7 @@ class WindowLogits(NamedTuple):
 
 
 def window_logits(slots: Slots, sequences: Sequences) -> WindowLogits:
-    """Scaled products of the recent queries and the keys."""
+    """Return the scaled products of the recent queries and the keys."""
     assert slots.key is not None
     assert sequences.query is not None
     query = sequences.query.transpose(2, 3)  # [b, h, r, m, d]
@@ -48,7 +55,7 @@ def window_logits(slots: Slots, sequences: Sequences) -> WindowLogits:
 
 
 def window_attention(slots: Slots, sequences: Sequences) -> Tensor:
-    """Attention of the recent queries to each slot, [b, h, r, s], mean over these queries."""
+    """Return the mean attention of the recent queries to each slot, [b, h, r, s]."""
     logits, _, real = window_logits(slots, sequences)
     mean: Tensor = (logits.softmax(-1) * real).sum(3) / real.sum(3)
     return mean
