@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Installed on its own and first: without the exact pin pip may pick a build with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# Exports load with transformers 4, too: one test puts these before the installed ones.
+TRANSFORMERS_4 := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
 
 # Processes that run tests, one thread each; a test may start four more.
 WORKERS ?= 2
 
-.PHONY: setup check fmt fmt-check lint types imports test test-gpu test-slurm test-faults test-mutations test-full docs demo
+.PHONY: setup check fmt fmt-check lint types imports test test-research test-gpu test-slurm test-faults test-mutations test-full docs demo
 
 setup: $(STAMP)
 
@@ -17,6 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[hf,track,plot,progress,serve,data,harness,dev,docs]'
+	$(BIN)/python -m pip install --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
 	touch $(STAMP)
 
 check: fmt-check lint types imports
@@ -39,7 +42,11 @@ imports: $(STAMP)
 
 # A file's tests stay in one process, so that what they share is made once; tests/conftest.py orders.
 test: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu and not slurm and not faults"
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu and not slurm and not faults and not research"
+
+# The experiments in research/; the default tests have one quick test of them.
+test-research: $(STAMP)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/research
 
 # On a machine with a GPU; TORCH chooses a CUDA build when the environment is set up.
 test-gpu: $(STAMP)

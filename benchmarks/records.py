@@ -83,18 +83,40 @@ def measured_at(entry: dict[str, Any]) -> str:
     return f"{commit[:7]}{changed}, {date}"
 
 
+def folder_of(device: str, results: Path = RESULTS) -> Path:
+    """Return the folder that holds the records of a device.
+
+    Args:
+        device: Name of the device.
+        results: Folder of all devices.
+    """
+    return results / re.sub(r"\W+", "_", device.lower())
+
+
+def print_record(record: dict[str, Any], text: Callable[[Any], str]) -> None:
+    """Print the tables of a record, and its commit and date if it has them.
+
+    Args:
+        record: Record.
+        text: Shows a record as text.
+    """
+    print(text(record))
+    if "date" in record:
+        print(f"\nMeasured at: {measured_at(record)}.")
+
+
 def show(path: Path, text: Callable[[Any], str]) -> int:
-    """Print the table of a stored record, and the commit and date of the record if it has one.
+    """Print the tables of a stored record.
 
     Args:
         path: JSON file.
-        text: Returns what is printed of the record.
+        text: Shows a record as text.
 
     Returns:
         0.
 
     Raises:
-        EvaluationError: The file holds something else.
+        EvaluationError: The file is not a record of this benchmark.
     """
     refused = EvaluationError(f"{path}: not a record of this command")
     try:
@@ -102,12 +124,38 @@ def show(path: Path, text: Callable[[Any], str]) -> int:
     except ValueError:
         raise refused from None
     try:
-        print(text(record))
-        if "date" in record:
-            print(f"\nMeasured at: {measured_at(record)}.")
+        print_record(record, text)
     except (KeyError, TypeError, AttributeError):
         raise refused from None
     return 0
+
+
+def stored_records(results: Path, name: str) -> list[dict[str, Any]]:
+    """Return the records of all GPUs: those that name their commits first, then the newest.
+
+    Args:
+        results: Folders of devices.
+        name: File name of the records.
+    """
+    found = [json.loads(file.read_text()) for file in results.glob(f"*/{name}")]
+    on_gpus = [record for record in found if not record["device"].startswith("CPU")]
+    return sorted(
+        on_gpus, key=lambda record: (_names_commits(record), newest(record)), reverse=True
+    )
+
+
+def _names_commits(record: dict[str, Any]) -> bool:
+    return any("commit" in each and "commit_from" not in each for each in (record, *_rows(record)))
+
+
+def newest(record: dict[str, Any]) -> str:
+    """Return the date of a record or of its newest row."""
+    return max(str(each.get("date", "")) for each in (record, *_rows(record)))
+
+
+def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = record.get("cases") or record.get("rows") or []
+    return rows
 
 
 def write_page(page: Path, results: str, name: str = "results") -> None:

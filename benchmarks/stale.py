@@ -1,15 +1,14 @@
-"""Tables whose measured code has changed since they were measured.
+"""Records whose measured code has changed since they were measured.
 
-    python -m benchmarks.stale
+    python -m benchmarks stale
 
-Every benchmark lists its records in `TABLES` of its package, with the code that they measure. A
-record, or each of its rows, names its commit; where none is named, the commit that added the file
-is taken. Prints the tables with later commits to that code.
+Every benchmark lists its stored records with the code that they measure. A record, or each of its
+rows, names its commit; where none is named, the commit that added the file is taken. Prints the
+records with later commits to that code.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import pkgutil
@@ -17,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benchmarks
+import research
+from benchmarks.benchmark import find
 from benchmarks.records import ROOT, Table, git
-from dms_train.cli.errors import run_main
+from benchmarks.tables import Column, table
 from dms_train.evaluation.errors import EvaluationError
 
 
@@ -29,7 +29,7 @@ class Stale(NamedTuple):
     Attributes:
         file: Record, relative to the repository.
         page: Page that shows it.
-        commit: Of the measurement.
+        commit: Commit that was measured.
         later: One line for each later commit to the measured code, the newest first.
     """
 
@@ -40,17 +40,16 @@ class Stale(NamedTuple):
 
 
 def tables() -> list[Table]:
-    """Tables of all benchmarks."""
-    found: list[Table] = []
-    for package in pkgutil.iter_modules(benchmarks.__path__, "benchmarks."):
-        found += (
-            getattr(importlib.import_module(package.name), "TABLES", ()) if package.ispkg else ()
-        )
+    """Return the stored records of all benchmarks and experiments."""
+    found = [records for source in find().values() for records in source.load().stored]
+    for package in pkgutil.iter_modules(research.__path__, "research."):
+        if package.ispkg:
+            found += getattr(importlib.import_module(package.name), "TABLES", ())
     return found
 
 
 def commits(value: Any) -> set[str]:
-    """Commits that a record names, its own and those of its rows."""
+    """Return the commits that a record names, its own and those of its rows."""
     if isinstance(value, list):
         return set().union(*map(commits, value))
     if not isinstance(value, dict):
@@ -63,28 +62,28 @@ def stale(root: Path, known: list[Table]) -> Iterator[Stale]:
     """Yield the rows of records whose measured code has changed, by file and commit.
 
     Args:
-        root: A git repository with `benchmarks/results`.
+        root: A git repository with `benchmarks/results` and `research/results`.
         known: Tables to check.
 
     Raises:
         EvaluationError: A file is no record, or a commit is unknown.
     """
-    for table in known:
-        for file in sorted((root / "benchmarks" / "results").glob(table.records)):
+    for records in known:
+        for file in sorted(root.glob(f"*/results/{records.records}")):
             name = str(file.relative_to(root))
             for commit in sorted(_commits_of(root, file)):
-                span = ("log", "--format=%h %as %s", f"{commit}..HEAD", "--", *table.measures)
+                span = ("log", "--format=%h %as %s", f"{commit}..HEAD", "--", *records.measures)
                 later = git(root, *span)
                 if later is None:
                     raise EvaluationError(
                         f"{name}: commit {commit} is not in this repository; fetch its history"
                     )
                 if later:
-                    yield Stale(name, table.page, commit, later.splitlines())
+                    yield Stale(name, records.page, commit, later.splitlines())
 
 
 def _commits_of(root: Path, file: Path) -> set[str]:
-    """Commits of a record, else the one that last wrote the file; none if git does not know it."""
+    """Return the commits of a record, else the one that last wrote the file, if git knows it."""
     text = file.read_text(encoding="utf-8")
     try:
         record = (
@@ -99,33 +98,27 @@ def _commits_of(root: Path, file: Path) -> set[str]:
     return named or ({added} if added else set())
 
 
-def lines(found: list[Stale]) -> Iterator[str]:
-    """The output: a Markdown table."""
-    yield "| record | page | measured at | later commits to its code | newest |"
-    yield "|---|---|---|---|---|"
-    for entry in found:
-        yield (
-            f"| {entry.file} | {entry.page} | {entry.commit[:7]} | {len(entry.later)} "
-            f"| {entry.later[0]} |"
-        )
+COLUMNS: tuple[Column, ...] = (
+    ("record", lambda entry: entry["file"]),
+    ("page", lambda entry: entry["page"]),
+    ("measured at", lambda entry: entry["commit"][:7]),
+    ("later commits to its code", lambda entry: len(entry["later"])),
+    ("newest", lambda entry: entry["later"][0]),
+)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args(arguments)
-    return run_main(_run)
+def text(found: list[Stale]) -> str:
+    """Return a table of stale records."""
+    return table(COLUMNS, [entry._asdict() for entry in found])
 
 
-def _run() -> int:
+def report() -> None:
+    """Print all stale records.
+
+    Raises:
+        EvaluationError: The history of the code is missing.
+    """
     if git(ROOT, "rev-parse", "HEAD") is None:
         raise EvaluationError(f"{ROOT}: not a git repository; the history of the code is needed")
     found = list(stale(ROOT, tables()))
-    print("\n".join(lines(found)) if found else "no stale table")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    print(text(found) if found else "no stale table")

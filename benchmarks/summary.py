@@ -1,6 +1,6 @@
-"""Write the speed tables of README.md from stored records.
+"""Speed tables of README.md from stored records.
 
-    python -m benchmarks.summary
+    python -m benchmarks summary
 
 Takes the newest record of each kind. The text between the markers of the page is replaced. Nothing
 is measured here.
@@ -8,16 +8,14 @@ is measured here.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import RESULTS, ROOT, write_page
-from benchmarks.serve.page import newest, records
+from benchmarks.records import ROOT, newest, stored_records, write_page
 from benchmarks.serve.tables import COLUMNS, best, by_case, ratio
 from benchmarks.train_step.shapes import Case
-from dms_train.cli.errors import run_main
+from dms_train.tables import markdown_table
 
 PAGE = ROOT / "README.md"
 _MODEL = "Llama 3.1 8B"
@@ -27,30 +25,22 @@ _ENGINE_GIVES, _DMS_GIVES = ("dense", "vLLM, bf16"), ("DMS", "dense")
 Record = dict[str, Any]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folders of devices")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    args = parser.parse_args(arguments)
-    return run_main(lambda: write_page(args.page, "\n".join(lines(args.results)), "speed"))
+def write(results: Path, page: Path) -> None:
+    """Write both tables between the markers of a page."""
+    write_page(page, text(results), "speed")
 
 
-def lines(results: Path) -> Iterator[str]:
-    """Lines of the two tables: serving, and what is measured beside one peer."""
-    heads = [*COLUMNS, "engine: dense / vLLM, bf16", "DMS: DMS / dense", "CR"]
-    yield f"| serving | {' | '.join(heads)} | measured on |"
-    yield "|---" * (len(heads) + 2) + "|"
-    served = records(results, "serve.json")
-    for shape in sorted({row["shape"] for record in served for row in record["cases"]}):
-        yield from _served(shape, _newest_of(served, shape))
-    yield ""
-    yield "| training and attention | peer | ours, dense | ours with DMS | measured on |"
-    yield "|---|---|---|---|---|"
-    yield from _attention(records(results, "attention.json"))
-    yield from _training(records(results, "train_step.json"))
+def text(results: Path) -> str:
+    """Return two tables: serving, and what is measured beside one peer."""
+    engine, dms = "engine: dense / vLLM, bf16", "DMS: DMS / dense"
+    served = stored_records(results, "serve.json")
+    shapes = sorted({row["shape"] for record in served for row in record["cases"]})
+    rows = [cells for shape in shapes for cells in _served(shape, _newest_of(served, shape))]
+    serving = markdown_table(["serving", *COLUMNS, engine, dms, "CR", "measured on"], rows)
+    head = ["training and attention", "peer", "ours, dense", "ours with DMS", "measured on"]
+    attention = _attention(stored_records(results, "attention.json"))
+    training = _training(stored_records(results, "train_step.json"))
+    return f"{serving}\n\n{markdown_table(head, [*attention, *training])}"
 
 
 def _newest_of(served: list[Record], shape: str) -> Record:
@@ -62,20 +52,20 @@ def _newest_of(served: list[Record], shape: str) -> Record:
     return next(record for record in mine if record["cases"])
 
 
-def _served(shape: str, record: Record) -> Iterator[str]:
+def _served(shape: str, record: Record) -> Iterator[list[str]]:
     cases = by_case(record["cases"])
     where = f"{record['device']}, {newest(record)}: [serving]({_SERVING})"
     short = [cases.get((shape, _CONTEXT, count), []) for count in _SEQUENCES]
     counts = ", ".join(map(str, _SEQUENCES[:-1])) + f" and {_SEQUENCES[-1]}"
     name = f"{shape}, ms of a decode step, {counts} sequences of {_CONTEXT:,} tokens"
-    yield f"| {name} | {' | '.join(_cells(short, 'step_ms'))} | {where} |"
+    yield [name, *_cells(short, "step_ms"), where]
     long = [cases.get((shape, _LONG, 1), [])]
     name = f"{shape}, tokens/s of a prompt of {_LONG:,} tokens"
-    yield f"| {name} | {' | '.join(_cells(long, 'prefill_tok_s'))} | {where} |"
+    yield [name, *_cells(long, "prefill_tok_s"), where]
 
 
 def _cells(cases: list[list[Record]], value: str) -> Iterator[str]:
-    """Cells of all columns, of both ratios and of CR, with one number for each case."""
+    """Yield the cells of all columns, of both ratios and of CR, with one number for each case."""
     for column in COLUMNS:
         found = [best(rows, column, value).get(value) for rows in cases]
         shown = [f"{x:.2f}" if isinstance(x, float) else f"{x:,}" for x in found if x is not None]
@@ -85,30 +75,30 @@ def _cells(cases: list[list[Record]], value: str) -> Iterator[str]:
     yield ", ".join(ratio(rows, "dense", "DMS", "live") or "-" for rows in cases)
 
 
-def _attention(found: list[Record]) -> Iterator[str]:
-    """Training attention, and the prefill that evicts most, of one layer of an 8B model."""
+def _attention(found: list[Record]) -> Iterator[list[str]]:
+    """Yield training attention, and the prefill that evicts most, of one layer of an 8B model."""
     for record in found[:1]:
         where = f"{record['device']}, {newest(record)}: [attention](docs/performance/attention.md)"
         case = next(c for c in record["train"] if c["shape"]["model"] == _MODEL)
         ms = {row["name"]: row.get("total_ms") for row in case["rows"]}
         flex = min(value for name, value in ms.items() if name.startswith("flex DMS"))
         cudnn, ours = ms["cuDNN causal"], ms["ours: triton"]
-        yield (
-            f"| attention of {_MODEL}, {_CONTEXT:,} tokens, forward and backward "
-            f"| {flex:.2f} ms (FlexAttention with DMS) | {cudnn:.2f} ms (cuDNN) "
-            f"| {ours:.2f} ms | {where} |"
-        )
+        yield [
+            f"attention of {_MODEL}, {_CONTEXT:,} tokens, forward and backward",
+            f"{flex:.2f} ms (FlexAttention with DMS)",
+            f"{cudnn:.2f} ms (cuDNN)",
+            f"{ours:.2f} ms",
+            where,
+        ]
         prompts = [row for row in record["prefill"] if row.get("label") == f"{_MODEL}, {_LONG}"]
         row = max(prompts, key=lambda row: float(row["ratio"]))
-        yield (
-            f"| prefill attention of {_MODEL}, {_LONG:,} tokens, CR {row['ratio']:g} "
-            f"| | {row['cudnn_ms']['median']:.2f} ms (cuDNN) | {row['ms']['median']:.2f} ms "
-            f"| {where} |"
-        )
+        title = f"prefill attention of {_MODEL}, {_LONG:,} tokens, CR {row['ratio']:g}"
+        dense, ours = (f"{row[name]['median']:.2f} ms" for name in ("cudnn_ms", "ms"))
+        yield [title, "", f"{dense} (cuDNN)", ours, where]
 
 
-def _training(found: list[Record]) -> Iterator[str]:
-    """The step of Qwen2.5 1.5B on one GPU, with the faster layers of each."""
+def _training(found: list[Record]) -> Iterator[list[str]]:
+    """Yield the step of Qwen2.5 1.5B on one GPU, with the faster layers of each."""
     for record in found[:1]:
         rows = [r for r in record["rows"] if "failed" not in r and _one_gpu(r["case"])]
         peer, dense, dms = (
@@ -116,12 +106,13 @@ def _training(found: list[Record]) -> Iterator[str]:
             for wanted in (("peer", "distill"), ("ours", "distill"), ("ours", "dms"))
         )
         cells = [f"{1e3 * _step(row):.1f} ms" for row in (peer, dense, dms)]
-        where = f"{record['device']}, {dms['date']}"
-        yield (
-            f"| distillation step of Qwen2.5 1.5B, 8,192 tokens | {cells[0]} (megatron-core) "
-            f"| {cells[1]} | {cells[2]} | {where}: "
-            "[training step](docs/performance/training_step.md) |"
-        )
+        page = "[training step](docs/performance/training_step.md)"
+        yield [
+            "distillation step of Qwen2.5 1.5B, 8,192 tokens",
+            f"{cells[0]} (megatron-core)",
+            *cells[1:],
+            f"{record['device']}, {dms['date']}: {page}",
+        ]
 
 
 def _step(row: Record) -> float:
@@ -130,7 +121,3 @@ def _step(row: Record) -> float:
 
 def _one_gpu(case: Record) -> bool:
     return case["shape"] == "qwen2.5-1.5b" and Case.from_dict(case).layout.world == 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

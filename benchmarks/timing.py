@@ -28,7 +28,7 @@ class Timing(NamedTuple):
 
 
 def measure(call: Callable[[], Any], device: torch.device) -> Timing:
-    """Time of one call; on a GPU with triton's do_bench, which empties the L2 cache in between."""
+    """Time one call; on a GPU with triton's do_bench, which empties the L2 cache in between."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -45,7 +45,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def extra_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
-    """Peak of the memory that one call takes in addition; None on a CPU."""
+    """Return the peak memory that one call takes in addition; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -57,7 +57,7 @@ def extra_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """Bytes read plus written per second of a copy; FLOP/s of a square bf16 product."""
+    """Measure bytes read plus written per second of a copy, and FLOP/s of a square bf16 product."""
     small = device.type != "cuda"
     size = _COPY_BYTES // (2 * _CPU_SHRINK if small else 2)
     edge = _GEMM_SIZE // 8 if small else _GEMM_SIZE
@@ -74,14 +74,14 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name a result is filed under."""
+    """Return the name under which a result is filed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()}"
 
 
 def versions(device: torch.device) -> dict[str, str | None]:
-    """Versions of everything that a time depends on."""
+    """Return the versions of everything that a time depends on."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         import triton
@@ -119,6 +119,6 @@ class Busy:
         self.share = statistics.fmean(self._seen) / 100 if self._seen else None
 
     def _watch(self) -> None:
-        """NVML has a new value every sixth of a second or less often."""
+        """Sample NVML, which has a new value every sixth of a second or less often."""
         while not self._over.wait(0.1):
             self._seen.append(torch.cuda.utilization(self._device))

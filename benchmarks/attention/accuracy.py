@@ -1,6 +1,6 @@
-"""Errors of our backends on random inputs, as multiples of the errors of SDPA on the same inputs.
+"""Errors of attention backends on random inputs, as multiples of the errors of SDPA.
 
-    python -m benchmarks.attention --accuracy
+    python -m benchmarks attention accuracy
 
 The reference is `train_attention.reference` in float64 on the same inputs. The baseline is SDPA in
 the dtype of the inputs with the bias of every query and key in memory; its gradient by the bias,
@@ -10,9 +10,11 @@ the difference. Decisions are random, exactly 0 and exactly 1.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import multiprocessing
 import random
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.attention.peers import materialised
 from benchmarks.attention.shapes import AttentionInputs, Call, Shape, make_inputs
 from benchmarks.attention.train_cases import ours
+from benchmarks.benchmark import Args, Benchmark, add_fields
+from benchmarks.records import Table
+from benchmarks.tables import field, table
 from dms_train.kernels.train_attention.reference import dms_attention
 
 NAMES = ("o", "dq", "dk", "dv", "dlogits")
@@ -53,7 +58,7 @@ class Case(NamedTuple):
 
 
 def draw_case(seed: int, longest: int) -> Case:
-    """The case with this number."""
+    """Draw the case with this number."""
     draw = random.Random(seed)
     d, dtype, (hq, hk) = FAMILIES[seed % len(FAMILIES)]
     long = draw.randint(longest // 2, longest)
@@ -64,7 +69,7 @@ def draw_case(seed: int, longest: int) -> Case:
 
 
 def case_inputs(case: Case, device: torch.device) -> AttentionInputs:
-    """Tensors of a case; infinite logits make alpha exactly 0 and 1."""
+    """Draw the tensors of a case; infinite logits make alpha exactly 0 and 1."""
     inputs = make_inputs(case.shape, case.window, device, case.dtype, case.seed)
     logits = inputs.logits.detach().clone()
     generator = torch.Generator(device).manual_seed(case.seed + 1)
@@ -76,7 +81,7 @@ def case_inputs(case: Case, device: torch.device) -> AttentionInputs:
 
 
 def exact(inputs: AttentionInputs) -> list[Tensor]:
-    """Output and gradients in float64."""
+    """Return output and gradients in float64."""
     leaves = [x.detach().double().requires_grad_() for x in inputs[:4]]
     query, key, value, logits = leaves
 
@@ -88,7 +93,7 @@ def exact(inputs: AttentionInputs) -> list[Tensor]:
 
 
 def sdpa_baseline(inputs: AttentionInputs) -> list[Tensor]:
-    """Output and gradients of SDPA with the bias in memory, heads moved back behind positions."""
+    """Return output and gradients of SDPA with the bias in memory, heads after positions."""
     d = inputs.query.shape[-1]
     widened = _widened(inputs, -d % 8)  # the fused kernel takes multiples of 8
     call = materialised(widened)
@@ -99,7 +104,7 @@ def sdpa_baseline(inputs: AttentionInputs) -> list[Tensor]:
 
 
 def _widened(inputs: AttentionInputs, more: int) -> AttentionInputs:
-    """With `more` channels of zeros, which do not change scores or other channels' results."""
+    """Add `more` channels of zeros, which do not change scores or other channels' results."""
 
     def widen(x: Tensor) -> Tensor:
         return F.pad(x.detach(), (0, more)).requires_grad_(x.requires_grad)
@@ -116,7 +121,7 @@ def _results(call: Call) -> list[Tensor]:
 
 
 def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
-    """Error of `found` over error of `peer`, by name of the result.
+    """Return the error of `found` over the error of `peer`, by name of the result.
 
     Errors below that of rounding the true result to its dtype count as that rounding error, so that
     an exact peer does not make ratios infinite. For results that cancel to nearly zero the lower
@@ -134,7 +139,7 @@ def error_ratios(found: list[Tensor], peer: list[Tensor], truth: list[Tensor]) -
 
 
 def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`count` random cases through our fused backends.
+    """Compute `count` random cases with our fused backends.
 
     Returns:
         `backends`: for each the worst and median ratio by result, the worst case, and each case;
@@ -165,7 +170,7 @@ def measure(device: torch.device, count: int, backends: tuple[str, ...] = ()) ->
 def _measure_family(
     family: int, device: torch.device, count: int, names: tuple[str, ...]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The cases of one family, by backend."""
+    """Return the cases of one family, by backend."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.set_num_threads(1)  # this process is one of many
@@ -196,18 +201,49 @@ def _median(cases: list[dict[str, Any]], result: str) -> float:
     return sorted(case["ratios"][result] for case in cases)[len(cases) // 2]
 
 
-def table(record: dict[str, Any]) -> str:
-    """A Markdown table: a row for each backend and result."""
-    lines = [
-        f"{record['cases']} random cases, errors over those of SDPA with the bias in memory; "
-        f"at most {record['bound']:g} is accepted\n",
-        "| backend | result | median | worst | worst case |",
-        "|---|---|---|---|---|",
+COLUMNS = (
+    ("backend", field("backend")),
+    ("result", field("result")),
+    ("median", field("median", ".2f")),
+    ("worst", field("ratio", ".2f")),
+    ("worst case", field("case")),
+)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Return a table with a row for each backend and result."""
+    rows = [
+        {"backend": name, "result": result, "median": record["median"][name][result], **worst}
+        for name, results in record["worst"].items()
+        for result, worst in results.items()
     ]
-    for name, by_result in record["worst"].items():
-        for result, worst in by_result.items():
-            middle = record["median"][name][result]
-            lines.append(
-                f"| {name} | {result} | {middle:.2f} | {worst['ratio']:.2f} | {worst['case']} |"
-            )
-    return "\n".join(lines)
+    return (
+        f"{record['cases']} random cases, errors over those of SDPA with the bias in memory; "
+        f"at most {record['bound']:g} is accepted\n\n{table(COLUMNS, rows)}"
+    )
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--cases", type=int, default=200, help="random shapes (%(default)s)")
+
+
+def _measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
+    yield measure(args.device, args.cases)
+
+
+BENCHMARK = Benchmark(
+    record="accuracy",
+    options=options,
+    measure=_measure,
+    store=add_fields,
+    failed=lambda found: not found["within"],
+    tables=tables,
+    stored=(
+        Table(
+            "*/accuracy.json",
+            "docs/performance/attention.md",
+            ("dms_train/kernels/train_attention",),
+        ),
+    ),
+)

@@ -1,19 +1,14 @@
 """Decoding from a paged cache on a GPU: bytes per second beside a copy, append beside attention.
 
-    python -m benchmarks.attention.decode_cases --json decode.json
-
 Every time is the median over replays of a CUDA graph that holds several calls, which excludes
 launch gaps. Caches are larger than the L2 cache of any GPU of 2026.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +32,7 @@ class Case(NamedTuple):
     """A cache: sequences, heads and live tokens.
 
     Attributes:
-        sequences: Of the batch.
+        sequences: Number of sequences of the batch.
         heads: KV heads.
         group: Query heads per KV head.
         d: Head size.
@@ -68,14 +63,14 @@ WINDOW = 256
 
 
 def list_lengths(case: Case) -> Tensor:
-    """int32 [sequences, heads], the same for every run."""
+    """Return int32 [sequences, heads], the same for every run."""
     draw = torch.Generator().manual_seed(7)
     share = torch.rand(case.sequences, case.heads, generator=draw) * 2 - 1
     return (case.mean * (1 + case.spread * (share - share.mean()))).int()
 
 
 def build_cache(case: Case, device: str = "cuda") -> PagedCache:
-    """A cache of random tokens in randomly ordered pages; its ring holds random slots and marks."""
+    """Fill a cache with random tokens in randomly ordered pages, and its ring with random marks."""
     lengths = list_lengths(case).to(device)
     pages = (lengths + case.page_slots - 1) // case.page_slots
     spare = lengths.numel() * 16
@@ -108,7 +103,7 @@ def build_cache(case: Case, device: str = "cuda") -> PagedCache:
 
 
 def build_step(case: Case, position: int, device: str = "cuda") -> Step:
-    """One token for every sequence."""
+    """Draw one token for every sequence."""
     heads, b = case.heads * case.group, case.sequences
     put: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     angle = torch.rand(b, case.d // 2, device=device).repeat(1, 2)
@@ -124,7 +119,7 @@ def build_step(case: Case, position: int, device: str = "cuda") -> Step:
 
 
 def graph_times(calls: Callable[[], object], count: int) -> tuple[float, float]:
-    """Median and interquartile range, in microseconds per call of `calls()` that makes `count`."""
+    """Return median and interquartile range in microseconds of one of the `count` calls."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         calls()
@@ -145,7 +140,7 @@ def graph_times(calls: Callable[[], object], count: int) -> tuple[float, float]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a device-to-device copy of 2 GiB."""
+    """Return the bytes read and written per second by a device-to-device copy of 2 GiB."""
     from triton.testing import do_bench
 
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
@@ -154,7 +149,7 @@ def copy_bandwidth() -> float:
 
 
 def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[str, float]:
-    """Attention alone, append alone, and what append adds to a step, in microseconds."""
+    """Measure attention alone, append alone and both, in microseconds."""
     from dms_train.kernels.decode import triton_append
     from dms_train.kernels.decode import triton_attention as triton_decode
 
@@ -188,7 +183,7 @@ def attention_times(case: Case, cache: PagedCache, tuning: Any = None) -> dict[s
 
 
 def padded_times(case: Case) -> dict[str, float]:
-    """SDPA over a dense cache padded to the longest KV list, in microseconds by backend."""
+    """Measure SDPA over a dense cache padded to the longest KV list, in microseconds by backend."""
     longest = int(list_lengths(case).max())
     put: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     query = torch.randn(case.sequences, case.heads * case.group, 1, case.d, **put)
@@ -212,7 +207,7 @@ def padded_times(case: Case) -> dict[str, float]:
 
 
 def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
-    """FlashInfer's paged decode over the same pages, in microseconds; empty without FlashInfer.
+    """Measure FlashInfer's paged decode over the same pages, in microseconds, if installed.
 
     Its page lists are per sequence, so every KV list becomes a sequence with one KV head. Its plan
     is made on the host beforehand and not timed.
@@ -251,13 +246,13 @@ def flashinfer_times(case: Case, cache: PagedCache) -> dict[str, float]:
 
 
 def needed_bytes(case: Case) -> int:
-    """Bytes of live keys and values."""
+    """Return the bytes of live keys and values."""
     width = 1 if case.cache == "fp8" else 2
     return int(list_lengths(case).sum()) * 2 * case.d * width
 
 
 def measure(cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
-    """One plain row per case. Needs a GPU."""
+    """Measure one row for each case. Needs a GPU."""
     copy = copy_bandwidth()
     rows = []
     for case in cases:
@@ -278,7 +273,7 @@ def measure(cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     lines = []
     for row in rows:
         peers = ", ".join(
@@ -295,26 +290,3 @@ def table(rows: list[dict[str, Any]]) -> str:
     if not any(name.startswith("flashinfer") for row in rows for name in row):
         lines.append("FlashInfer is not installed or did not build: not measured.")
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the table; write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args()
-    rows = measure()
-    print(table(rows))
-    import triton
-
-    document = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "rows": rows,
-    }
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1))
-
-
-if __name__ == "__main__":
-    main()

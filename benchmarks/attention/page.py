@@ -1,17 +1,14 @@
-"""Writes measured numbers into docs/performance/attention.md, and the roofline into docs/figures.
+"""Page of measured attention, with the roofline in docs/figures.
 
-    python -m benchmarks.attention.page benchmarks/results/nvidia_h200
+    python -m benchmarks page attention
 
-Reads `attention.json` and, if present, `accuracy.json`; the text between the markers of the page is
-replaced. Nothing is measured here.
+Reads `attention.json` and, if present, `accuracy.json`. Nothing is measured here.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +16,8 @@ from typing import Any, NamedTuple
 from benchmarks.attention import accuracy as attention_accuracy
 from benchmarks.attention import train_cases
 from benchmarks.attention.shapes import Shape
-from benchmarks.records import ROOT, measured_at, write_page
-from dms_train.cli.errors import run_main
+from benchmarks.records import ROOT, folder_of, measured_at, stored_records, write_page
+from dms_train.evaluation.errors import EvaluationError
 
 PAGE = ROOT / "docs" / "performance" / "attention.md"
 FIGURE = "figures/attention_roofline.png"
@@ -36,33 +33,32 @@ class Point(NamedTuple):
     flops_per_s: float
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 1 for an invalid run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", type=Path, help="folder of a device")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    args = parser.parse_args(arguments)
-    return run_main(lambda: _write(args))
+def write(results: Path, page: Path) -> None:
+    """Write the newest run between the markers of a page, and its figure.
 
+    Args:
+        results: Folders of devices.
+        page: Page; the figure is in the folder next to it.
 
-def _write(args: argparse.Namespace) -> int:
-    record = json.loads((args.results / "attention.json").read_text())
-    if record["valid"] is False:
-        print(f"{args.results}: the run is invalid, a peer was too slow; measure again")
-        return 1
-    accuracy = args.results / "accuracy.json"
-    lines = page_lines(record, json.loads(accuracy.read_text()) if accuracy.is_file() else None)
-    write_page(args.page, "\n".join(lines))
-    figure = args.page.parent / FIGURE
+    Raises:
+        EvaluationError: There is no run, or a peer was too slow in it.
+    """
+    run = next(iter(stored_records(results, "attention.json")), None)
+    if run is None:
+        raise EvaluationError(f"{results}: no attention.json of a GPU; run the benchmark first")
+    folder = folder_of(run["device"], results)
+    if run["valid"] is False:
+        raise EvaluationError(f"{folder}: the run is invalid, a peer was too slow; measure again")
+    accuracy = folder / "accuracy.json"
+    lines = page_lines(run, json.loads(accuracy.read_text()) if accuracy.is_file() else None)
+    write_page(page, "\n".join(lines))
+    figure = page.parent / FIGURE
     figure.parent.mkdir(exist_ok=True)
-    draw(record, figure)
-    return 0
+    draw(run, figure)
 
 
 def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Iterator[str]:
-    """The page's results, from the two records."""
+    """Yield the results of the page, from the two records."""
     found, ceilings = record["versions"], record["ceilings"]
     yield f"Device: {record['device']}; " + ", ".join(f"{k} {v}" for k, v in found.items()) + ".  "
     yield (
@@ -70,7 +66,7 @@ def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Itera
         f"{ceilings['gemm_edge']:.0f}^3 bf16 product {ceilings['gemm_flops_per_s'] / 1e12:.0f} "
         "TFLOP/s.  "
     )
-    yield f"Command: `{record['command']}`. Measured at: {measured_at(record)}.  "
+    yield f"Command: `python -m benchmarks attention`. Measured at: {measured_at(record)}.  "
     if record["recorded"]:
         worst = max(entry["slower"] for entry in record["recorded"])
         yield f"Of {len(record['recorded'])} recorded peer times the worst came out {worst:+.1%}."
@@ -85,13 +81,13 @@ def page_lines(record: dict[str, Any], accuracy: dict[str, Any] | None) -> Itera
             yield f"\n## {name.capitalize()}\n\n{fenced}"
     yield f"\n![roofline of the run]({FIGURE})"
     if accuracy is not None:
-        yield f"\n## Accuracy\n\nCommand: `{accuracy['command']}`. "
+        yield "\n## Accuracy\n\nCommand: `python -m benchmarks attention accuracy`. "
         yield f"Measured at: {measured_at(accuracy)}.\n"
-        yield attention_accuracy.table(accuracy)
+        yield attention_accuracy.tables(accuracy)
 
 
 def points(record: dict[str, Any]) -> Iterator[Point]:
-    """Training rows by direction, and decode rows where there are any."""
+    """Yield the points of training rows by direction, and of decode rows if there are any."""
     for case in record.get("train", []):
         shape = Shape(**case["shape"])
         flops = shape.flops()
@@ -110,13 +106,13 @@ def points(record: dict[str, Any]) -> Iterator[Point]:
 
 
 def _moved(shape: Shape) -> tuple[int, int]:
-    """Bytes of inputs and outputs: q, k, v, o; and q, k, v, o, do, dq, dk, dv."""
+    """Return the bytes of inputs and outputs: q, k, v, o; and q, k, v, o, do, dq, dk, dv."""
     queries, keys = shape.b * shape.hq * shape.s * shape.d, shape.b * shape.hk * shape.s * shape.d
     return _BYTES * (2 * queries + 2 * keys), _BYTES * (4 * queries + 4 * keys)
 
 
 def draw(record: dict[str, Any], file: Path) -> None:
-    """The roofline of the run as PNG."""
+    """Draw the roofline of the run as PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -148,7 +144,3 @@ def draw(record: dict[str, Any], file: Path) -> None:
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=120)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

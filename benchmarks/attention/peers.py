@@ -28,7 +28,7 @@ TUNED = {
 
 
 def sdpa(inputs: AttentionInputs, backend: SDPBackend | None) -> Call:
-    """Torch's fused causal attention without DMS; a `backend` of None lets torch choose."""
+    """Bind torch's fused causal attention without DMS; a `backend` of None lets torch choose."""
     p = inputs.heads_first()
 
     def forward() -> Tensor:
@@ -45,7 +45,7 @@ def sdpa(inputs: AttentionInputs, backend: SDPBackend | None) -> Call:
 
 
 def materialised(inputs: AttentionInputs) -> Call:
-    """SDPA with the bias of every query and key in memory, in the dtype of the queries."""
+    """Bind SDPA with the bias of every query and key in memory, in the dtype of the queries."""
     p = inputs.heads_first()
     ratio = p.query.shape[1] // p.key.shape[1]
 
@@ -58,7 +58,7 @@ def materialised(inputs: AttentionInputs) -> Call:
 
 
 def dense_bias(inputs: AttentionInputs, dtype: torch.dtype) -> Tensor:
-    """The bias [b, hk, s, s] of queries and keys, -inf in the future."""
+    """Return the bias [b, hk, s, s] of queries and keys, -inf in the future."""
     s = inputs.logits.shape[-1]
     positions = torch.arange(s, device=inputs.logits.device)
     distance = positions[:, None] - positions
@@ -68,13 +68,13 @@ def dense_bias(inputs: AttentionInputs, dtype: torch.dtype) -> Tensor:
 
 
 def flex_causal(inputs: AttentionInputs) -> Call:
-    """FlexAttention, causal, without DMS."""
+    """Bind causal FlexAttention without DMS."""
     p = inputs.heads_first()
     return _flex(p, [p.query, p.key, p.value], lambda: None, causal=True)
 
 
 def flex_log_keep(inputs: AttentionInputs, options: dict[str, Any] | None = None) -> Call:
-    """The score function reads log(1 - alpha), which is computed once for each key.
+    """Bind FlexAttention whose score function reads log(1 - alpha), computed once for each key.
 
     Computing logsigmoid(-logit) for every element within it takes 1.5 times as long forward.
     """
@@ -93,12 +93,12 @@ def flex_log_keep(inputs: AttentionInputs, options: dict[str, Any] | None = None
 
 
 def flex_tuned(inputs: AttentionInputs) -> Call:
-    """`flex_log_keep` with the tile sizes that were best on an H200 for the head size."""
+    """Bind `flex_log_keep` with the tile sizes that were best on an H200 for the head size."""
     return flex_log_keep(inputs, TUNED.get(inputs.query.shape[-1]))
 
 
 def flex_no_block_mask(inputs: AttentionInputs) -> Call:
-    """As in NVIDIA's public DMS code: every block is visited; arithmetic instead of a branch."""
+    """Bind NVIDIA's public DMS code: it visits every block, with arithmetic instead of a branch."""
     p = inputs.heads_first()
     ratio = p.query.shape[1] // p.key.shape[1]
 

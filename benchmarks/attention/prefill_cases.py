@@ -1,7 +1,5 @@
 """Sparse prefill beside dense attention on a GPU: time of one layer, memory of a whole prompt.
 
-    python -m benchmarks.attention.prefill_cases --json prefill.json
-
 Decisions are random and heads differ: their odds of evicting lie between half and twice the mean.
 A time is that of a whole prompt in one chunk, as the engine computes it: counting, one wait of the
 host, pages, compaction and attention. The dense peer is cuDNN's causal attention, which reads every
@@ -11,10 +9,7 @@ old keys from some heads, which dense attention cannot.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import tables
+from benchmarks.tables import Column, field
 from dms_train.inference.policies.base import NEVER, WindowRule
 from dms_train.inference.policies.registry import build_policy
 from dms_train.kernels.prefill import sparse as prefill
@@ -55,7 +52,7 @@ MEMORY_TOKENS, MEMORY_CHUNK, MEMORY_LAYERS, MEMORY_RATIO = 131072, 8192, 32, 8.0
 
 
 def odds_of(case: Case, ratio: float) -> Tensor:
-    """Probability of eviction by KV head, [h]; a head then holds s / ratio slots on average."""
+    """Return the probability of eviction by KV head, [h], so that heads hold s / ratio slots."""
     target = (case.s / ratio - case.window) / (case.s - case.window)
     spread = 2.0 ** torch.linspace(-1, 1, case.kv_heads, dtype=torch.float64)
     low, high = 1e-9, 1e9
@@ -66,13 +63,13 @@ def odds_of(case: Case, ratio: float) -> Tensor:
 
 
 def decide(odds: Tensor, tokens: int, draw: torch.Generator) -> Tensor:
-    """Random decisions, bool [1, h, tokens]."""
+    """Draw random decisions, bool [1, h, tokens]."""
     sample = torch.rand(1, len(odds), tokens, device=draw.device, generator=draw)
     return sample < odds.to(draw.device)[:, None]
 
 
 def tensors(case: Case, tokens: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Random query, key and value, [1, heads, tokens, d] in bf16."""
+    """Draw random query, key and value, [1, heads, tokens, d] in bf16."""
 
     def normal(heads: int) -> Tensor:
         x = torch.empty(1, tokens, heads, case.d, device=draw.device, dtype=torch.bfloat16)
@@ -82,13 +79,13 @@ def tensors(case: Case, tokens: int, draw: torch.Generator) -> tuple[Tensor, Ten
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """cuDNN's causal attention."""
+    """Compute cuDNN's causal attention."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def time_of(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds: median and the 20 % and 80 % quantiles."""
+    """Return milliseconds: median and the 20 % and 80 % quantiles."""
     from triton.testing import do_bench
 
     return dict(
@@ -97,7 +94,7 @@ def time_of(call: Callable[[], object]) -> dict[str, float]:
 
 
 def measure(cases: tuple[Case, ...] = CASES) -> list[Row]:
-    """Rows of all cases and ratios, and one row of the memory of a long prompt."""
+    """Measure all cases and ratios, and the memory of a long prompt."""
     rows = [row for case in cases for row in _case_rows(case)]
     return [*rows, memory_row()]
 
@@ -145,7 +142,7 @@ def _row(
 def _attend_prompt(
     query: Tensor, key: Tensor, value: Tensor, evicted: Tensor, *, window: int, scale: float
 ) -> Tensor:
-    """Attention of a whole prompt in one chunk, from counting to output."""
+    """Compute attention of a whole prompt in one chunk, from counting to output."""
     b, h, _ = evicted.shape
     state = prefill.empty(b, h, window, evicted.device)
     chunk = prefill.plan_chunk(torch.cat([state.evicted, evicted], 2), state, window)
@@ -161,7 +158,7 @@ def _compact(key: Tensor, value: Tensor, evicted: Tensor, none: Tensor, pages: P
 
 
 def _read_pairs(evicted: Tensor, window: int) -> float:
-    """Visible (query, key) pairs of a head, mean over heads."""
+    """Return the number of visible (query, key) pairs of a head, mean over heads."""
     s = evicted.shape[-1]
     reach = torch.arange(s, 0, -1, device=evicted.device)
     reads = torch.where(evicted, reach.clamp(max=window + 1), reach)
@@ -192,7 +189,7 @@ class _Slabs:
         self.free += range(first, first + pages)
 
     def reserve(self, layer: int, lengths: Tensor) -> Pages:
-        """Pages for the lists of one layer; the host waits for their lengths."""
+        """Reserve pages for the lists of one layer; the host waits for their lengths."""
         held, table = self.held[layer], self.tables[layer]
         need = [-(-count // prefill.PAGE_SLOTS) for count in lengths[0].tolist()]
         if max(need) > table.shape[-1]:
@@ -211,7 +208,7 @@ class _Slabs:
 
 
 def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
-    """Peak of a prompt of many layers in chunks, each layer's dense keys and values dropped."""
+    """Measure the peak of a prompt of many layers in chunks; dense keys and values are dropped."""
     case = case._replace(label="Llama 3.1 8B, 131072 in chunks", s=MEMORY_TOKENS)
     draw = torch.Generator("cuda").manual_seed(13)
     odds = odds_of(case, ratio)
@@ -260,33 +257,6 @@ def memory_row(case: Case = CASES[0], ratio: float = MEMORY_RATIO) -> Row:
     }
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        "| layer | CR | kept tokens, least-most | pairs read | ms [20-80 %] | compaction ms "
-        "| cuDNN dense ms | speed-up | required | the engine takes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_time_line(row) for row in rows if row["kind"] == "prefill"]
-    lines += [
-        "",
-        "| prompt | CR | peak GB, all included | dense KV GB | share | required | attention s |",
-    ]
-    lines += ["|---|---|---|---|---|---|---|"]
-    lines += [_memory_line(row) for row in rows if row["kind"] == "memory"]
-    return "\n".join(lines)
-
-
-def _time_line(row: Row) -> str:
-    ms, kept = row["ms"], row["survivors"]
-    return (
-        f"| {row['label']} | {row['ratio']:g} | {min(kept)}-{max(kept)} | {row['pairs_share']:.3f} "
-        f"| {ms['median']:.3f} [{ms['low']:.3f}-{ms['high']:.3f}] "
-        f"| {row['compaction_ms']['median']:.3f} | {row['cudnn_ms']['median']:.3f} "
-        f"| {row['speedup']:.2f} | {row['bar'] or ''} | {engine_takes(row['ratio'])} |"
-    )
-
-
 def engine_takes(ratio: float) -> str:
     """Name the attention that the engine takes for a first chunk, by its own rule.
 
@@ -297,28 +267,32 @@ def engine_takes(ratio: float) -> str:
     return "dense" if policy.kernel_rule() == WindowRule(evicts=NEVER) else "kept tokens"
 
 
-def _memory_line(row: Row) -> str:
-    return (
-        f"| {row['layers']} layers of {row['label']} of {row['chunk']} | {row['ratio']:g} "
-        f"| {row['peak_bytes'] / 1e9:.2f} | {row['dense_bytes'] / 1e9:.2f} | {row['share']:.3f} "
-        f"| {row['bar']} | {row['attention_ms'] / 1e3:.2f} |"
+TIMES: tuple[Column, ...] = (
+    ("layer", field("label")),
+    ("CR", field("ratio", "g")),
+    ("kept tokens, least-most", lambda row: f"{min(row['survivors'])}-{max(row['survivors'])}"),
+    ("pairs read", field("pairs_share", ".3f")),
+    ("ms [20-80 %]", lambda row: "{median:.3f} [{low:.3f}-{high:.3f}]".format(**row["ms"])),
+    ("compaction ms", lambda row: f"{row['compaction_ms']['median']:.3f}"),
+    ("cuDNN dense ms", lambda row: f"{row['cudnn_ms']['median']:.3f}"),
+    ("speed-up", field("speedup", ".2f")),
+    ("required", field("bar")),
+    ("the engine takes", lambda row: engine_takes(row["ratio"])),
+)
+MEMORY: tuple[Column, ...] = (
+    ("prompt", lambda row: "{layers} layers of {label} of {chunk}".format(**row)),
+    ("CR", field("ratio", "g")),
+    ("peak GB, all included", field("peak_bytes", ".2f", 1e-9)),
+    ("dense KV GB", field("dense_bytes", ".2f", 1e-9)),
+    ("share", field("share", ".3f")),
+    ("required", field("bar")),
+    ("attention s", field("attention_ms", ".2f", 1e-3)),
+)
+
+
+def table(rows: list[Row]) -> str:
+    """Return a table of times and a table of memory."""
+    return "\n\n".join(
+        tables.table(columns, [row for row in rows if row["kind"] == kind])
+        for kind, columns in (("prefill", TIMES), ("memory", MEMORY))
     )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table and write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="where the rows go")
-    args = parser.parse_args(arguments)
-    rows = measure()
-    print(table(rows))
-    if args.json:
-        versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-        record = {"device": torch.cuda.get_device_name(), "versions": versions, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -31,7 +31,7 @@ class Shape(NamedTuple):
         return f"{self.b}x{self.hq}/{self.hk}x{self.s}x{self.d}"
 
     def flops(self) -> tuple[float, float]:
-        """Of causal attention, forward and backward."""
+        """Return the FLOPs of causal attention, forward and backward."""
         forward = 4 * self.b * self.hq * self.s**2 * self.d / 2
         return forward, 2.5 * forward
 
@@ -51,7 +51,7 @@ class AttentionInputs(NamedTuple):
     scale: float
 
     def heads_first(self) -> AttentionInputs:
-        """The same with [b, heads, s, d] contiguous, the order that torch's kernels prefer."""
+        """Return contiguous [b, heads, s, d] inputs, the order that torch's kernels prefer."""
 
         def turn(x: Tensor) -> Tensor:
             turned = x.detach().transpose(1, 2).contiguous()
@@ -61,7 +61,7 @@ class AttentionInputs(NamedTuple):
         return self._replace(query=query, key=key, value=value, d_out=d_out)
 
     def log_keep(self) -> Tensor:
-        """log(1 - alpha) [b, hk, s], with a graph to the logits."""
+        """Return log(1 - alpha) [b, hk, s], with a graph to the logits."""
         return F.logsigmoid(-self.logits)
 
 
@@ -73,14 +73,14 @@ class Call(NamedTuple):
     d_out: Tensor
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the leaves; `out` keeps its graph."""
+        """Return the gradients of the leaves; `out` keeps its graph."""
         return torch.autograd.grad(out, self.leaves, self.d_out, retain_graph=True)
 
 
 def make_inputs(
     shape: Shape, window: int, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> AttentionInputs:
-    """Random normal tensors; logits are float32 and wide, so that many keys are nearly evicted."""
+    """Draw normal tensors; logits are float32 and wide, so that many keys are nearly evicted."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*sizes: int) -> Tensor:

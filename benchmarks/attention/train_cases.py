@@ -1,6 +1,6 @@
 """The training attention, forward and backward: our backends beside every peer, for each shape.
 
-Run by `python -m benchmarks.attention --sections train`.
+Run by `python -m benchmarks attention --sections train`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ import torch
 import torch._inductor.config as inductor
 from torch import Tensor
 
-from benchmarks import timing
+from benchmarks import tables, timing
 from benchmarks.attention import peers
 from benchmarks.attention.shapes import AttentionInputs, Call, Shape, make_inputs
+from benchmarks.tables import field, spread
 from benchmarks.timing import Timing
 from dms_train.kernels import dispatch
 from dms_train.kernels.options import KERNELS
@@ -44,7 +45,7 @@ class Entry(NamedTuple):
         name: Its row.
         kind: `dense` (no DMS), `peer` (DMS by torch alone) or `ours`.
         make: Binds it to its inputs.
-        bytes_per_score: Of the (query, key) pairs it keeps in memory.
+        bytes_per_score: Bytes that it keeps for each (query, key) pair.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def entries(device: torch.device) -> list[Entry]:
-    """What can run on a device: peers first."""
+    """Return the implementations that can run on a device: peers first."""
     dense_bytes = {"materialised": 6}
     if device.type != "cuda":
         return [
@@ -75,7 +76,7 @@ def entries(device: torch.device) -> list[Entry]:
 
 
 def ours(inputs: AttentionInputs, name: str) -> Call:
-    """A backend of this package, from the logits on."""
+    """Bind a backend of this package, from the logits on."""
     attend, p = dispatch.train_attention(name), inputs
 
     def forward() -> Tensor:
@@ -112,7 +113,7 @@ def _compile(job: tuple[Shape, str]) -> None:
 
 
 def measure(device: torch.device) -> list[dict[str, Any]]:
-    """One record for each shape: its rows, and the ratios of ours to the peers."""
+    """Measure one record for each shape: its rows, and the ratios of ours to the peers."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         compile_ahead(max(1, (os.cpu_count() or 1) - 1))
@@ -169,7 +170,7 @@ def _figures(forward: Timing, backward: Timing, shape: Shape) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each of ours against the best FlexAttention with DMS and cuDNN without, in total time.
+    """Compare ours with the best FlexAttention with DMS and with cuDNN without it, in total time.
 
     Without a GPU they are replaced by the materialised bias and torch's own choice.
     """
@@ -193,42 +194,29 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]], gemm_flops_per_s: float) -> str:
-    """A Markdown table for each shape; the last argument is the ceiling of the run."""
-    return "\n".join(_lines(records, gemm_flops_per_s))
-
-
-def _lines(records: list[dict[str, Any]], gemm_flops_per_s: float) -> Iterator[str]:
+    """Return a table for each shape; the last argument is the ceiling of the run."""
+    parts = []
     for record in records:
         shape = record["shape"]
-        yield f"\n### {shape['model'] or 'tiny'}: {record['label']}, window {record['window']}\n"
-        yield (
-            "| | fwd ms | bwd ms | fwd TFLOP/s | bwd TFLOP/s | bwd of GEMM | fwd+bwd ms | "
-            "x best DMS peer | / dense | extra MiB |"
-        )
-        yield "|---|" + "---|" * 9
-        found = {ratio["name"]: ratio for ratio in record["ratios"]}
-        for row in record["rows"]:
-            yield _line(row, found.get(row["name"]), gemm_flops_per_s)
+        title = f"\n### {shape['model'] or 'tiny'}: {record['label']}, window {record['window']}\n"
+        columns = _columns({ratio["name"]: ratio for ratio in record["ratios"]}, gemm_flops_per_s)
+        parts += [title, tables.table(columns, record["rows"])]
+    return "\n".join(parts)
 
 
-def _line(row: dict[str, Any], ratio: dict[str, Any] | None, gemm: float) -> str:
-    if "skipped" in row:
-        return f"| {row['name']} | {row['skipped']} |" + " |" * 8
-    forward, backward = row["forward_flops_per_s"], row["backward_flops_per_s"]
-    cells = [
-        row["name"],
-        _spread(row["forward_ms"]),
-        _spread(row["backward_ms"]),
-        f"{forward / 1e12:.1f}",
-        f"{backward / 1e12:.1f}",
-        f"{backward / gemm:.0%}",
-        f"{row['total_ms']:.3f}",
-        "" if ratio is None else f"{ratio['speedup']:.2f}",
-        "" if ratio is None else f"{ratio['time_over_dense']:.2f}",
-        "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:.0f}",
+def _columns(ratios: dict[str, dict[str, Any]], gemm: float) -> list[tables.Column]:
+    def of_peers(name: str) -> Callable[[tables.Row], str]:
+        return lambda row: field(name, ".2f")(ratios.get(row["name"], {}))
+
+    return [
+        ("", field("name")),
+        ("fwd ms", lambda row: spread(row["forward_ms"])),
+        ("bwd ms", lambda row: spread(row["backward_ms"])),
+        ("fwd TFLOP/s", field("forward_flops_per_s", ".1f", 1e-12)),
+        ("bwd TFLOP/s", field("backward_flops_per_s", ".1f", 1e-12)),
+        ("bwd of GEMM", field("backward_flops_per_s", ".0%", 1 / gemm)),
+        ("fwd+bwd ms", field("total_ms", ".3f")),
+        ("x best DMS peer", of_peers("speedup")),
+        ("/ dense", of_peers("time_over_dense")),
+        ("extra MiB", field("extra_bytes", ".0f", 2**-20)),
     ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _spread(times: dict[str, float]) -> str:
-    return f"{times['median']:.3f} [{times['low']:.3f}, {times['high']:.3f}]"

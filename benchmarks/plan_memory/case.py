@@ -1,4 +1,4 @@
-"""One case of `benchmarks.plan_memory` in this process, or in this rank of torchrun.
+"""One case of the benchmark `plan_memory` in this process, or in this rank of torchrun.
 
     python -m benchmarks.plan_memory.case CASE.json RESULT.json
 
@@ -27,7 +27,7 @@ from dms_train.mcore.groups import ParallelView
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Memory of every pipeline stage and the time of a step, the same on every rank."""
+    """Return the memory of every pipeline stage and the time of a step, the same on every rank."""
     on_gpu = torch.cuda.is_available()
     parallel = parallel_options(case, torch.device("cuda" if on_gpu else "cpu"))
     view = groups.start(parallel, seed=1)
@@ -50,7 +50,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _stages(view: ParallelView, pp: int) -> list[dict[str, float]]:
-    """Bytes on the fullest process of each pipeline stage; all 0 on a CPU."""
+    """Return bytes on the fullest process of each pipeline stage; all 0 on a CPU."""
     names = ("allocated", "reserved", "used")
     bytes_of = torch.zeros(pp, len(names), dtype=torch.float64, device=view.device)
     if view.device.type == "cuda":

@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As in the tables."""
+        """Name in the tables."""
         return f"{self.sequences} x {self.context}"
 
     @classmethod
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 def prompts(case: Case, vocab: int) -> list[list[int]]:
-    """The same random prompts for every engine."""
+    """Draw prompts, the same for every engine."""
     draw = random.Random(0)
     last = min(_LAST_TOKEN, vocab - 1)
     first = min(_FIRST_TOKEN, last // 2)
@@ -50,7 +50,7 @@ class Steps(NamedTuple):
     """A run of a case.
 
     Attributes:
-        seconds: Of the whole run.
+        seconds: Time of the whole run.
         steps: Seconds of each step in which all sequences decoded.
         together: Most sequences that decoded at the same time.
     """

@@ -1,31 +1,28 @@
-"""What the kernels of a decode step take, beside their bytes at the rate of a copy.
+"""Kernels of a decode step: their times, beside their bytes at the rate of a copy.
 
-    python -m benchmarks.serve.kernels [SHAPE] [--sequences 1] [--context 8192]
+    python -m benchmarks serve kernels [SHAPE] [--sequences 1] [--context 8192]
 
 Some steps of the engine run under torch's profiler, with DMS and random weights. Kernels overlap:
 each is launched while the one before it runs. The time of a kernel is therefore from the end of the
 one before it to its own end, and the times add up to that of a step without gaps before it. Needs a
-GPU from Hopper on. Prints a table, and writes `kernels_SHAPE_SEQUENCES.json` into the folder of the
-device.
+GPU from Hopper on. The record is `kernels_SHAPE_SEQUENCES.json`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import statistics
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.records import RESULTS, origin, show
+from benchmarks.benchmark import Args, Benchmark, add_fields
+from benchmarks.records import Table
 from benchmarks.serve.case import Case, prompts
-from benchmarks.serve.models import KEPT, LONGEST, SHAPES, random_model
-from benchmarks.timing import ceilings, device_name, versions
-from dms_train.cli.errors import run_main
+from benchmarks.serve.models import ENGINE, KEPT, LONGEST, SERVING_PAGE, SHAPES, random_model
+from benchmarks.tables import Column, field, table
+from benchmarks.timing import ceilings
 from dms_train.hf.architecture import Architecture
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.errors import InferenceError
@@ -53,7 +50,7 @@ class Kernel(NamedTuple):
 
 
 def by_part(step: Sequence[Kernel]) -> dict[str, float]:
-    """Microseconds of each part of a step.
+    """Return the microseconds of each part of a step.
 
     Args:
         step: Its kernels in their order.
@@ -79,7 +76,7 @@ def by_part(step: Sequence[Kernel]) -> dict[str, float]:
 
 
 def bytes_of(a: Architecture, live: float, sequences: int) -> dict[str, float]:
-    """Bytes that parts of a step read, weights and live tokens in 16 bits."""
+    """Return the bytes that parts of a step read, weights and live tokens in 16 bits."""
     heads = (a.num_attention_heads + 2 * a.num_query_groups) * a.kv_channels
     attended = a.num_attention_heads * a.kv_channels
     held = sequences * live * a.num_query_groups * 2 * a.kv_channels
@@ -94,28 +91,29 @@ def bytes_of(a: Architecture, live: float, sequences: int) -> dict[str, float]:
     return found | {LOGITS: 2.0 * a.vocab_size * a.hidden_size}
 
 
-def table(record: dict[str, Any]) -> str:
-    """Markdown: microseconds of a step, and of its bytes at the rate of a copy."""
-    rows = [
-        "| part of a step | kernels | us | us at the rate of a copy | ratio |",
-        "|---|---|---|---|---|",
+def tables(record: dict[str, Any]) -> str:
+    """Return the microseconds of a step by part, and of its bytes at the rate of a copy."""
+    parts = record["parts"]
+    whole = {key: sum(part[key] for part in parts.values()) for key in ("kernels", "us", "bytes")}
+
+    def copy_us(part: dict[str, Any]) -> float:
+        return float(part["bytes"] / record["copy_bytes_s"] * 1e6)
+
+    columns: list[Column] = [
+        ("part of a step", field("name")),
+        ("kernels", field("kernels")),
+        ("us", field("us", ".1f")),
+        ("us at the rate of a copy", lambda p: f"{copy_us(p):.1f}" if p["bytes"] else "-"),
+        ("ratio", lambda p: f"{p['us'] / copy_us(p):.2f}" if p["bytes"] else "-"),
     ]
-    for name, part in record["parts"].items():
-        copy = part["bytes"] / record["copy_bytes_s"] * 1e6
-        times = f"{copy:.1f} | {part['us'] / copy:.2f}" if copy else "- | -"
-        rows.append(f"| {name} | {part['kernels']} | {part['us']:.1f} | {times} |")
-    total = sum(part["us"] for part in record["parts"].values())
-    copy = sum(part["bytes"] for part in record["parts"].values()) / record["copy_bytes_s"] * 1e6
-    kernels = sum(part["kernels"] for part in record["parts"].values())
-    rows.append(f"| all | {kernels} | {total:.1f} | {copy:.1f} | {total / copy:.2f} |")
-    return "\n".join(rows)
+    return table(columns, [{"name": n, **part} for n, part in {**parts, "all": whole}.items()])
 
 
 def measure(shape: str, case: Case, device: torch.device) -> dict[str, Any]:
-    """The median of each part over some steps.
+    """Measure the median of each part over some steps.
 
     Args:
-        shape: Of the model.
+        shape: Model.
         case: Sequences and tokens of their prompts.
         device: A GPU.
     """
@@ -150,7 +148,7 @@ def measure(shape: str, case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _fill(engine: InferenceEngine, case: Case) -> float:
-    """Have all prompts decode; tokens that a KV head holds then, on average."""
+    """Step until all prompts decode; return the mean number of tokens that a KV head holds then."""
     new = engine.longest - case.context
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     for prompt in prompts(case, engine.architecture.vocab_size):
@@ -169,7 +167,7 @@ def _fill(engine: InferenceEngine, case: Case) -> float:
 
 
 def _profiled(engine: InferenceEngine) -> Iterable[list[Kernel]]:
-    """The kernels of some steps."""
+    """Return the kernels of some steps."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize(engine.options.device)
@@ -186,7 +184,7 @@ def _profiled(engine: InferenceEngine) -> Iterable[list[Kernel]]:
 
 
 def steps_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
-    """Whole steps, each from its first kernel to its last one."""
+    """Return whole steps, each from its first kernel to its last one."""
     found: list[list[Kernel]] = []
     step: list[Kernel] = []
     for kernel in sorted(kernels, key=lambda k: k.end):
@@ -200,41 +198,34 @@ def steps_of(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
     return found
 
 
-def _run(args: argparse.Namespace) -> int:
-    device = torch.device("cuda")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (9, 0):
-        raise InferenceError("benchmarks.serve.kernels: needs a GPU from Hopper on")
-    record = {"device": device_name(device), "versions": versions(device), **origin()}
-    record |= measure(args.shape, Case(args.sequences, args.context), device)
-    folder = args.output / re.sub(r"\W+", "_", str(record["device"]).lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"\W+", "_", f"kernels_{args.shape.lower()}_{args.sequences}")
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record))
-    print(f"written: {file}")
-    return 0
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
     add = parser.add_argument
     add("shape", nargs="?", default="Llama-3.2-1B", choices=SHAPES, help="(%(default)s)")
     add("--sequences", type=int, default=1, help="(%(default)s)")
     add("--context", type=int, default=8192, help="tokens of each prompt (%(default)s)")
-    add("--output", type=Path, default=RESULTS)
-    add("--table", type=Path, metavar="JSON", help="print a stored record and end")
-    args = parser.parse_args(arguments)
-    if args.table is not None:
-        return run_main(lambda: show(args.table, table))
+
+
+def check(args: Args) -> None:
+    """Refuse sizes that do not fit."""
     if args.sequences < 1 or not 1 <= args.context <= LONGEST - _ROOM:
         given = f"--sequences {args.sequences} --context {args.context}"
-        parser.error(f"{given}: at least 1, and a context of at most {LONGEST - _ROOM}")
-    return run_main(lambda: _run(args))
+        raise ValueError(f"{given}: at least 1, and a context of at most {LONGEST - _ROOM}")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _measure(_: None, args: Args) -> Iterator[dict[str, Any]]:
+    if args.device.type != "cuda" or torch.cuda.get_device_capability(args.device) < (9, 0):
+        raise InferenceError("serve kernels: needs a GPU from Hopper on")
+    yield measure(args.shape, Case(args.sequences, args.context), args.device)
+
+
+BENCHMARK = Benchmark(
+    record="kernels_{shape}_{sequences}",
+    options=options,
+    check=check,
+    device=False,
+    measure=_measure,
+    store=add_fields,
+    tables=tables,
+    stored=(Table("*/kernels_*.json", SERVING_PAGE, ENGINE),),
+)

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.serve.models import architecture
 from benchmarks.serve.tables import best
+from benchmarks.tables import Column, field, table
 from dms_train.config.build import ConfigError
 from dms_train.config.decode_latency import decode_step
 from dms_train.config.gpus import GPUS, Gpu
@@ -15,10 +16,10 @@ _ENGINES = ("DMS", "dense")  # with 16-bit weights and cache, as the model count
 
 
 def known_gpu(device: str) -> Gpu:
-    """The GPU whose name is a word of what CUDA calls the device.
+    """Return the GPU whose name is a word of what CUDA calls the device.
 
     Raises:
-        ConfigError: None of `GPUS` is.
+        ConfigError: No name of `GPUS` is.
     """
     words = device.lower().split()
     for name, gpu in GPUS.items():
@@ -27,25 +28,28 @@ def known_gpu(device: str) -> Gpu:
     raise ConfigError(f"{device}: its speeds are not known; give a record of {', '.join(GPUS)}")
 
 
+COLUMNS: tuple[Column, ...] = (
+    ("model", field("shape")),
+    ("batch", field("sequences")),
+    ("context", field("context")),
+    ("engine", field("engine")),
+    ("tokens held", field("live")),
+    ("predicted ms", field("predicted_ms", ".2f")),
+    ("measured ms", field("step_ms", ".2f")),
+    ("predicted / measured", lambda row: f"{row['predicted_ms'] / row['step_ms']:.2f}"),
+)
+
+
 def latency_table(cases: list[dict[str, Any]], gpu: Gpu) -> str:
-    """Markdown: a row for each case of this engine, predicted for the tokens that it held.
+    """Return a row for each case of this engine, predicted for the tokens that it held.
 
     Args:
-        cases: Of a stored record.
-        gpu: Where they were measured.
+        cases: Rows of a stored record.
+        gpu: GPU on which they were measured.
     """
-    rows = [
-        "| model | batch | context | engine | tokens held | predicted ms | measured ms "
-        "| predicted / measured |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for case in _ours(cases):
-        predicted, measured = _predicted(case, gpu), case["step_ms"]
-        rows.append(
-            f"| {case['shape']} | {case['sequences']} | {case['context']} | {case['engine']} "
-            f"| {case['live']} | {predicted:.2f} | {measured:.2f} | {predicted / measured:.2f} |"
-        )
-    return "\n".join(rows)
+    return table(
+        COLUMNS, [{**case, "predicted_ms": _predicted(case, gpu)} for case in _ours(cases)]
+    )
 
 
 def summary(cases: list[dict[str, Any]], gpu: Gpu) -> Iterator[str]:
@@ -78,7 +82,7 @@ def _ours(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _predicted(case: dict[str, Any], gpu: Gpu) -> float:
-    """Milliseconds of a step for the tokens that a case held."""
+    """Return the predicted milliseconds of a step for the tokens that a case held."""
     sizes = architecture(case["shape"])
     step = decode_step(sizes, gpu, batch=case["sequences"], length=case["live"])
     return 1e3 * step.seconds

@@ -13,6 +13,9 @@ from dms_train.method.base import MethodSpec
 from dms_train.method.decisions import eviction_channel
 from dms_train.method.spec import PRESETS
 
+# Measured code and page of the records, for the command `stale`.
+ENGINE = ("dms_train/inference", "dms_train/kernels/decode", "dms_train/kernels/prefill")
+SERVING_PAGE = "docs/performance/serving.md"
 WINDOW = 256
 KEPT = 0.125  # of the tokens beyond the window
 LONGEST = 33000  # tokens of a sequence in a benchmark
@@ -68,18 +71,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def architecture(shape: str) -> Architecture:
-    """Sizes of one of `SHAPES`."""
+    """Return the sizes of one of `SHAPES`."""
     return Architecture(**{**_COMMON, **SHAPES[shape]})
 
 
 def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """A model that keeps about this share of the tokens behind the window, with DMS.
+    """Draw a model that keeps about this share of the tokens beyond the window, with DMS.
 
     Args:
         shape: One of `SHAPES`.
         kept: Share of the decisions that keep.
         device: Where the weights go.
-        dtype: Of the weights.
+        dtype: Type of the weights.
     """
     sizes, spec = architecture(shape), PRESETS["dms"].override(window=WINDOW)
     torch.manual_seed(0)
@@ -97,7 +100,7 @@ def random_model(shape: str, kept: float, device: torch.device, dtype: torch.dty
 
 @torch.no_grad()
 def _offset(decoder: Decoder, spec: MethodSpec, kept: float) -> float:
-    """The offset of the decision logit with which the first layer keeps this share."""
+    """Return the offset of the decision logit with which the first layer keeps this share."""
     layer, a = decoder.decoder_layers[0], decoder.architecture
     device = decoder.embed_tokens.weight.device
     tokens = torch.randint(0, a.vocab_size, (_SAMPLE,), device=device)

@@ -1,14 +1,13 @@
 """Latency of requests that arrive over time, at several rates, beside vLLM where it is installed.
 
-    python -m benchmarks.serve.online [SHAPE ...] [--rates 1,2,4,8]
+    python -m benchmarks serve online [SHAPE ...] [--rates 1,2,4,8]
 
 Requests arrive by a Poisson process and are streamed. Their lengths are those of a mix (`--mix`) or
 of recorded requests (`--lengths FILE`, JSON lines with `prompt_tokens` and `tokens`, such as the
 chains of `dms-eval`). All engines get the same requests at the same times. The time to the first
 token counts from the arrival, the time in a queue included. Weights are random.
 
-vLLM runs in processes of its own with its own defaults, with the command of `--peer`. Writes each
-row to `online.json` in the folder of the device as soon as it is measured, and prints the tables.
+vLLM runs in processes of its own with its own defaults, with the command of `--peer`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ import argparse
 import functools
 import gc
 import importlib.util
-import itertools
-import json
-import re
 import subprocess
 import sys
 import time
@@ -30,12 +26,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from benchmarks.records import RESULTS, origin, show
-from benchmarks.serve.models import KEPT, LONGEST, MEMORY, SHAPES, architecture, random_model
+from benchmarks.benchmark import Args, Benchmark, one_of
+from benchmarks.records import Table
+from benchmarks.serve.models import (
+    ENGINE,
+    KEPT,
+    LONGEST,
+    MEMORY,
+    SERVING_PAGE,
+    SHAPES,
+    architecture,
+    random_model,
+)
 from benchmarks.serve.processes import printed_rows
 from benchmarks.serve.traffic import MIXES, Arrival, Lengths, Mix, arrivals, poisson_times, recorded
-from benchmarks.timing import device_name, versions
-from dms_train.cli.errors import run_main
+from benchmarks.tables import Column, field, table
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 
@@ -47,7 +52,7 @@ class Progress(NamedTuple):
     """A request after a step.
 
     Attributes:
-        request: What `Server.add` returned.
+        request: Id that `Server.add` returned.
         tokens: Generated so far.
     """
 
@@ -67,7 +72,7 @@ class Server(Protocol):
         ...
 
     def busy(self) -> bool:
-        """Whether a request has not finished."""
+        """Return whether a request has not finished."""
         ...
 
 
@@ -127,7 +132,7 @@ def drive(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest values; `share` from 0 to 1."""
+    """Interpolate linearly between the two nearest values; `share` is from 0 to 1."""
     ordered, at = sorted(values), share * (len(values) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -135,7 +140,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(work: Sequence[Arrival], times: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Rates and latencies of a run of `drive`.
+    """Compute rates and latencies of a run of `drive`.
 
     Returns:
         `requests`, `tokens_s` from the first arrival to the last token, and percentiles of the time
@@ -155,14 +160,14 @@ def summary(work: Sequence[Arrival], times: Sequence[Sequence[float]]) -> dict[s
 
 
 class Load(NamedTuple):
-    """What the requests of a run are.
+    """Requests of a run.
 
     Attributes:
         mix: Lengths.
-        name: Of the mix.
+        name: Name of the mix.
         rates: Requests a second, of one run each.
-        seconds: How long requests arrive.
-        seed: Of times, lengths and tokens.
+        seconds: Duration of the arrivals.
+        seed: Seed of times, lengths and tokens.
     """
 
     mix: Mix | list[Lengths]
@@ -197,7 +202,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace) -> Load:
-    """The load of parsed arguments.
+    """Return the load that the options describe.
 
     Raises:
         ValueError: A rate, or a recorded request, cannot be used.
@@ -216,7 +221,7 @@ def load(args: argparse.Namespace) -> Load:
 
 
 def within(cases: list[dict[str, Any]], ttft_ms: float, itl_ms: float) -> dict[str, Any] | None:
-    """The case of most tokens a second whose 99th percentiles meet a target; None if none does."""
+    """Return the case of most tokens/s whose 99th percentiles meet a target; None if none does."""
     met = [
         case
         for case in cases
@@ -225,115 +230,104 @@ def within(cases: list[dict[str, Any]], ttft_ms: float, itl_ms: float) -> dict[s
     return max(met, key=lambda case: case["tokens_s"], default=None)
 
 
+def _pair(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda case: f"{case[name]['p50']:.1f} / {case[name]['p99']:.1f}"
+
+
+_NAMES: tuple[Column, ...] = (("shape", field("shape")), ("mix", field("mix")))
+CASES: tuple[Column, ...] = (
+    *_NAMES,
+    ("requests/s", field("rate", "g")),
+    ("engine", field("engine")),
+    ("ms to the first token, p50 / p99", _pair("ttft_ms")),
+    ("ms between tokens, p50 / p99", _pair("itl_ms")),
+    ("tokens/s", field("tokens_s", ",.0f")),
+)
+BEST: tuple[Column, ...] = (
+    *_NAMES,
+    ("engine", field("engine")),
+    ("requests/s", lambda case: field("rate", "g")(case) or "-"),
+    ("tokens/s", lambda case: field("tokens_s", ",.0f")(case) or "-"),
+)
+
+
 def tables(record: dict[str, Any]) -> str:
-    """Markdown: every case, and what every engine gives within the target."""
-    rows = [
-        "| shape | mix | requests/s | engine | ms to the first token, p50 / p99 "
-        "| ms between tokens, p50 / p99 | tokens/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """Return every case, and what every engine gives within the target."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for case in record["cases"]:
         groups.setdefault((case["shape"], case["mix"], case["engine"]), []).append(case)
-    for case in sorted(record["cases"], key=lambda c: (c["shape"], c["mix"], c["rate"])):
-        pairs = [
-            f"{case[key]['p50']:.1f} / {case[key]['p99']:.1f}" for key in ("ttft_ms", "itl_ms")
-        ]
-        rows.append(
-            f"| {case['shape']} | {case['mix']} | {case['rate']:g} | {case['engine']} "
-            f"| {pairs[0]} | {pairs[1]} | {case['tokens_s']:,.0f} |"
-        )
     target = record["target"]
-    rows += [
-        "",
-        f"Most tokens/s with 99 % of first tokens within {target['ttft_ms']:g} ms and of the times "
-        f"between tokens within {target['itl_ms']:g} ms:",
-        "",
-        "| shape | mix | engine | requests/s | tokens/s |",
-        "|---|---|---|---|---|",
+    best = [
+        within(cases, **target) or dict(zip(("shape", "mix", "engine"), names, strict=True))
+        for names, cases in groups.items()
     ]
-    for names, cases in groups.items():
-        best = within(cases, **target)
-        found = "- | -" if best is None else f"{best['rate']:g} | {best['tokens_s']:,.0f}"
-        rows.append(f"| {' | '.join(names)} | {found} |")
-    return "\n".join(rows)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    cases = sorted(record["cases"], key=lambda c: (c["shape"], c["mix"], c["rate"]))
+    return (
+        f"{table(CASES, cases)}\n\n"
+        f"Most tokens/s with 99 % of first tokens within {target['ttft_ms']:g} ms and of the times "
+        f"between tokens within {target['itl_ms']:g} ms:\n\n{table(BEST, best)}"
     )
-    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--peer", default=PEER, help="command (%(default)s)")
-    parser.add_argument("--target-ttft-ms", type=float, default=500)
-    parser.add_argument("--target-itl-ms", type=float, default=50)
-    parser.add_argument("--sequences", type=int, default=64, help="of ours at once (%(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--table", type=Path, metavar="JSON", help="print a stored record and end")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add = parser.add_argument
+    names = ", ".join(SHAPES)
+    add("shapes", nargs="*", type=one_of(SHAPES), metavar="SHAPE", help=f"of {names}")
+    add("--peer", default=PEER, help="command (%(default)s)")
+    add("--target-ttft-ms", type=float, default=500, help="(%(default)s)")
+    add("--target-itl-ms", type=float, default=50, help="(%(default)s)")
+    add("--sequences", type=int, default=64, help="of ours at once (%(default)s)")
     add_load(parser)
-    args = parser.parse_args(arguments)
-    if args.table:
-        return run_main(lambda: show(args.table, tables))
-    if unknown := set(args.shapes) - set(SHAPES):
-        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SHAPES)}")
-    try:
-        asked = load(args)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    return run_main(lambda: _run(args, asked))
 
 
-def _run(args: argparse.Namespace, asked: Load) -> int:
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    record: dict[str, Any] = {
-        "device": device_name(device),
-        "versions": versions(device),
-        **origin(),
+def check(args: Args) -> None:
+    """Refuse a load that cannot be made."""
+    load(args)
+
+
+def settings(args: Args) -> dict[str, Any]:
+    """Return the fields of the record that all engines share."""
+    return {
         "kept": KEPT,
         "sequences": args.sequences,
         "gpu_memory_utilization": MEMORY,
         "seconds": args.seconds,
         "seed": args.seed,
         "target": {"ttft_ms": args.target_ttft_ms, "itl_ms": args.target_itl_ms},
-        "cases": [],
     }
-    file = args.output / re.sub(r"\W+", "_", record["device"].lower()) / "online.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for shape in args.shapes or (list(SHAPES)[:2] if device.type == "cuda" else ["small"]):
-        ours = _ours(shape, device, asked, args.sequences)
-        for case in itertools.chain(ours, _peers(shape, device, args)):
-            print(json.dumps(case), flush=True)
-            record["cases"].append(case)
-            file.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{tables(record)}\n\nwritten: {file}")
-    return 0
 
 
-def _ours(
-    shape: str, device: torch.device, asked: Load, sequences: int
-) -> Iterator[dict[str, Any]]:
-    """Our engine, with DMS and without eviction."""
-    on_gpu = device.type == "cuda"
-    model = random_model(shape, KEPT, device, torch.bfloat16 if on_gpu else torch.float32)
+def engines(args: Args) -> Iterator[tuple[Callable[[str, Args], Iterator[dict[str, Any]]], str]]:
+    """Yield our engine and vLLM, for each shape."""
+    on_gpu = args.device.type == "cuda"
+    for shape in args.shapes or (list(SHAPES)[:2] if on_gpu else ["small"]):
+        yield _ours, shape
+        yield _peers, shape
+
+
+def _ours(shape: str, args: Args) -> Iterator[dict[str, Any]]:
+    """Measure our engine, with DMS and without eviction."""
+    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
+    model = random_model(shape, KEPT, args.device, dtype)
     for name, policy in WAYS.items():
         options = EngineOptions(
-            device=str(device), policy=policy, max_num_seqs=sequences, max_model_len=LONGEST,
-            prefill_chunk=2048, gpu_memory_utilization=MEMORY, decode_steps=1,
+            device=str(args.device), policy=policy, max_num_seqs=args.sequences,
+            max_model_len=LONGEST, prefill_chunk=2048, gpu_memory_utilization=MEMORY,
+            decode_steps=1,
         )  # fmt: skip
         server = OurServer(InferenceEngine(model, options))
-        for case in measure(functools.partial(drive, server), shape, asked):
+        for case in measure(functools.partial(drive, server), shape, load(args)):
             yield {"engine": name, **case}
         del server
         gc.collect()  # so that the next engine has the memory
 
 
-def _peers(shape: str, device: torch.device, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """vLLM with the same requests; nothing on a CPU or where it is missing."""
+def _peers(shape: str, args: Args) -> Iterator[dict[str, Any]]:
+    """Measure vLLM with the same requests; nothing on a CPU or where it is missing."""
     missing = args.peer == PEER and importlib.util.find_spec("vllm") is None
-    if device.type != "cuda" or missing:
-        print("no peer: vllm is not installed, or this is a CPU; `--peer` names another Python")
+    if args.device.type != "cuda" or missing:
+        print("no peer: vllm is not installed, or this is a CPU; --peer names another Python")
         return
     gc.collect()
     torch.cuda.empty_cache()
@@ -347,5 +341,13 @@ def _peers(shape: str, device: torch.device, args: argparse.Namespace) -> Iterat
         print(f"the peer ended with {ended.returncode}; its cases are incomplete", flush=True)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+BENCHMARK = Benchmark(
+    record="online",
+    options=options,
+    check=check,
+    cases=engines,
+    measure=lambda case, args: case[0](case[1], args),
+    settings=settings,
+    tables=tables,
+    stored=(Table("*/online.json", SERVING_PAGE, ENGINE),),
+)

@@ -1,8 +1,8 @@
 """vLLM with requests that arrive over time: one JSON line for each rate.
 
-    python -m benchmarks.serve.online_peer SHAPE [--rates 1,2,4,8]
+    python -m benchmarks serve online_peer SHAPE [--rates 1,2,4,8]
 
-Its options are those of `benchmarks.serve.online`, which starts it. vLLM has the defaults of its
+The benchmark `serve online` starts it and gives it its own options. vLLM has the defaults of its
 own server: its asynchronous engine in a process of its own, its graphs and its batch sizes.
 """
 

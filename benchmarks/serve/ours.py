@@ -2,8 +2,8 @@
 
     python -m benchmarks.serve.ours WAY SHAPE SEQUENCESxCONTEXT ...
 
-`benchmarks.serve` starts it. Every engine has a process of its own, so that each has the whole GPU
-and a failure loses the cases of one engine only.
+The benchmark `serve` starts it. Every engine has a process of its own, so that each has the whole
+GPU and a failure loses the cases of one engine only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.benchmark import skip_reason
 from benchmarks.serve.case import Case, measure
 from benchmarks.serve.models import KEPT, LONGEST, MEMORY, random_model
 from dms_train.inference.engine import InferenceEngine
@@ -57,10 +58,9 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def skipped(cases: list[Case], error: Exception) -> Iterator[dict[str, Any]]:
-    """Rows of cases that an error prevents."""
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    """Yield the rows of cases that an error prevents."""
     for case in cases:
-        yield {**case._asdict(), "skipped": reason}
+        yield {**case._asdict(), "skipped": skip_reason(error)}
 
 
 def start(way: str, shape: str, cases: list[Case], device: torch.device) -> InferenceEngine:

@@ -89,7 +89,7 @@ def shape_folder(shape: str) -> str:
 
 
 def random_weights(shape: str) -> dict[str, Any]:
-    """Arguments of a vLLM engine on weights that it makes up, with the memory that ours has.
+    """Return the arguments of a vLLM engine with random weights and the memory that ours has.
 
     Prefix caching is off, because prompts of a warm-up come again.
     """
@@ -110,7 +110,7 @@ def start(vllm: Any, shape: str, kv_cache_dtype: str, sequences: int, compiled: 
     Args:
         vllm: The package.
         shape: One of `models.SHAPES`.
-        kv_cache_dtype: Of its cache.
+        kv_cache_dtype: Type of its cache.
         sequences: Most at the same time; decode steps of every power of two up to it, and of it,
             are captured.
         compiled: Whether prompts are compiled; steps that decode are captured in any case.

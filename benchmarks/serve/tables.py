@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.records import measured_at
+from benchmarks.tables import Column, field, table
 
 Row = dict[str, Any]
 PEERS = {"vLLM, FP8 cache": "fp8", "vLLM, bf16": "auto"}
@@ -22,37 +23,42 @@ RATIOS = (
 
 
 def tables(record: Row) -> str:
-    """Markdown: decode steps and prefill side by side, and every row with its spread."""
+    """Return decode steps and prefill side by side, and every row with its spread."""
     rows = record["cases"]
-    return "\n".join(
-        [
-            "Milliseconds of a decode step; ratios below 1 are faster:",
-            "",
-            *side_by_side(rows, "step_ms"),
-            "",
-            "Prefill, tokens/s; ratios above 1 are faster:",
-            "",
-            *side_by_side(rows, "prefill_tok_s"),
-            "",
-            *every_row(rows),
-        ]
+    parts = (
+        "Milliseconds of a decode step; ratios below 1 are faster:",
+        side_by_side(rows, "step_ms"),
+        "Prefill, tokens/s; ratios above 1 are faster:",
+        side_by_side(rows, "prefill_tok_s"),
+        every_row(rows),
     )
+    return "\n\n".join(parts)
 
 
-def side_by_side(rows: list[Row], value: str) -> Iterator[str]:
-    """Lines of a table: a row for each case, a column for each engine, `RATIOS`, and CR."""
-    heads = [*COLUMNS, *(f"{over} / {under}" for over, under in RATIOS), "CR"]
-    yield f"| shape | sequences x context | {' | '.join(heads)} |"
-    yield "|---|---|" + "---|" * len(heads)
-    for (shape, context, sequences), mine in by_case(rows).items():
-        cells = [_shown(best(mine, name, value), value) for name in COLUMNS]
-        cells += [ratio(mine, over, under, value) for over, under in RATIOS]
-        cells.append(ratio(mine, "dense", "DMS", "live"))
-        yield f"| {shape} | {sequences} x {context} | {' | '.join(cells)} |"
+def side_by_side(rows: list[Row], value: str) -> str:
+    """Return a row for each case, a column for each engine, `RATIOS`, and CR."""
+
+    def engine(name: str) -> Column:
+        return name, lambda case: _shown(best(case["rows"], name, value), value)
+
+    def quotient(over: str, under: str) -> Column:
+        return f"{over} / {under}", lambda case: ratio(case["rows"], over, under, value)
+
+    cases = [
+        {"shape": shape, "context": context, "sequences": sequences, "rows": mine}
+        for (shape, context, sequences), mine in by_case(rows).items()
+    ]
+    columns: list[Column] = [
+        *_NAMES,
+        *map(engine, COLUMNS),
+        *(quotient(over, under) for over, under in RATIOS),
+        ("CR", lambda case: ratio(case["rows"], "dense", "DMS", "live")),
+    ]
+    return table(columns, cases, names=None)
 
 
 def by_case(rows: Iterable[Row]) -> dict[tuple[str, int, int], list[Row]]:
-    """Rows by shape, context and sequences, in the order of the tables."""
+    """Group rows by shape, context and sequences, in the order of the tables."""
     found: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["shape"], row["context"], row["sequences"]), []).append(row)
@@ -79,7 +85,7 @@ def best(rows: list[Row], column: str, value: str) -> Row:
 
 
 def ratio(rows: list[Row], over: str, under: str, value: str) -> str:
-    """Ratio of two columns among the rows of one case; empty if one is not measured."""
+    """Return the ratio of two columns among the rows of one case; empty if one is not measured."""
     first, second = best(rows, over, value), best(rows, under, value)
     return f"{first[value] / second[value]:.2f}" if value in first and value in second else ""
 
@@ -91,28 +97,33 @@ def _shown(row: Row, value: str) -> str:
 
 
 def name_of(row: Row) -> str:
-    """Engine, mode and cache of a row."""
+    """Return engine, mode and cache of a row."""
     if "mode" not in row:
         return str(row["engine"])
     cache = "FP8" if row.get("cache_dtype") == "fp8" else "bf16"
     return f"{row['engine']}, {row['mode']}, {cache} cache"
 
 
-def every_row(rows: list[Row]) -> Iterator[str]:
-    """Lines of a table of all rows, with spreads, live tokens, commits and dates."""
-    yield (
-        "| shape | sequences x context | engine | ms a step (20 % to 80 %) "
-        "| prefill tokens/s | live | measured at |"
-    )
-    yield "|---|---|---|---|---|---|---|"
-    for (shape, context, sequences), mine in by_case(rows).items():
-        for row in mine:
-            step = row.get("skipped") or row.get("failed")
-            if step is None:
-                low, high = row["step_ms_spread"]
-                step = f"{row['step_ms']:.2f} ({low:.2f} to {high:.2f})"
-            prefill = f"{row['prefill_tok_s']:,}" if "prefill_tok_s" in row else ""
-            yield (
-                f"| {shape} | {sequences} x {context} | {name_of(row)} | {step} "
-                f"| {prefill} | {row.get('live', '')} | {measured_at(row)} |"
-            )
+def _step(row: Row) -> str:
+    if reason := row.get("skipped") or row.get("failed"):
+        return str(reason)
+    return "{:.2f} ({:.2f} to {:.2f})".format(row["step_ms"], *row["step_ms_spread"])
+
+
+_NAMES: tuple[Column, ...] = (
+    ("shape", field("shape")),
+    ("sequences x context", lambda row: f"{row['sequences']} x {row['context']}"),
+)
+ROWS: tuple[Column, ...] = (
+    *_NAMES,
+    ("engine", name_of),
+    ("ms a step (20 % to 80 %)", _step),
+    ("prefill tokens/s", field("prefill_tok_s", ",")),
+    ("live", field("live")),
+    ("measured at", measured_at),
+)
+
+
+def every_row(rows: list[Row]) -> str:
+    """Return a table of all rows, with spreads, live tokens, commits and dates."""
+    return table(ROWS, [row for mine in by_case(rows).values() for row in mine], names=None)

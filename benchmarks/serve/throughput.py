@@ -1,6 +1,6 @@
 """Output of the engine where memory or many requests limit it: four experiments.
 
-    python -m benchmarks.serve.throughput [memory] [fork] [chains] [requests]
+    python -m benchmarks serve throughput [memory] [fork] [chains] [requests]
 
 - memory: a cache of `--cache-gb` for contexts of 32,768 tokens of Llama-3.1-8B, with DMS and
   without eviction, each with as many sequences as fit.
@@ -11,31 +11,30 @@
   one at a time and all together in a cache that holds a third of them. Their tokens are compared.
   Where some differ, `largest_gap` is how far the best two logits lie apart at the first of them.
 
-Writes `throughput.json` into the folder of the device. Weights are random; every number is that of
-one run after a warm-up.
+Weights are random; every number is that of one run after a warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import re
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from benchmarks.records import RESULTS, origin
+from benchmarks.benchmark import Args, Benchmark, add_fields, one_of
+from benchmarks.records import Table
 from benchmarks.serve.case import Case, prompts
-from benchmarks.serve.models import KEPT, LONGEST, random_model
-from benchmarks.timing import Busy, device_name, versions
-from dms_train.cli.errors import run_main
+from benchmarks.serve.models import ENGINE, KEPT, LONGEST, SERVING_PAGE, random_model
+from benchmarks.tables import Row
+from benchmarks.timing import Busy
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.outputs import CompletionOutput
+from dms_train.tables import markdown_table
 
 CONTEXT = 32768
 CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
@@ -43,41 +42,35 @@ CHAINS, PROMPTS, PROMPT_TOKENS, LONGEST_CHAIN = 3200, 40, 40, 2048
 NEW_TOKENS = 2304
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
-    parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--cache-gb", type=float, default=18)
-    parser.add_argument("--sequences", type=int, default=512, help="at the same time, of chains")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args(arguments)
-    if unknown := set(args.experiments) - set(EXPERIMENTS):
-        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(EXPERIMENTS)}")
-    return run_main(lambda: _run(args))
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    add, names = parser.add_argument, ", ".join(EXPERIMENTS)
+    add("experiments", nargs="*", type=one_of(EXPERIMENTS), metavar="EXPERIMENT", help=names)
+    add("--cache-gb", type=float, default=18, help="for `memory` (%(default)s)")
+    add("--sequences", type=int, default=512, help="at the same time, of chains (%(default)s)")
 
 
-def _run(args: argparse.Namespace) -> int:
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    record: dict[str, Any] = {
-        "device": device_name(device),
-        "versions": versions(device),
-        **origin(),
-    }
-    folder = args.output / re.sub(r"\W+", "_", record["device"].lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in args.experiments or EXPERIMENTS:
-        record[name] = EXPERIMENTS[name](device, args)
-        print(name, json.dumps(record[name]), flush=True)
-        (folder / "throughput.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written: {folder / 'throughput.json'}")
-    return 0
+def measure(experiment: str, args: Args) -> Iterator[Row]:
+    """Yield the result of an experiment, by its name."""
+    yield {experiment: EXPERIMENTS[experiment](args.device, args)}
 
 
-def _memory(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Output tokens a second of both engines with the same bytes for their pages."""
+def tables(record: Row) -> str:
+    """Return a table for each experiment."""
+    parts = []
+    for name in EXPERIMENTS:
+        if name in record:
+            found = record[name]
+            rows = found if isinstance(found, list) else [found]
+            titles = [title.replace("_", " ") for title in rows[0]]
+            parts.append(f"{name}:\n\n{markdown_table(titles, [row.values() for row in rows])}")
+    if not parts:
+        raise KeyError("no experiment")
+    return "\n\n".join(parts)
+
+
+def _memory(device: torch.device, args: Args) -> list[dict[str, Any]]:
+    """Measure output tokens/s of both engines with the same bytes for their pages."""
     on_gpu = device.type == "cuda"
     shape, context, new = ("Llama-3.1-8B", CONTEXT, NEW_TOKENS) if on_gpu else ("small", 600, 32)
     cache_bytes = int(args.cache_gb * 2**30) if device.type == "cuda" else 2**22
@@ -105,7 +98,7 @@ def _memory(device: torch.device, args: argparse.Namespace) -> list[dict[str, An
 
 
 def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[int, float]:
-    """Most sequences that decode at once, and the median seconds of a step of them.
+    """Return the most sequences that decode at once, and the median seconds of their step.
 
     All prompts wait; the engine admits as many as fit, and the first of them ends after the last
     of them has been computed.
@@ -127,8 +120,8 @@ def _decode(engine: InferenceEngine, tokens: list[list[int]]) -> tuple[int, floa
     return most, statistics.median(steps[most])
 
 
-def _fork(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds and memory of several chains from one prompt."""
+def _fork(device: torch.device, args: Args) -> list[dict[str, Any]]:
+    """Measure seconds and memory of several chains from one prompt."""
     shape, context = ("Llama-3.1-8B", 8192) if device.type == "cuda" else ("small", 600)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, found = random_model(shape, KEPT, device, dtype), []
@@ -160,8 +153,8 @@ def _fork(device: torch.device, args: argparse.Namespace) -> list[dict[str, Any]
     return found[1:]
 
 
-def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Sampled tokens a second over many chains of unequal length, the last ones included."""
+def _chains(device: torch.device, args: Args) -> dict[str, Any]:
+    """Measure sampled tokens/s over many chains of unequal length, the last ones included."""
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = random_model("lab" if on_gpu else "small", KEPT, device, dtype)
@@ -195,8 +188,8 @@ def _chains(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Requests of very different lengths, alone and in a cache that is too small for all."""
+def _requests(device: torch.device, args: Args) -> dict[str, Any]:
+    """Run requests of very different lengths, alone and in a cache that is too small for all."""
     count, longest, new = (1000, 16384, 256) if device.type == "cuda" else (12, 900, 64)
     model = random_model("small", KEPT, device, torch.float32)
     draw, vocab = random.Random(0), model.architecture.vocab_size
@@ -239,14 +232,14 @@ def _requests(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _gap(engine: InferenceEngine, prompt: list[int], first: list[int], second: list[int]) -> float:
-    """How far the best two logits lie apart where two continuations of a prompt part."""
+    """Return the gap of the best two logits where two continuations of a prompt part."""
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     best, other = engine.logits([*prompt, *first[:same]])[-1].topk(2).values.tolist()
     return float(best - other)
 
 
 def _finish(engine: InferenceEngine, work: list[tuple[list[int], int]]) -> list[CompletionOutput]:
-    """Greedy outputs of prompts with their numbers of new tokens, in their order."""
+    """Return greedy outputs of prompts with their numbers of new tokens, in their order."""
     ids = []
     for prompt, new in work:
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
@@ -259,5 +252,12 @@ def _finish(engine: InferenceEngine, work: list[tuple[list[int], int]]) -> list[
 
 EXPERIMENTS = {"memory": _memory, "fork": _fork, "chains": _chains, "requests": _requests}
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+BENCHMARK = Benchmark(
+    record="throughput",
+    options=options,
+    cases=lambda args: args.experiments or EXPERIMENTS,
+    measure=measure,
+    store=add_fields,
+    tables=tables,
+    stored=(Table("*/throughput.json", SERVING_PAGE, ENGINE),),
+)

@@ -13,8 +13,8 @@ class Lengths(NamedTuple):
     """Tokens of one request.
 
     Attributes:
-        prompt: Of its prompt.
-        new: That it generates.
+        prompt: Tokens of its prompt.
+        new: Tokens that it generates.
     """
 
     prompt: int
@@ -33,7 +33,7 @@ class Mix(NamedTuple):
     new: tuple[int, int]
 
     def draw(self, random_numbers: random.Random) -> Lengths:
-        """The lengths of one request."""
+        """Draw the lengths of one request."""
         prompt, new = (round(low * (high / low) ** random_numbers.random()) for low, high in self)
         return Lengths(prompt, new)
 
@@ -61,11 +61,11 @@ class Arrival(NamedTuple):
 
 
 def poisson_times(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times within `seconds` at which requests come, `rate` a second on average; the first is 0.
+    """Draw times within `seconds` at which `rate` requests a second arrive; the first is 0.
 
     Args:
         rate: Above 0.
-        seconds: How long requests come.
+        seconds: Duration of the arrivals.
         seed: The same one gives the same times.
     """
     draw, times = random.Random(seed), [0.0]
@@ -77,13 +77,13 @@ def poisson_times(rate: float, seconds: float, seed: int) -> list[float]:
 def arrivals(
     times: Iterable[float], mix: Mix | list[Lengths], vocab: int, seed: int
 ) -> list[Arrival]:
-    """Requests of random tokens, the same for every engine.
+    """Draw requests of random tokens, the same for every engine.
 
     Args:
         times: When they come.
-        mix: What their lengths are drawn from: a distribution, or recorded requests.
+        mix: Distribution of the lengths, or recorded requests from which they are drawn.
         vocab: Tokens of the model.
-        seed: Of lengths and tokens.
+        seed: Seed of lengths and tokens.
     """
     draw, found = random.Random(seed), []
     for at in times:
@@ -94,7 +94,7 @@ def arrivals(
 
 
 def recorded(path: Path, most: int) -> list[Lengths]:
-    """Lengths of recorded requests.
+    """Read the lengths of recorded requests.
 
     Args:
         path: JSON lines with `prompt_tokens` and `tokens`, as `dms-eval` writes for its chains.

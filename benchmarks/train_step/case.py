@@ -1,4 +1,4 @@
-"""One case of `benchmarks.train_step` in this process, or in this rank of torchrun.
+"""One case of the benchmark `train_step` in this process, or in this rank of torchrun.
 
     python -m benchmarks.train_step.case CASE.json RESULT.json
 
@@ -50,7 +50,7 @@ class DeviceWeights(WeightSource):
         self._seed, self._device = seed, device
 
     def get(self, name: str) -> Tensor:
-        """The tensor with this Hugging Face name, the same on every rank."""
+        """Draw the tensor with this Hugging Face name, the same on every rank."""
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
@@ -61,7 +61,7 @@ class DeviceWeights(WeightSource):
 
 
 def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
-    """The trainer's options for a case."""
+    """Return the trainer's options for a case."""
     layout = case.layout
     return ParallelOptions(
         tensor_model_parallel_size=layout.tp,
@@ -75,7 +75,7 @@ def parallel_options(case: Case, device: torch.device) -> ParallelOptions:
 
 
 def random_batches(case: Case, rank: int) -> list[Batch]:
-    """A data-parallel rank's microbatches of one step, on the host as from the data loader."""
+    """Draw a data-parallel rank's microbatches of one step, on the host as from the data loader."""
     architecture, length, size = SHAPES[case.shape]
     generator = torch.Generator().manual_seed(rank)
     shape = (size, length + 1)
@@ -95,7 +95,7 @@ def random_batches(case: Case, rank: int) -> list[Batch]:
 
 
 def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> Step:
-    """The engine's own training step."""
+    """Build the engine's own training step."""
     architecture = SHAPES[case.shape][0]
     spec = PRESETS[case.kind if case.kind in METHODS else "dms"]
     if case.shape == "tiny" and spec.window:
@@ -112,7 +112,7 @@ def step_of_ours(case: Case, view: ParallelView, parallel: ParallelOptions) -> S
     engine.begin_stage(rate)
     settings: dict[str, Any] = {"loss": "lm" if case.kind == "lm" else "distill"}
     if case.kind in METHODS:
-        settings |= {"eviction": "soft", "neuron_scale": 0.0, "target_cr": 4.0}
+        settings |= {"eviction": "soft", "channel_scale": 0.0, "target_cr": 4.0}
     batches, taken = random_batches(case, view.dp_rank), iter(range(1000))
 
     def step() -> float:
@@ -146,7 +146,7 @@ def _seconds(step: Step, device: torch.device) -> float:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Times, memory and the loss before and after, the same on every rank."""
+    """Measure times, memory and the loss before and after, the same on every rank."""
     parallel = parallel_options(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     view = groups.start(parallel, seed=1)
     since = time.perf_counter()
@@ -174,7 +174,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _most_allocated(view: ParallelView) -> int:
-    """Bytes on the fullest GPU since the process began; 0 on a CPU."""
+    """Return the peak bytes on the fullest GPU since the process began; 0 on a CPU."""
     own = torch.cuda.max_memory_allocated(view.device) if view.device.type == "cuda" else 0
     most = torch.tensor(float(own), dtype=torch.float64, device=view.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)

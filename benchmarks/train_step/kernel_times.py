@@ -29,7 +29,7 @@ _TOP, _TOP_WAITS = 30, 6
 
 
 def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Milliseconds of one step by kind and by kernel, on this rank.
+    """Measure the milliseconds of one step by kind and by kernel, on this rank.
 
     Returns:
         `wall_ms` of the step under the profiler; `busy_ms`, the time with any kernel running;
@@ -58,7 +58,7 @@ def profile_step(step: Callable[[], Any], device: torch.device) -> dict[str, Any
 
 
 def _covered(spans: list[tuple[float, float, str]]) -> tuple[float, list[dict[str, Any]]]:
-    """Length of the union of sorted intervals, and the gaps in it with the names around them."""
+    """Return the length of the union of sorted intervals, and its gaps with their neighbours."""
     covered, waits = 0.0, []
     end, before = float("-inf"), ""
     for first, last, name in spans:
@@ -90,7 +90,7 @@ def _summed(events: list[Any]) -> dict[str, Any]:
 
 
 def kind_of(kernel: str) -> str:
-    """Which group of `KINDS` a kernel's name belongs to."""
+    """Return the group of `KINDS` that the name of a kernel belongs to."""
     for kind, pattern in KINDS:
         if re.search(pattern, kernel, re.IGNORECASE):
             return kind
@@ -98,7 +98,7 @@ def kind_of(kernel: str) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The result of `profile_step` as text."""
+    """Return the result of `profile_step` as lines of text."""
     text = [
         f"wall {found['wall_ms']:.1f} ms under the profiler, GPU busy {found['busy_ms']:.1f} ms",
         "  ".join(f"{kind} {ms:.1f}" for kind, ms in found["kinds"].items()),
@@ -109,3 +109,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     waits = found["waits"]
     text += [f"{w['ms']:9.2f} ms idle: {w['after'][:60]} -> {w['before'][:60]}" for w in waits]
     return text
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Print the kernels of the profiled steps of a stored record."""
+    profiled = [row for row in record["rows"] if "profile" in row]
+    return "\n\n".join("\n".join([row["label"], *lines(row["profile"])]) for row in profiled)

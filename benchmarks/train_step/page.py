@@ -1,52 +1,29 @@
-"""Writes measured training steps into docs/performance/training_step.md.
+"""Page of measured training steps.
 
-    python -m benchmarks.train_step.page
+    python -m benchmarks page train_step
 
-Reads `train_step.json`; the text between the markers of the page is replaced. Nothing is measured
-here.
+Nothing is measured here.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import RESULTS, ROOT, measured_at, write_page
-from benchmarks.train_step import __main__ as train_step
+from benchmarks.records import ROOT, measured_at, stored_records, write_page
+from benchmarks.tables import Column, table
 from benchmarks.train_step import projection as train_step_projection
 from benchmarks.train_step.shapes import KINDS, SHAPES, SUBJECTS, Case
-from dms_train.cli.errors import run_main
+from benchmarks.train_step.tables import COLUMNS, ratio_lines
 
 PAGE = ROOT / "docs" / "performance" / "training_step.md"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "results", type=Path, nargs="*", help="folders of devices (default: all, the newest first)"
-    )
-    parser.add_argument("--page", type=Path, default=PAGE)
-    args = parser.parse_args(arguments)
-    return run_main(lambda: _write(args))
-
-
-def _write(args: argparse.Namespace) -> None:
-    folders = args.results or [file.parent for file in RESULTS.glob("*/train_step.json")]
-    records = [json.loads((folder / "train_step.json").read_text()) for folder in folders]
-    if not args.results:
-        records.sort(key=_newest, reverse=True)
-    write_page(args.page, "\n\n".join("\n".join(page_lines(record)) for record in records))
-
-
-def _newest(record: dict[str, Any]) -> str:
-    return max(str(row.get("run", "")) for row in record["rows"])
+def write(results: Path, page: Path) -> None:
+    """Write the records of all GPUs between the markers of a page, the newest first."""
+    records = stored_records(results, "train_step.json")
+    write_page(page, "\n\n".join("\n".join(page_lines(record)) for record in records))
 
 
 def page_lines(record: dict[str, Any]) -> Iterator[str]:
@@ -64,13 +41,12 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
         began.append("? has no recorded time")
     yield "In brackets the 20 % and 80 % quantiles. `run` is the command that measured a row:"
     yield ", ".join(began) + ".\n"
-    yield train_step.HEAD[0] + " run |"
-    yield train_step.HEAD[1] + "---|"
-    yield from (f"{train_step.line(row)} {numbers.get(row.get('run'), '?')} |" for row in rows)
+    run: Column = ("run", lambda row: numbers.get(row.get("run"), "?"))
+    yield from table([*COLUMNS, run], rows).splitlines()
     yield ""
-    yield from (f"- {text}" for text in [*train_step.ratio_lines(rows), *scaling_lines(rows)])
+    yield from (f"- {text}" for text in [*ratio_lines(rows), *scaling_lines(rows)])
     yield "\n### Kernel times of a step\n"
-    yield from _kinds(rows)
+    yield _kinds(rows)
     projected = list(train_step_projection.lines(rows))
     if projected:
         yield "\n### Projected: Qwen2.5-32B on 256 GPUs\n"
@@ -78,7 +54,7 @@ def page_lines(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _place(row: dict[str, Any]) -> tuple[int | str, ...]:
-    """Sort key: equal work in neighbouring rows, the peer before ours."""
+    """Return the sort key: equal work in neighbouring rows, the peer before ours."""
     case = Case.from_dict(row["case"])
     return (
         list(SHAPES).index(case.shape),
@@ -92,7 +68,7 @@ def _place(row: dict[str, Any]) -> tuple[int | str, ...]:
 
 
 def scaling_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Tokens per second and GPU of several copies over the best of one GPU in the same case."""
+    """Yield tokens/s/GPU of several copies over the best of one GPU in the same case."""
     best: dict[tuple[str, str], float] = {}
     copies = []
     for row in rows:
@@ -110,20 +86,21 @@ def scaling_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{key[0]} {key[1]}: DP {dp} reaches {share:.3f} of one GPU's fastest on each"
 
 
-def _kinds(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _kinds(rows: list[dict[str, Any]]) -> str:
     taken = [row for row in rows if "profile" in row]
-    kinds: dict[str, None] = {}
-    for row in taken:
-        kinds |= dict.fromkeys(row["profile"]["kinds"])
-    yield "| milliseconds of kernels | busy | of the step | " + " | ".join(kinds) + " |"
-    yield "|---|" + "---|" * (len(kinds) + 2)
-    for row in taken:
-        case, found = Case.from_dict(row["case"]), row["profile"]
-        cells = [f"{found['kinds'].get(kind, 0.0):.1f}" for kind in kinds]
-        name = f"{case.shape} {case.layout.label}, {row['label']}"
-        busy, share = found["busy_ms"], found["busy_ms"] / row["step_s"] / 1e3
-        yield f"| {name} | {busy:.1f} | {share:.0%} | " + " | ".join(cells) + " |"
+    kinds = dict.fromkeys(kind for row in taken for kind in row["profile"]["kinds"])
+
+    def ms(kind: str) -> Column:
+        return kind, lambda row: f"{row['profile']['kinds'].get(kind, 0.0):.1f}"
+
+    columns: list[Column] = [
+        ("milliseconds of kernels", _name),
+        ("busy", lambda row: f"{row['profile']['busy_ms']:.1f}"),
+        ("of the step", lambda row: f"{row['profile']['busy_ms'] / row['step_s'] / 1e3:.0%}"),
+    ]
+    return table([*columns, *map(ms, kinds)], taken)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _name(row: dict[str, Any]) -> str:
+    case = Case.from_dict(row["case"])
+    return f"{case.shape} {case.layout.label}, {row['label']}"

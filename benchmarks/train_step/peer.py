@@ -49,7 +49,7 @@ class TorchAttention(MegatronModule):
         self.fused = config.apply_rope_fusion
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d]; to [s, b, n * d]."""
+        """Map q [s, b, n, d], k and v [s, b, g, d] to [s, b, n * d]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         only = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if self.fused else contextlib.nullcontext()
         with only:
@@ -92,7 +92,7 @@ def _piece(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Mean KL(teacher || student) of logits [s, b, vocabulary]."""
+    """Return the mean KL(teacher || student) of logits [s, b, vocabulary]."""
     pieces = zip(student.split(_KL_ROWS), teacher.split(_KL_ROWS), strict=True)
     total = torch.stack([checkpoint(_piece, s, t, use_reentrant=False) for s, t in pieces]).sum()
     return total / student[..., 0].numel()
@@ -124,7 +124,7 @@ def _forward_step(teacher: GPTModel | None, device: torch.device) -> Callable[..
 def step_of_peer(
     case: Case, view: ParallelView, parallel: ParallelOptions, batches: list[Batch]
 ) -> Callable[[], float]:
-    """A training step of the stock model, for cases that `Case.known` allows."""
+    """Build a training step of the stock model, for cases that `Case.known` allows."""
     config = _config(case, parallel)
     model = _model(case, config).to(view.device)
     teacher = None

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from benchmarks.tables import Column, field, table
 from benchmarks.train_step.shapes import QWEN_32B, SHAPES, Case
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.memory import parameter_count
+from dms_train.tables import markdown_table
 
 GPUS, TP, PP = 256, 8, 2
 DP = GPUS // (TP * PP)
@@ -53,8 +55,18 @@ CASES = (
 )
 
 
+ASSUMED: tuple[Column, ...] = (
+    ("assumed", field("name")),
+    ("narrower products", lambda row: f"x {row['narrow']:.2f}"),
+    ("exposed", field("exposed", ".0%")),
+    ("network", lambda row: f"{row['network'] / 1e9:.0f} GB/s"),
+    ("data exposed", field("data_exposed", ".0%")),
+    ("waits", field("waits", ".0%")),
+)
+
+
 class Measured(NamedTuple):
-    """Of one GPU.
+    """Rates of one GPU.
 
     Attributes:
         rate: Model FLOP/s, without the optimizer and exposed communication.
@@ -66,7 +78,7 @@ class Measured(NamedTuple):
 
 
 def measured(rows: list[dict[str, Any]]) -> Measured | None:
-    """What the projection needs of `train_step.json`; None when it was not measured."""
+    """Return what the projection needs of `train_step.json`; None if it was not measured."""
     for row in rows:
         case = Case.from_dict(row["case"])
         layout = case.layout
@@ -87,12 +99,12 @@ def measured(rows: list[dict[str, Any]]) -> Measured | None:
 
 
 def _tensor_bytes(layers: int, hidden: int, length: int, tp: int) -> float:
-    """Sent by one rank of tensor parallelism for one microbatch."""
+    """Return the bytes that one rank of tensor parallelism sends for one microbatch."""
     return _COLLECTIVES * layers * length * hidden * 2 * (tp - 1) / tp
 
 
 def step_s(found: Measured, assumed: Assumptions) -> dict[str, float]:
-    """Seconds of one step by part, and `total`."""
+    """Return the seconds of one step by part, and `total`."""
     a, microbatches = QWEN_32B, SAMPLES // DP
     vocabulary = 2 * a.vocab_size * a.hidden_size
     layers = forward_flops_per_token(a, LENGTH) - vocabulary
@@ -117,7 +129,7 @@ def step_s(found: Measured, assumed: Assumptions) -> dict[str, float]:
 
 
 def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The projection as Markdown; nothing when it cannot be made."""
+    """Yield the projection as Markdown; nothing if it cannot be made."""
     found = measured(rows)
     if found is None:
         return
@@ -126,22 +138,17 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         f"communication and optimizer, {found.link / 1e9:.0f} GB/s sent by collectives within a "
         "node.\n"
     )
-    cases = {assumed: step_s(found, assumed) for assumed in CASES}
-    yield "| assumed | narrower products | exposed | network | data exposed | waits |"
-    yield "|---|" + "---|" * 5
-    for x in CASES:
-        yield (
-            f"| {x.name} | x {x.narrow:.2f} | {x.exposed:.0%} | {x.network / 1e9:.0f} GB/s | "
-            f"{x.data_exposed:.0%} | {x.waits:.0%} |"
-        )
+    yield table(ASSUMED, [assumed._asdict() for assumed in CASES])
+    cases = {assumed.name: step_s(found, assumed) for assumed in CASES}
     parts = list(next(iter(cases.values())))
-    yield "\n| seconds | " + " | ".join(parts) + " | tokens/s/GPU | model-TFLOP/s/GPU |"
-    yield "|---|" + "---|" * (len(parts) + 2)
-    for assumed, seconds in cases.items():
-        cells = [f"{seconds[part]:.2f}" for part in parts]
-        yield f"| {assumed.name} | " + " | ".join([*cells, *_rates(seconds["total"])]) + " |"
-    empty = " | " * (len(parts) - 1)
-    yield f"| the paper |{empty} | {PAPER_STEP_S:.0f} | " + " | ".join(_rates(PAPER_STEP_S)) + " |"
+    steps = [
+        [name, *(f"{seconds[part]:.2f}" for part in parts), *_rates(seconds["total"])]
+        for name, seconds in cases.items()
+    ]
+    steps.append(
+        ["the paper", *[""] * (len(parts) - 1), f"{PAPER_STEP_S:.0f}", *_rates(PAPER_STEP_S)]
+    )
+    yield "\n" + markdown_table(["seconds", *parts, "tokens/s/GPU", "model-TFLOP/s/GPU"], steps)
 
 
 def _rates(seconds: float) -> list[str]:

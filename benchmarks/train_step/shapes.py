@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.records import ROOT
 from dms_train.cli.config_source import compose
 from dms_train.config.flops import forward_flops_per_token
 from dms_train.hf.architecture import Architecture, RopeScaling
@@ -75,8 +76,8 @@ _TINY = Architecture(
 
 
 def _of_experiment(name: str) -> tuple[Architecture, int, int]:
-    """What an experiment pretrains."""
-    config = compose([f"experiment={name}"])
+    """Return architecture, length and samples of an experiment that pretrains."""
+    config = compose([f"experiment={name}"], ROOT / "research" / "conf")
     assert config.model.architecture is not None
     return config.model.architecture, config.data.seq_length, config.data.micro_batch_size
 
@@ -116,7 +117,7 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """A layout such as `tp2_sp`, `pp2_vp2` or `dp2`; ValueError for another word."""
+    """Read a layout such as `tp2_sp`, `pp2_vp2` or `dp2`; ValueError for another word."""
     values: dict[str, Any] = {}
     for word in text.split("_"):
         found = _LAYOUT_WORD.fullmatch(word)
@@ -135,7 +136,7 @@ class Case:
         kind: `lm`, `distill` (teacher and KL), `dms` (that and relaxed evictions) or `dmc`
             (relaxed merges in their place).
         layers: `parallel.layers` of ours, `local` or `transformer_engine` of the peer.
-        microbatches: Of one data-parallel rank in a step.
+        microbatches: Micro-batches of one data-parallel rank in a step.
         recompute: `parallel.recompute_granularity`.
         cuda_graph: `parallel.cuda_graph` of ours; the peer has none.
         warmup: Steps before those that are measured.
@@ -162,9 +163,10 @@ class Case:
 
     @property
     def known(self) -> bool:
-        """Whether the subject supports this. The peer has no method, no pipeline, KL of whole rows.
+        """Return whether the subject supports this.
 
-        Its local layers have no sequence parallelism.
+        The peer has no method, no pipeline, and KL of whole rows. Its local
+        layers have no sequence parallelism.
         """
         if self.subject == "ours":
             return True
@@ -180,22 +182,22 @@ class Case:
         return f"{subject} ({self.layers}{graph}): {_LABELS[self.kind]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON form."""
+        """Return the plain JSON form."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Case:
-        """Inverse of `to_dict`."""
+        """Invert `to_dict`."""
         return cls(**{**values, "layout": Layout(**values["layout"])})
 
     @property
     def tokens(self) -> int:
-        """Of one step, all processes together."""
+        """Tokens of one step, all processes together."""
         _, length, size = SHAPES[self.shape]
         return length * size * self.microbatches * self.layout.dp
 
     @property
     def model_flops(self) -> float:
-        """Of one step: 6N student, 2N teacher where there is one, and causal attention."""
+        """FLOPs of one step: 6N student, 2N teacher if there is one, and causal attention."""
         architecture, length, _ = SHAPES[self.shape]
         return _PASSES[self.kind] * self.tokens * forward_flops_per_token(architecture, length)

@@ -21,7 +21,7 @@ from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.model.weights import WeightSource
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import PRESETS
+from dms_train.method.spec import PRESETS, options_from
 from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
@@ -47,7 +47,7 @@ def open_engine(
         options = TrainEngineOptions(
             parallel=parallel, optim=OptimOptions(lr=0.0), seed=0, trains=False
         )
-        yield McoreEngine(architecture, spec, view, options, source)
+        yield McoreEngine(architecture, options_from(spec), view, options, source)
     finally:
         groups.stop()
 
@@ -81,7 +81,7 @@ def import_model(
     leftovers = source.require(architecture)
     if leftovers is not None:
         logger().warning(leftovers)
-    with open_engine(architecture, spec or PRESETS["dms"], dtype, source) as engine:
+    with open_engine(architecture, spec or PRESETS["dms"].spec, dtype, source) as engine:
         engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
 
 

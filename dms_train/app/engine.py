@@ -21,12 +21,13 @@ def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
         optim=config.optim,
         seed=config.run.seed,
         kernels=config.kernels,
+        loss=config.loss,
     )
     original = None if start.model_dir is None else WeightReader(start.model_dir)
     random = RandomWeights(prepared.architecture, config.run.seed, config.model.init_std)
     # weights that a student's replace need not be read
     source = None if start.student is not None else original or random
-    engine = McoreEngine(prepared.architecture, prepared.spec, view, options, source)
+    engine = McoreEngine(prepared.architecture, config.method, view, options, source)
     log.logger().info("layers: %s", engine.describe_layers())
     remaining = prepared.stages[start.state.stage :]
     losses = [token_loss(s.loss) for s in remaining if isinstance(s, Stage)]

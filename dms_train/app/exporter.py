@@ -25,7 +25,7 @@ from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-INFERENCE_PLAN = StepPlan(neuron_scale=0.0, eviction="hard")
+INFERENCE_PLAN = StepPlan(channel_scale=0.0, eviction="hard")
 
 
 def export_format(options: ExportOptions, spec: MethodSpec) -> str:

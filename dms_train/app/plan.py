@@ -115,7 +115,7 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
             yield f"stage {name}: {_action(config, stage)}"
             continue
         yield f"stage {name}: {stage.steps} steps, loss {stage.loss}, lr {stage.rate.max_lr:g}"
-        yield f"      step  neuron  decision  CR target  {config.method.verb}"
+        yield f"      step channel  decision  CR target  {config.method.verb}"
         yield from (_row(stage, done, index) for index in _spread(stage.steps))
         done += stage.steps
 
@@ -133,7 +133,7 @@ def _action(config: RunConfig, action: Action) -> str:
 def _row(stage: Stage, done: int, index: int) -> str:
     plan = stage.plan(done + index, index)
     return (
-        f"{plan.step + 1:>10}  {plan.neuron_scale:6.3f}  {plan.eviction:>8}  "
+        f"{plan.step + 1:>10}  {plan.channel_scale:6.3f}  {plan.eviction:>8}  "
         f"{plan.target_cr:9.3f}  {evicted_fraction(plan.target_cr):7.3f}"
     )
 

@@ -21,7 +21,6 @@ from dms_train.hf.architecture import Architecture
 from dms_train.hf.tokenizer_files import TOKENIZER_FILE
 from dms_train.mcore.model.model import rope_arguments
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import spec_of
 from dms_train.observe import log
 from dms_train.training.stages import Action, Stage, build_stages
 
@@ -50,7 +49,7 @@ def prepare(config: RunConfig) -> Prepared:
     original = find_start(config)
     check(config, world_size=launcher.world_size(), architecture=original.architecture)
     rope_arguments(original.architecture)  # refuses a rule that megatron-core lacks
-    spec = spec_of(config.method)
+    spec = config.method.spec
     start = run_folder.resume_point(config, original)
     if start is None:
         load = config.run.load
@@ -73,8 +72,8 @@ def prepare(config: RunConfig) -> Prepared:
 
 def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
     """Refuse stages that do not fit the eviction channel the student starts with."""
-    run, borrowed = config.stage.run, start.state.eviction_enabled
-    if borrowed and {"zero_neuron", "pretrain"} & set(run):
+    run, evicts = config.stage.run, start.state.eviction_enabled
+    if evicts and {"zero_neuron", "pretrain"} & set(run):
         raise ConfigError(
             f"run.load={start.student}: its eviction channel is already in use; leave "
             "zero_neuron and pretrain out of stage.run"
@@ -85,10 +84,12 @@ def _check_eviction_channel(config: RunConfig, start: StartPoint) -> None:
             f"run.load={start.student}: its compression ratio {loaded:g} is above "
             f"stage.retrofit.target_cr={retrofit.target_cr:g}; anneal upwards"
         )
-    if not borrowed and "hold" in run and "retrofit" not in run:
+    if not evicts and "hold" in run and "retrofit" not in run:
         raise ConfigError("stage.run: hold needs a retrofitted student; give one as run.load")
-    if not borrowed and "retrofit" in run and "zero_neuron" not in run and launcher.rank() == 0:
-        log.logger().warning("retrofit without zero_neuron: the borrowed neuron is cleared at once")
+    if not evicts and "retrofit" in run and "zero_neuron" not in run and launcher.rank() == 0:
+        log.logger().warning(
+            "retrofit without zero_neuron: the eviction channel is cleared at once"
+        )
 
 
 def _check_data(config: RunConfig, start: StartPoint) -> None:

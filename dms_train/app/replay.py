@@ -85,7 +85,7 @@ def _lines(prepared: Prepared, view: ParallelView, described: dict[str, Any]) ->
     # the interleaved schedule needs as many microbatches as stages
     together = view.pp_size if view.vp_size else 1
     size = prepared.config.data.micro_batch_size * view.dp_size * together
-    plan = StepPlan(**described["plan"])
+    plan = StepPlan.from_dict(described["plan"])
     for number in range(0, len(batches), together):
         loss, norm = engine.gradients(plan, batches[number : number + together])
         start = first + number // together * size

@@ -74,7 +74,7 @@ def resume_point(
 
 def _require_same_method(config: RunConfig, path: Path, trained: MethodSpec) -> None:
     """Refuse to resume a checkpoint with other constants of the method than it was trained with."""
-    configured, stored = asdict(config.method), trained.to_dict()
+    configured, stored = asdict(config.method), asdict(trained)
     if config.method.kind != trained.kind:
         raise ConfigError(
             f"method={config.method.preset}: {path} was trained with method={trained.preset}; "

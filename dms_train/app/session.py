@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from dms_train.app import failures, inputs, launcher, run_folder
+from dms_train.app.components import trainer_components
 from dms_train.app.engine import build_engine
 from dms_train.app.memory_check import check_memory
-from dms_train.app.parts import loop_parts
 from dms_train.app.plan import describe
 from dms_train.app.preparation import Prepared, prepare
 from dms_train.app.watch import RunWatch, end_hanging_run
@@ -167,7 +167,7 @@ def _run(prepared: Prepared, view: ParallelView, watch: RunWatch, count: int) ->
     inputs.require_same_weights(contents, prepared.start)
     run_folder.set_aside(prepared.start, is_main_rank=is_main_rank)
     engine = build_engine(prepared, view)
-    parts = loop_parts(prepared, view, engine, watch, contents)
+    components = trainer_components(prepared, view, engine, watch, contents)
     # what the sinks still have to send delays no rank
-    with contextlib.closing(parts.reporter), watch.expecting_ranks(engine):
-        return loop.run(prepared.stages[:count], prepared.start.state, parts)
+    with contextlib.closing(components.reporter), watch.expecting_ranks(engine):
+        return loop.run(prepared.stages[:count], prepared.start.state, components)

@@ -17,7 +17,7 @@ from dms_train.mcore.checkpoints.state import STATE_FILE
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.errors import CheckpointError
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import spec_from_dict
+from dms_train.method.spec import NewerSpecError, spec_from_dict
 from dms_train.observe import log
 from dms_train.training.state import TrainState
 
@@ -126,10 +126,11 @@ def with_student(start: StartPoint, student: Path) -> StartPoint:
         student = _newest_checkpoint(student)
     if (student / STATE_FILE).is_file():
         stored = checkpoint.check(student)
-        _require_whole_eviction_channel(student, stored)
+        position = TrainState.from_dict(stored)
+        _require_whole_eviction_channel(student, position)
         architecture, trained = described_model(student, stored)
-        spec = trained if stored.get("eviction_enabled") else None
-        ratio = float(stored.get("target_cr", 1.0))
+        spec = trained if position.eviction_enabled else None
+        ratio = float(position.target_cr)
     elif (student / "config.json").is_file():
         architecture, spec = _whole_model(student), formats.read_spec(student)
         ratio = formats.read_target_cr(student)
@@ -155,10 +156,12 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, MethodSpec]:
-    """The model that the JSON state of a checkpoint describes; CheckpointError if it does not."""
+    """Return the model that the JSON state of a checkpoint describes; CheckpointError if none."""
     try:
         architecture = build_dataclass(Architecture, state["architecture"], "architecture")
         return architecture, spec_from_dict(state["spec"])
+    except NewerSpecError as error:
+        raise CheckpointError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE_FILE} does not describe its model ({error}); "
@@ -166,11 +169,11 @@ def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, Me
         ) from error
 
 
-def _require_whole_eviction_channel(student: Path, stored: dict[str, Any]) -> None:
-    scale = float(stored.get("neuron_scale", 1.0))
-    if not stored.get("eviction_enabled") and scale != 1.0:
+def _require_whole_eviction_channel(student: Path, position: TrainState) -> None:
+    scale = position.channel_scale
+    if not position.eviction_enabled and scale != 1.0:
         raise ConfigError(
-            f"run.load={student}: its borrowed neuron was being zeroed (factor {scale:.3f}); "
+            f"run.load={student}: its eviction channel was being zeroed (factor {scale:.3f}); "
             "finish that run, or load a checkpoint from the end of a stage"
         )
 

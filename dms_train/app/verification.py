@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dms_train.hf.directory import WeightReader
 from dms_train.hf.formats import read_spec
+from dms_train.hf.json_files import read_config
 from dms_train.hf.selftest import SelfTest
 from dms_train.hf.typed import typed
 from dms_train.method.losses import kl_teacher_student
@@ -104,6 +105,11 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
     spec = read_spec(directory)
     if spec is None:
         raise ValueError(f"{directory}: a dense model; there are no decisions to verify")
+    if "auto_map" not in read_config(directory):
+        raise ValueError(
+            f"{directory}: has no code for transformers that could be verified; run it with "
+            "dms-generate"
+        )
     reference = SelfTest.load(directory)
     WeightReader(directory)  # refuses damaged shards in one line
     model = AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""`dms-inspect PATH`: print what a folder is, from its metadata alone (no weights are read)."""
+"""`dms-inspect PATH`: describe a folder from its metadata, without reading weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAD_INPUT = 2
 
 
 def _rows(facts: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested mappings flattened to (dotted key, text)."""
+    """Flatten nested mappings to pairs (dotted key, text)."""
     rows: list[tuple[str, str]] = []
     for key, value in facts.items():
         if isinstance(value, dict) and value:
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
+    """Run the command and return its exit status."""
     arguments = _parser().parse_args(argv)
     from dms_train.app.inspection import describe
 

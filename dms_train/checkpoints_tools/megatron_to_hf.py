@@ -80,7 +80,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 after one line."""
     args = _parse(arguments)
     return run_main(lambda: _export(args))
 

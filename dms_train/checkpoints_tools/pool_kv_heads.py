@@ -50,7 +50,7 @@ def _pool(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 after one line."""
     args = _parse(arguments)
     return run_main(lambda: _pool(args))
 

@@ -1,4 +1,4 @@
-"""`dms-verify DIR`: does an exported model compute what the trained model computed?
+"""`dms-verify DIR`: check that an export computes what the trained model computed.
 
 Loads the export the way a user would, with the code that ships in it, and replays the reference
 in `dms_selftest/`.
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
+    """Run the command and return its exit status."""
     arguments = _parser().parse_args(argv)
     from dms_train.app.verification import verify
 

@@ -81,8 +81,9 @@ def unknown_key(path: str, valid: Iterable[str]) -> str:
     wrong = _shortest_unknown(path, known)
     block, _, name = wrong.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == block]
-    near = difflib.get_close_matches(name, siblings, n=1)
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    # a name that exists in another block was probably meant, unless a sibling is very near
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)
     if near:
         hint = f"did you mean {block}.{near[0]}?" if block else f"did you mean {near[0]}?"
     elif elsewhere:

@@ -1,7 +1,8 @@
-"""The resolved configuration in a run folder, and which of its values a resumed run may change."""
+"""Resolved configuration in a run folder, and the values that a resumed run may change."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ _FREE = (
     "data.micro_batch_size",
     "data.cache_dir",
 )
+# Keys of configurations that earlier versions stored, and the keys that replaced them.
+_MOVED = {
+    "method.kl_direction": "loss.kl_direction",
+    "method.kl_temperature": "loss.kl_temperature",
+}
 
 
 def read_frozen(file: Path) -> RunConfig:
-    """The configuration that a run folder holds.
+    """Read the configuration that a run folder holds, also one of an earlier version.
 
     Raises:
-        ConfigError: There is none, or it is not one of this version.
+        ConfigError: There is none, or it cannot be used.
     """
     try:
         values = yaml.safe_load(file.read_text())
@@ -40,7 +46,18 @@ def read_frozen(file: Path) -> RunConfig:
         raise ConfigError(f"{file}: cannot be read ({cause}); restore it") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: holds no configuration")
-    return build(values)
+    return build(_current(values))
+
+
+def _current(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored configuration with the keys of this version."""
+    current = copy.deepcopy(values)
+    for old, new in _MOVED.items():
+        block, _, name = old.partition(".")
+        if name in current.get(block, {}):
+            target, _, new_name = new.partition(".")
+            current.setdefault(target, {})[new_name] = current[block].pop(name)
+    return current
 
 
 def require_same(config: RunConfig, file: Path) -> None:
@@ -51,7 +68,8 @@ def require_same(config: RunConfig, file: Path) -> None:
     """
     if not file.is_file():
         return
-    before, now = _fixed(yaml.safe_load(file.read_text())), _fixed(to_mapping(config))
+    before = _fixed(_current(yaml.safe_load(file.read_text())))
+    now = _fixed(to_mapping(config))
     written, requested = _own_rates(before), _own_rates(now)
     differing = sorted(k for k in before.keys() | now.keys() if written.get(k) != requested.get(k))
     if differing:

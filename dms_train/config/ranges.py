@@ -13,7 +13,8 @@ from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
 from dms_train.limits import OneOf
-from dms_train.mcore.options import EVICTION_STATS, EXACT_PARTS
+from dms_train.mcore.options import EXACT_PARTS
+from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.spec import PRESETS
 
 _EVICTION_STATS_ROW = EVICTION_STATS * EXACT_PARTS

@@ -13,6 +13,7 @@ from dms_train.kernels.options import KERNELS
 from dms_train.limits import OneOf
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.base import MethodOptions
+from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 from dms_train.observe.options import ObserveOptions
 from dms_train.training.options import RunOptions, StageOptions
 
@@ -42,4 +43,5 @@ class RunConfig:
     observe: ObserveOptions
     run: RunOptions
     cluster: ClusterOptions = ONE_PROCESS
+    loss: LossOptions = PLAIN_LOSS
     kernels: Annotated[str, OneOf(*KERNELS)] = "auto"

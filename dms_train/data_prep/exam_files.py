@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dms_train.data_prep.exam_sheets import HeldOutSheet, document, held_out_problems, sheet
+from dms_train.data_prep.exam_sheets import HeldOutSheet, document, sheet
 from dms_train.data_prep.exam_tokenizer import EOD_TOKEN
-from dms_train.data_prep.linear_1d import linear_1d_problems
-
-STYLES = {"exam": held_out_problems, "linear_1d": linear_1d_problems}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

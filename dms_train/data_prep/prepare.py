@@ -31,7 +31,6 @@ from dms_train.data.writer import ShardWriter
 from dms_train.data_prep import (
     conversation_commands,
     generate_command,
-    lab_commands,
     shard_commands,
 )
 from dms_train.data_prep.arguments import count
@@ -44,7 +43,8 @@ from dms_train.data_prep.documents import (
     read_documents,
 )
 from dms_train.data_prep.encode import DocumentEncoder, EncoderOptions, encode_in_order
-from dms_train.data_prep.exam_files import STYLES, SheetText, write_problems, write_sheets
+from dms_train.data_prep.exam_files import SheetText, write_problems, write_sheets
+from dms_train.data_prep.exam_sheets import held_out_problems
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from dms_train.data_prep.progress import progress_bar
 from dms_train.data_prep.token_arrays import ArrayJob, write_arrays
@@ -213,7 +213,7 @@ def _run_exam_sheets(args: argparse.Namespace) -> None:
 def _run_exam_problems(args: argparse.Namespace) -> None:
     if args.out.exists() and not args.overwrite:
         raise DataError(f"{args.out}: exists already; pass --overwrite to replace it")
-    write_problems(args.out, STYLES[args.style](args.sheets, args.n, args.seed))
+    write_problems(args.out, held_out_problems(args.sheets, args.n, args.seed))
     print(f"{args.out}: {args.sheets} sheets of {args.n} questions")
 
 
@@ -249,7 +249,6 @@ def _parser() -> argparse.ArgumentParser:
     generate_command.add_command(commands, rows)
     shard_commands.add_commands(commands)
     _add_exams(commands, shared)
-    lab_commands.add_commands(commands, shared)
     return parser
 
 
@@ -272,7 +271,6 @@ def _add_exams(
     add("--out", type=Path, required=True, help=".jsonl file to write")
     add("--sheets", type=count, required=True)
     add("--n", type=count, default=2, help="questions on a sheet")
-    add("--style", choices=list(STYLES), default="exam")
     add("--seed", type=int, default=1)
     add("--overwrite", action="store_true", help="replace existing output")
     problems.set_defaults(run=_run_exam_problems)

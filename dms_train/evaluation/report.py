@@ -15,6 +15,7 @@ from dms_train.evaluation.plots import draw_training
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
 from dms_train.method.base import MethodSpec
+from dms_train.tables import markdown_table
 
 METRICS, REPORT = "metrics.json", "report.md"
 TRAINING, RETENTION = "training.png", "retention.png"
@@ -38,7 +39,7 @@ def tables(findings: Findings) -> str:
         parts.append(_agreement_table(findings.agreement, spec))
     if findings.solved:
         rows = [[names[n], str(s.accuracy)] for n, s in findings.solved.items()]
-        parts.append(_table(["model", "accuracy"], rows))
+        parts.append(markdown_table(["model", "accuracy"], rows))
     for name, costs in findings.costs.items():
         parts.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs, names)}")
     found = findings.replay
@@ -65,7 +66,7 @@ def _agreement_table(found: Agreement, spec: MethodSpec) -> str:
             ["KL(original, window only), nats/token", str(found.window_only.kl)],
             ["next-token loss of window only, nats", str(found.window_only.loss)],
         ]
-    return _table(["agreement", "value"], rows)
+    return markdown_table(["agreement", "value"], rows)
 
 
 def _cost_table(costs: dict[str, Cost], names: dict[str, str]) -> str:
@@ -80,12 +81,7 @@ def _cost_table(costs: dict[str, Cost], names: dict[str, str]) -> str:
         ]
         for name, cost in costs.items()
     ]
-    return _table(header, rows)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown_table(header, rows)
 
 
 def write(findings: Findings, folder: Path, rows: Path | None) -> list[str]:
@@ -128,7 +124,7 @@ def _main_cost(findings: Findings) -> Cost:
 
 def _report(findings: Findings, pictures: list[str]) -> str:
     factors = _main_cost(findings).cr_factors
-    eviction_channels = _table(
+    eviction_channels = markdown_table(
         ["layer", *(f"KV head {head}" for head in range(factors.shape[1]))],
         [[str(n), *(f"{f:.2f}" for f in row)] for n, row in enumerate(factors.tolist())],
     )

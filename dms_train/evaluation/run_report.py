@@ -21,6 +21,7 @@ from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.plots import Curve, curves_of, draw_curves, read_rows
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
+from dms_train.tables import html_table
 
 KEPT = "eval/kept"
 _VALIDATION = "export_eval/"
@@ -179,12 +180,7 @@ def _metrics(curves: dict[str, Curve]) -> str:
 
 
 def _table(header: list[str], lines: list[list[Any]]) -> str:
-    body = (("td", line) for line in lines)
-    text = "".join(
-        "<tr>" + "".join(f"<{kind}>{html.escape(_cell(cell))}</{kind}>" for cell in cells) + "</tr>"
-        for kind, cells in (("th", header), *body)
-    )
-    return f"<table>{text}</table>"
+    return html_table(header, (map(_cell, line) for line in lines))
 
 
 def _cell(value: Any) -> str:

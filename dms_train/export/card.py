@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from dms_train.hf.directory import resolve
 from dms_train.hf.formats import ExportedModel, ExportFormat
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
+from dms_train.tables import markdown_table
 
 CARD_FILE = "README.md"
 UNKNOWN = "unknown"
+_NO_TITLES = ("", "")
 POOLED_FROM = "pooled_kv_heads"
-"""Key of an export's provenance: KV heads of the base model, where they were averaged."""
+"""Key of an export's provenance: KV heads of the base model, if they were averaged."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Of the base model's front matter: what holds for a retrofitted model too.
+# Keys of the base model's front matter that hold for the retrofitted model, too.
 _INHERITED = ("license", "license_name", "license_link", "language")
 _BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
 _MEASURED = {
@@ -47,7 +49,7 @@ _MEASURED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """What is known of the model that was retrofitted.
+    """Facts about the model that was retrofitted.
 
     Attributes:
         name: Hub id or name of its folder; None for a model trained from scratch.
@@ -87,7 +89,7 @@ def read_base(model: str | None) -> BaseModel:
 
 
 def _front_matter(card: Path) -> dict[str, Any]:
-    """The mapping between the first two `---` lines of a card; empty if there is none."""
+    """Read the mapping between the first two `---` lines of a card; empty if there is none."""
     if not card.is_file():
         return {}
     text = card.read_text(encoding="utf-8", errors="replace")
@@ -110,14 +112,16 @@ def render(
     base: BaseModel,
     compressed: tuple[ExportedModel, ExportFormat] | None,
     pooled_from: int | None = None,
+    code_files: Collection[str] = (),
 ) -> str:
-    """The card of an export.
+    """Write the card of an export.
 
     Args:
         architecture: The model.
-        base: What it was made from.
+        base: The model it was made from.
         compressed: The retrofitted model and its format; None for a dense model.
-        pooled_from: KV heads of the base model, where the weights are averages of them.
+        pooled_from: KV heads of the base model if the weights are averages of its heads.
+        code_files: Names of the export's code files for transformers.
     """
     front: dict[str, Any] = {"license": UNKNOWN, **base.front_matter}
     if base.hub_id is not None:
@@ -138,20 +142,20 @@ def render(
             "A dense model exported by dms-train.",
             *([] if pooled_from is None else [_pooled(architecture, pooled_from)]),
             _table(origin),
-            _loading(None),
+            _loading(code_files, None),
         ]
     else:
         model, layout = compressed
         parts += [
             f"# {title} with {model.spec.label}",
             _summary(model.spec),
-            _table([*origin, *_training(model, layout)]),
+            markdown_table(_NO_TITLES, [*origin, *_training(model, layout)]),
             "## Method",
             f"Constants of the retrofit (preset `{model.spec.preset}`):",
-            _table((f"`{key}`", value) for key, value in model.spec.to_dict().items()),
+            markdown_table(_NO_TITLES, [(f"`{k}`", v) for k, v in model.spec.to_dict().items()]),
             "## Evaluation",
             f"{_BEGIN}\nNot evaluated.\n{_END}",
-            _loading(layout),
+            _loading(code_files, layout),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -186,12 +190,7 @@ def _training(model: ExportedModel, layout: ExportFormat) -> list[tuple[str, Any
     ]
 
 
-def _loading(layout: ExportFormat | None) -> str:
-    trust = "" if layout is None else ", trust_remote_code=True"
-    no_code = "" if layout is None else ", trust_remote_code=False"
-    text = f"""## How to load
-
-`path` is this folder, or its id on the hub. With transformers:
+_TRANSFORMERS = """With transformers:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -200,7 +199,8 @@ model = AutoModelForCausalLM.from_pretrained(path{trust})
 tokenizer = AutoTokenizer.from_pretrained(path{no_code})
 ```
 
-With dms-train:
+"""
+_OWN_ENGINE = """With dms-train:
 
 ```python
 from dms_train import LLM, SamplingParams
@@ -208,18 +208,23 @@ from dms_train import LLM, SamplingParams
 output = LLM(path).generate("Once upon a time", SamplingParams(max_tokens=200))[0]
 print(output.outputs[0].text)
 ```"""
-    if layout is not None:
+
+
+def _loading(files: Collection[str], layout: ExportFormat | None) -> str:
+    """Describe how an export with these code files is loaded."""
+    trust, no_code = (f", trust_remote_code={value}" if files else "" for value in (True, False))
+    text = "## How to load\n\n`path` is this folder, or its id on the hub. "
+    if files or layout is None:
+        text += _TRANSFORMERS.format(trust=trust, no_code=no_code)
+    text += _OWN_ENGINE
+    if files and layout is not None:
+        frees = f"generation_{layout.method}.py" in files
         text += (
             "\n\n`trust_remote_code=True` runs the Python files of this folder: read them first. "
             "The tokenizer needs none of them. "
-            f"`generate()` {'frees' if layout.ships_cache else 'masks'} what is evicted."
+            f"`generate()` {'frees' if frees else 'masks'} what is evicted."
         )
     return text
-
-
-def _table(rows: Iterable[tuple[str, Any]]) -> str:
-    lines = (f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows)
-    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 @typed
@@ -238,8 +243,9 @@ def add_evaluation(directory: Path, numbers: Mapping[str, float]) -> None:
     if not begin or not end:
         return
     rows = [(label, _number(name, numbers)) for name, label in _MEASURED.items() if name in numbers]
+    table = markdown_table(_NO_TITLES, rows)
     partial = card.with_name(f".{card.name}.partial")
-    partial.write_text(f"{before}{begin}\n{_table(rows)}\n{end}{after}", encoding="utf-8")
+    partial.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
     os.replace(partial, card)
 
 

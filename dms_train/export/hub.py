@@ -1,4 +1,4 @@
-"""Uploads an export to the Hugging Face hub."""
+"""Upload of an export to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_upload(repo_id: str) -> None:
         repo_id: `NAME` or `OWNER/NAME`.
 
     Raises:
-        HubError: The name is none, there is no token, or the library is absent or offline.
+        HubError: The name is not valid, there is no token, or the library is absent or offline.
     """
     where = f"--push-to-hub={repo_id}"
     try:

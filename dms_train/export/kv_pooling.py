@@ -1,8 +1,8 @@
 """Fewer KV heads by mean pooling: a dense model becomes one with grouped-query attention.
 
-The projections of keys and values of neighbouring KV heads are averaged, those of queries are kept
-(GQA: arXiv:2305.13245, section 2.1). Query heads that read one of the pooled heads read their mean
-afterwards. Keys are averaged before their norm and before RoPE; a key norm has one weight for all
+The projections of keys and values of neighbouring KV heads are averaged, and the projection of
+queries is kept (GQA: arXiv:2305.13245, section 2.1). Query heads of the pooled heads then read
+their mean. Keys are averaged before their norm and before RoPE; a key norm has one weight for all
 heads, which stays.
 """
 
@@ -32,7 +32,7 @@ _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 @typed
 def with_kv_heads(architecture: Architecture, kv_heads: int) -> Architecture:
-    """The architecture with fewer KV heads.
+    """Return the architecture with fewer KV heads.
 
     Raises:
         HFError: The number is not below that of the model, or does not divide it.
@@ -47,7 +47,7 @@ def with_kv_heads(architecture: Architecture, kv_heads: int) -> Architecture:
 
 @typed
 def mean_of_groups(rows: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Means of the heads of each group, computed in float32 (float64 stays).
+    """Average the heads of each group in float32 (float64 stays).
 
     Args:
         rows: [heads * d, ...], the projection of keys or values, or its bias.
@@ -66,11 +66,11 @@ def mean_of_groups(rows: Tensor, heads: int, kv_heads: int) -> Tensor:
 def pooled_weights(
     reader: WeightReader, architecture: Architecture, kv_heads: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model with fewer KV heads, one at a time.
+    """Yield every tensor of the model with fewer KV heads, one at a time.
 
     Args:
         reader: Weights of the model.
-        architecture: Of that model.
+        architecture: Architecture of that model.
         kv_heads: KV heads afterwards.
     """
     dimensions = FAMILIES[architecture.family].layer_tensors
@@ -129,6 +129,6 @@ def pool_kv_heads(
 
 
 def _dtype(reader: WeightReader, architecture: Architecture) -> torch.dtype:
-    """The narrowest dtype that holds every tensor as it is stored."""
+    """Find the narrowest dtype that holds every tensor without loss."""
     stored = {reader.dtype(name) for name in expected_shapes(architecture)}
     return reduce(torch.promote_types, (_STORED[name] for name in stored))

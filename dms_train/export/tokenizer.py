@@ -1,4 +1,4 @@
-"""Carries the tokenizer of a model directory over to an export."""
+"""Copy of a model directory's tokenizer to an export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COPIED = (
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return True if a directory has the file that every command reads text with."""
+    """Return whether a directory has `tokenizer.json`, which every command uses."""
     return (directory / TOKENIZER_FILE).is_file()
 
 

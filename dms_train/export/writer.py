@@ -1,4 +1,4 @@
-"""Writes a complete model directory that transformers loads, in one atomic step."""
+"""Writer of complete model directories for transformers, in one atomic step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dms_train.export.card import CARD_FILE, POOLED_FROM, read_base, render
-from dms_train.export.manifest import shipped_code
+from dms_train.export.code_files import shipped_code, transformers_keys
 from dms_train.export.tokenizer import NO_TOKENIZER, copy_tokenizer, has_tokenizer
 from dms_train.hf import durable
 from dms_train.hf.architecture import Architecture, to_hf_config
@@ -26,6 +26,7 @@ from dms_train.hf.selftest import SelfTest
 from dms_train.hf.tensors import expected_shapes
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
+from dms_train.method.spec import OPTIONS
 
 # Marks a directory as written here, and therefore safe to replace.
 MARKER_FILE = "export.json"
@@ -34,8 +35,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token")
 _DROPPED_KEYS = (
     "_name_or_path",
     "auto_map",
-    "dms",
-    "dmc",
+    *OPTIONS,
     "transformers_version",
     "quantization_config",
     "compression_config",
@@ -60,7 +60,7 @@ class _Described:
     compressed: tuple[ExportedModel, ExportFormat] | None
 
     def config(self, source: Path | None) -> dict[str, Any]:
-        """The complete config.json."""
+        """Return the complete config.json."""
         config = {
             **_source_config(source),
             **to_hf_config(self.architecture),
@@ -70,10 +70,18 @@ class _Described:
         if self.compressed is not None:
             model, layout = self.compressed
             config |= layout.config_keys(model)
+            if self.code_files():
+                config |= transformers_keys(self.architecture.family, layout.method)
         return config
 
+    def code_files(self) -> dict[str, str]:
+        """Return the code with which transformers loads the export: file name to source text."""
+        if self.compressed is None or not self.compressed[1].ships_code:
+            return {}
+        return shipped_code(self.architecture.family, self.compressed[1].method)
+
     def write(self, directory: Path, source_dir: str | Path | None) -> None:
-        """Write everything but the weights and the self-test."""
+        """Write everything except the weights and the self-test."""
         source = None if source_dir is None else Path(source_dir)
         if source is not None:
             copy_tokenizer(source, directory)
@@ -86,15 +94,16 @@ class _Described:
         if self.compressed is not None:
             model, layout = self.compressed
             kind, record = layout.name, model.record()
-            for name, text in shipped_code(model.architecture.family, layout).items():
-                (directory / name).write_text(text, encoding="utf-8")
             for name, content in layout.json_files(model).items():
                 write_json(directory / name, content)
+        code = self.code_files()
+        for name, text in code.items():
+            (directory / name).write_text(text, encoding="utf-8")
         write_json(directory / MARKER_FILE, {"export_format": kind, "provenance": record})
         write_json(directory / "config.json", self.config(source))
         base = read_base(self.provenance.get("model"))
         pooled_from = self.provenance.get(POOLED_FROM)
-        card = render(self.architecture, base, self.compressed, pooled_from)
+        card = render(self.architecture, base, self.compressed, pooled_from, code.keys())
         if not has_tokenizer(directory):
             card += "\nThis folder has no tokenizer: the model takes and returns token ids only.\n"
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
@@ -119,15 +128,15 @@ def write_export(  # noqa: PLR0913 - all named
     """Write a model directory; it appears complete or not at all.
 
     Args:
-        out_dir: Where; may exist only if it is itself an export written here.
+        out_dir: Directory of the export; it may exist only if this program wrote it.
         architecture: The model.
-        spec: What was trained; None writes a plain dense model.
-        cr_factor: Measured tokens seen per slot held, or None.
+        spec: Specification of the training; None writes a plain dense model.
+        cr_factor: Measured number of tokens seen per slot held, or None.
         target_cr: Compression ratio asked for in training.
         dtype: Dtype of the exported weights.
         export_format: Name of a format; unused for dense models.
         weights: (Hugging Face name, tensor) in any order, consumed one shard at a time.
-        source_dir: Whose tokenizer, generation config and other config keys are carried over.
+        source_dir: Directory that supplies tokenizer, generation config and other config keys.
         selftest: Reference output; only with a spec.
         block_size: Tokens per page of NVIDIA's paged cache.
         provenance: JSON values that state where the weights come from.
@@ -165,7 +174,7 @@ def write_export(  # noqa: PLR0913 - all named
 
 @contextmanager
 def _published(out_dir: Path) -> Iterator[Path]:
-    """A hidden sibling directory that takes the name `out_dir` when the block succeeds."""
+    """Yield a hidden sibling directory, renamed to `out_dir` when the block succeeds."""
     check_replaceable(out_dir)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -195,7 +204,7 @@ def check_replaceable(out_dir: Path) -> None:
 
 
 def _source_config(source: Path | None) -> dict[str, Any]:
-    """Keys that an export takes over (token ids and the like); of a tokenizer its token ids."""
+    """Read the keys that an export takes over; from a tokenizer alone, its token ids."""
     if source is None:
         return {}
     if not (source / "config.json").is_file():
@@ -203,12 +212,12 @@ def _source_config(source: Path | None) -> dict[str, Any]:
     return {
         key: value
         for key, value in read_config(source).items()
-        if key not in _DROPPED_KEYS and not key.startswith("dms_")
+        if key not in _DROPPED_KEYS and not key.startswith(tuple(f"{name}_" for name in OPTIONS))
     }
 
 
 def _special_tokens(source: Path) -> dict[str, int]:
-    """Ids of the special tokens of a directory that has a tokenizer and no model."""
+    """Read the ids of special tokens from a directory with a tokenizer and no model."""
     path = source / "tokenizer_config.json"
     if (source / "config.json").is_file() or not path.is_file() or not has_tokenizer(source):
         return {}
@@ -223,7 +232,7 @@ def _special_tokens(source: Path) -> dict[str, int]:
 
 
 def _complete_generation(path: Path, special: dict[str, int]) -> None:
-    """Write the ids that a copied generation config does not state; its own values stay."""
+    """Add ids that a copied generation config does not state; its own values stay."""
     stated = read_json(path) if path.is_file() else {}
     write_json(path, {**stated, **{k: v for k, v in special.items() if k not in stated}})
 

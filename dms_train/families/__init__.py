@@ -1,4 +1,4 @@
-"""Model families: what each is called, how its weights are named, which config.json keys it has.
+"""Model families: names, names of weights, and keys of config.json.
 
 One module per family, named after it, with one `FAMILY`; `registry` finds them, so one file adds a
 family. `base` holds the description and what Llama-like decoders share. Nothing here needs torch,

@@ -1,4 +1,4 @@
-"""The description of a model family, and what Llama-like decoders have in common."""
+"""Description of a model family, and what Llama-like decoders share."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class ParameterMap:
 
 
 class Refusal(NamedTuple):
-    """A key of config.json that stands for something this project does not compute.
+    """Key of config.json that asks for something this project does not compute.
 
     Attributes:
         key: The key.
         value: Its value.
-        fix: What to use instead, as an imperative.
+        fix: Remedy, as an imperative.
     """
 
     key: str
@@ -89,15 +89,15 @@ class ModelFamily:
         classes: Prefix of the classes in transformers (`Llama`: LlamaConfig, LlamaForCausalLM).
         qkv_bias: Whether the q, k and v projections have a bias.
         qk_norm: Whether q and k are normalised per head before RoPE.
-        tied_by_default: `tie_word_embeddings` of a config.json without that key.
-        kv_heads_required: Whether config.json must have `num_key_value_heads`; otherwise a config
-            without it has as many as query heads.
-        head_size: Head size of a config.json without `head_dim`; None: hidden size / query heads.
-        always_has_head_dim: Whether `head_dim` is written even where it is hidden size / heads.
-        rope_types: Rules of RoPE scaling, beside `default`, that the family is used with.
-        fixed: Keys of config.json that are written, and read with these values only.
-        written: Further keys that are written; `refuse` decides about them on reading.
-        refuse: Names the first key of a config.json that this project does not compute.
+        tied_by_default: Value of `tie_word_embeddings` if config.json lacks the key.
+        kv_heads_required: Whether config.json must have `num_key_value_heads`. Without it a config
+            has as many KV heads as query heads.
+        head_size: Head size if config.json lacks `head_dim`; None means hidden size / query heads.
+        always_has_head_dim: Whether `head_dim` is written even if it is hidden size / heads.
+        rope_types: Supported rules of RoPE scaling besides `default`.
+        fixed: Keys of config.json that are written, and refused with other values.
+        written: Further keys that are written; `refuse` checks them on reading.
+        refuse: Function that returns the first key that this project does not compute.
     """
 
     name: str
@@ -115,17 +115,17 @@ class ModelFamily:
 
     @property
     def causal_lm(self) -> str:
-        """The model class of transformers."""
+        """Name of the model class of transformers."""
         return f"{self.classes}ForCausalLM"
 
     @property
     def layer_parameters(self) -> tuple[ParameterMap, ...]:
-        """One decoder layer's parameters in Megatron, in the order of the forward pass."""
+        """Parameters of one decoder layer in Megatron, in the order of the forward pass."""
         bias = _QKV_BIAS if self.qkv_bias else ()
         return _LAYER + bias + (_QK_NORM if self.qk_norm else ())
 
     @property
     def layer_tensors(self) -> dict[str, tuple[Dimension, ...]]:
-        """One decoder layer's tensors in Hugging Face, by name, in file order."""
+        """Tensors of one decoder layer in Hugging Face, by name, in file order."""
         bias = _QKV_BIAS_TENSORS if self.qkv_bias else {}
         return {**_LAYER_TENSORS, **bias, **(_QK_NORM_TENSORS if self.qk_norm else {})}

@@ -9,7 +9,7 @@ _DEFAULT_WINDOW = 4096  # of transformers' MistralConfig, where config.json has 
 
 
 def _sliding_window(config: Mapping[str, Any]) -> Refusal | None:
-    """A window at least as long as the longest sequence is full attention."""
+    """Refuse a window that is shorter than the longest sequence."""
     window = config.get("sliding_window", _DEFAULT_WINDOW)
     longest = config["max_position_embeddings"]
     if window is None or (type(window) is int and window >= longest):

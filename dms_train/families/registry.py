@@ -1,4 +1,4 @@
-"""Every family, found by its module."""
+"""Registry of the families, found by their modules."""
 
 from __future__ import annotations
 

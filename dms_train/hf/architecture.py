@@ -1,4 +1,4 @@
-"""The architecture of a decoder, in Megatron's terms, and its Hugging Face config.json form."""
+"""Architecture of a decoder in Megatron's terms, and its form in config.json."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dms_train.families import FAMILIES, ModelFamily
 from dms_train.hf.errors import HFError
 from dms_train.hf.typed import typed
 from dms_train.hf.values import Values
+from dms_train.method.spec import OPTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Architecture:
         return FAMILIES[self.family].qk_norm
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for every size that no model can have."""
+        """Yield one line for every size that no model can have."""
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
@@ -100,7 +101,7 @@ _LLAMA3_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-_OWN_PREFIX = re.compile("(dms|dmc)_")
+_METHOD_PREFIX = re.compile(f"({'|'.join(OPTIONS)})_")
 
 
 def _config(config: Mapping[str, Any]) -> Values:
@@ -109,13 +110,13 @@ def _config(config: Mapping[str, Any]) -> Values:
 
 @typed
 def family_of(config: Mapping[str, Any]) -> str:
-    """The family of a config.json mapping, also of exports, whose model_type has a prefix.
+    """Return the family of a config.json mapping. Exports have a prefix in their model_type.
 
     Raises:
         ValueError: For any other model_type.
     """
     model_type = str(config.get("model_type", ""))
-    family = _OWN_PREFIX.sub("", model_type, count=1)
+    family = _METHOD_PREFIX.sub("", model_type, count=1)
     if family not in FAMILIES:
         fix = f"use one of {', '.join(FAMILIES)}"
         raise _config(config).refusal("model_type", model_type, fix)
@@ -139,7 +140,7 @@ def _check_fixed(config: Values, family: ModelFamily) -> None:
 
 
 def _rope_base(config: Values) -> float:
-    """Read the base, which each transformers version states elsewhere; null counts as absent."""
+    """Read the base from any place where a transformers version states it; null is absent."""
     found: dict[float, str] = {}
     for block in (config, config.block("rope_parameters"), config.block("rope_scaling")):
         if block.values.get("rope_theta") is not None:
@@ -151,7 +152,7 @@ def _rope_base(config: Values) -> float:
 
 
 def _rope_rule(config: Values) -> dict[str, Any]:
-    """The scaling rule, `{}` for plain RoPE, from the keys of transformers 4, 5 or both."""
+    """Read the scaling rule from the keys of transformers 4, 5 or both; `{}` for plain RoPE."""
     rules = []
     for key in ("rope_parameters", "rope_scaling"):
         stated = config.block(key).values
@@ -264,7 +265,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def _rope_keys(architecture: Architecture) -> dict[str, Any]:
-    """Both spellings: a config with only the newer one loads with base 10000 in transformers 4."""
+    """Spell RoPE for transformers 4 and 5; version 4 takes base 10000 without its own key."""
     scaling: dict[str, Any] | None = None
     if architecture.rope_scaling is not None:
         values = asdict(architecture.rope_scaling)
@@ -276,7 +277,7 @@ def _rope_keys(architecture: Architecture) -> dict[str, Any]:
 
 @typed
 def to_hf_config(architecture: Architecture) -> dict[str, Any]:
-    """The config.json mapping of a model, complete except dtype and special token ids.
+    """Return the config.json mapping of a model, complete except dtype and special token ids.
 
     Inverse of `from_hf_config`; RoPE is spelled for transformers 4 and 5.
     """

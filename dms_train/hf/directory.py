@@ -1,4 +1,4 @@
-"""Hugging Face model directories: found, read tensor by tensor, written shard by shard.
+"""Hugging Face model directories: lookup, reading by tensor, writing by shard.
 
 Weights are safetensors only; nothing here unpickles.
 """
@@ -83,7 +83,7 @@ def resolve(
 
 @typed
 def read_architecture(directory: str | Path) -> Architecture:
-    """The architecture in `config.json`; HFError naming the directory when it is not supported."""
+    """Read the architecture in `config.json`; HFError naming the directory if not supported."""
     try:
         return from_hf_config(read_config(directory))
     except HFError as error:
@@ -93,7 +93,7 @@ def read_architecture(directory: str | Path) -> Architecture:
 
 @typed
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Header of a safetensors file, after checking that the file is complete.
+    """Read the header of a safetensors file and check that the file is complete.
 
     Returns:
         `{name: {"dtype", "shape", "data_offsets"}}`, without the `__metadata__` entry.
@@ -135,7 +135,7 @@ def _checked_entry(entry: dict[str, Any]) -> int:
 
 
 def _weight_files(directory: Path) -> tuple[list[str], dict[str, str] | None]:
-    """File names, and the index's `weight_map` if there are shards."""
+    """List the weight files; with shards, also return the index's `weight_map`."""
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE], None
     if (directory / INDEX_FILE).is_file():
@@ -190,7 +190,7 @@ class WeightReader:
         self._refuse_dtypes()
 
     def _refuse_dtypes(self) -> None:
-        """Refuse weights whose numbers mean something else together with scales or codebooks."""
+        """Refuse quantised weights, which need scales or codebooks."""
         found = [name for name in self.names() if self.dtype(name) not in _DTYPES]
         if found:
             raise HFError(
@@ -265,11 +265,11 @@ class WeightReader:
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold the tensors, sorted."""
+        """List the files that hold the tensors, sorted."""
         return [self.directory / name for name in sorted({f for f, _ in self._entries.values()})]
 
     def names(self) -> list[str]:
-        """All tensor names, sorted."""
+        """List all tensor names, sorted."""
         return sorted(self._entries)
 
     def _entry(self, name: str) -> tuple[str, dict[str, Any]]:
@@ -279,12 +279,12 @@ class WeightReader:
 
     @typed
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape from the header, without reading the tensor; KeyError if absent."""
+        """Return the shape from the header, without reading the tensor; KeyError if absent."""
         return tuple(self._entry(name)[1]["shape"])
 
     @typed
     def dtype(self, name: str) -> str:
-        """Dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
+        """Return the dtype in safetensors' notation (`BF16`, `F32`, ...); KeyError if absent."""
         return str(self._entry(name)[1]["dtype"])
 
     @typed
@@ -330,7 +330,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 class WeightWriter:
-    """Streams tensors into safetensors shards; use as a context manager.
+    """Writer of safetensors shards, as a context manager; tensors are streamed.
 
     Shards carry temporary names until `close`, so a directory never looks complete early. Memory
     is bounded by one shard.
@@ -424,5 +424,5 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 @typed
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16: the spelling of config.json."""
+    """Return the name in config.json, such as `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Which model a run starts from."""
+"""Options of the model that a run starts from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelOptions:
     init_std: Annotated[float, Positive()] = 0.02
 
     def with_context(self, architecture: Architecture) -> Architecture:
-        """The architecture with `max_position_embeddings`, where that is set."""
+        """Return the architecture with `max_position_embeddings` if it is set."""
         if self.max_position_embeddings is None:
             return architecture
         return replace(architecture, max_position_embeddings=self.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""The reference output shipped with an export: what the trained model itself computed.
+"""Reference output that is shipped with an export, computed by the trained model.
 
 It is the only part of an export that can reveal an eviction channel written to the wrong row: every
 row content is valid to every loader.
@@ -25,7 +25,7 @@ KL_TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SelfTest:
-    """One token sequence and what the trained model computes for it.
+    """One token sequence and the trained model's output for it.
 
     Attributes:
         input_ids: int64 [T]; T should exceed the window by 64 or more.
@@ -75,7 +75,7 @@ class SelfTest:
     @classmethod
     @typed
     def load(cls, directory: str | Path) -> SelfTest:
-        """Read it back.
+        """Read the self-test of an export.
 
         Raises:
             FileNotFoundError: If the directory has no self-test.

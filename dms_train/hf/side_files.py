@@ -1,4 +1,4 @@
-"""Files beside config.json that change what the weights mean; a directory with one is refused.
+"""Refusal of files next to config.json that change what the weights mean.
 
 Nothing here needs torch.
 """

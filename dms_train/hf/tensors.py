@@ -23,9 +23,9 @@ def _layer_shapes(a: Architecture) -> dict[str, Shape]:
 
 @typed
 def expected_shapes(architecture: Architecture) -> dict[str, Shape]:
-    """Every tensor such a model's directory holds, in file order.
+    """Return name and shape of every tensor of a model directory, in file order.
 
-    Tied models have no `lm_head.weight`. DMS adds no tensors.
+    Tied models have no `lm_head.weight`. Retrofit methods add no tensors.
     """
     a = architecture
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}

@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, loaded alike by every command.
+"""Tokenizer of a model directory, loaded in the same way by every command.
 
 `tokenizer.json` is the truth. Truncation and padding that a training script left in it do not
 apply. Tokens that only the files beside it name are added as transformers' PreTrainedTokenizerFast
@@ -92,7 +92,7 @@ def read_chat_tokenizer(directory: Path) -> Any:
 
 
 def _plain_text(path: Path) -> str:
-    """Text of a file that transformers reads too: UTF-8 without a byte-order mark."""
+    """Read a file that transformers reads, too: UTF-8 without a byte-order mark."""
     data = path.read_bytes()
     if data.startswith(b"\xef\xbb\xbf"):
         raise HFError(f"{path}: starts with a byte-order mark; save the file without one")
@@ -116,7 +116,7 @@ def _add_tokens(directory: Path, tokenizer: Any) -> None:
 
 
 def _named_tokens(directory: Path) -> tuple[list[tuple[int, Any]], list[Any]]:
-    """Tokens with ids in their order, then special tokens in transformers' order."""
+    """List tokens with ids by id, then special tokens in transformers' order."""
     config, *older = _special_files(directory)
     try:
         named = _special_tokens(config, *older)
@@ -139,7 +139,7 @@ def _named_tokens(directory: Path) -> tuple[list[tuple[int, Any]], list[Any]]:
 
 
 def _special_files(directory: Path) -> list[dict[str, Any]]:
-    """The files that name special tokens; the second counts beside a config without their ids."""
+    """List the files that name special tokens; the second one counts if the config lacks ids."""
     config = _optional_json(directory / TOKENIZER_CONFIG)
     if config.get("added_tokens_decoder") is not None:
         return [config]
@@ -147,7 +147,7 @@ def _special_files(directory: Path) -> list[dict[str, Any]]:
 
 
 def _special_tokens(*files: dict[str, Any]) -> list[Any]:
-    """Special tokens of files, of which a later one replaces a single token of an earlier one."""
+    """Read the special tokens of files; a later file replaces single tokens of earlier ones."""
     single = {key: value for file in files for key, value in file.items()}
     values = [single.get(key) for key in _SPECIAL_KEYS]
     for file in files:
@@ -159,7 +159,7 @@ def _special_tokens(*files: dict[str, Any]) -> list[Any]:
 
 
 def _without_other_keys(directory: Path, tokenizer: Any) -> dict[str, bool]:
-    """Arguments that stop transformers 5 from adding tokens for keys such as `fill_token`.
+    """Return arguments that stop transformers 5 from adding tokens for keys like `fill_token`.
 
     Version 4 ignores these keys. A value that is no text replaces that of the file in both.
     """
@@ -207,7 +207,7 @@ def _require_same_ids(directory: Path, tokenizer: Any, wrapped: Any) -> None:
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int] | None:
-    """Ids of a text; None if the tokenizer refuses it, as one of whole words may."""
+    """Encode a text; None if the tokenizer refuses it, as one of whole words may."""
     try:
         found: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
     except Exception:  # the package raises no other type

@@ -1,4 +1,4 @@
-"""Check of the arguments of public functions against their annotations."""
+"""Decorator that checks the arguments of public functions against their annotations."""
 
 from __future__ import annotations
 

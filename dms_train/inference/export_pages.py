@@ -1,6 +1,6 @@
 """The paged cache of `generate()` of an export, one layer at a time.
 
-The modelling code of an export (`export/code/generation_dms.py`) loads this module where this
+The modelling code of an export (`export/shipped/generation_dms.py`) loads this module where this
 package is installed. It brings tokens with RoPE applied and with padding before the texts; the
 cache wants texts without padding. Keep the signatures: exports of older versions call them too.
 
@@ -8,6 +8,8 @@ Shape letters: b sequences, h KV heads, r query heads per KV head, n tokens, d h
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,29 @@ _PAGES = 256  # of a new pool
 _MOST_PAGES = 2**14  # that are taken at once before they are needed
 _STEPS = 128  # layers' steps for which pages are taken at once, so that the host seldom waits
 _ENDLESS = 2**24  # a window that no sequence leaves; it needs no ring
+
+
+class ExportTokens(Protocol):
+    """Tokens as the code of an export passes them; published exports depend on these names.
+
+    Attributes:
+        position: int64 [b, n]; negative for padding.
+        key: [b, h, n, d] with RoPE applied.
+        value: [b, h, n, d].
+        signal: Eviction decisions, bool [b, h, n].
+    """
+
+    @property
+    def position(self) -> Tensor: ...  # noqa: D102
+
+    @property
+    def key(self) -> Tensor: ...  # noqa: D102
+
+    @property
+    def value(self) -> Tensor: ...  # noqa: D102
+
+    @property
+    def signal(self) -> Tensor | None: ...  # noqa: D102
 
 
 def supports(key: Tensor) -> bool:
@@ -122,7 +147,7 @@ class ExportPages(PagedKVCache):
         """Return the most tokens of one `attend`; the kernels keep no scores."""
         return _MOST_TOKENS
 
-    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: NewTokens) -> Attended:
+    def attend(self, layer: int, rows: Tensor, query: Tensor, arrival: ExportTokens) -> Attended:
         """Store tokens, drop the evicted ones and compute attention.
 
         Args:
@@ -166,7 +191,7 @@ class ExportPages(PagedKVCache):
             self.lists.tables = F.pad(self.lists.tables, (0, wanted - places))
 
     def _attend_one(
-        self, rows: Tensor, query: Tensor, arrival: NewTokens, real: Tensor
+        self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
     ) -> Attended:
         """Compute one token per sequence. Its RoPE is done: the kernel turns it by no angle."""
         b, heads, _, d = query.shape
@@ -185,7 +210,7 @@ class ExportPages(PagedKVCache):
         return self._decode(0, step)
 
     def _attend_prompt(
-        self, rows: Tensor, query: Tensor, arrival: NewTokens, real: Tensor
+        self, rows: Tensor, query: Tensor, arrival: ExportTokens, real: Tensor
     ) -> Attended:
         """Compute several tokens per sequence, moved to the front; skip empty sequences."""
         some = real.any(1).nonzero()[:, 0]
@@ -210,7 +235,7 @@ class ExportPages(PagedKVCache):
         return Attended(output, reads)
 
 
-def _decisions(arrival: NewTokens) -> Tensor:
+def _decisions(arrival: ExportTokens) -> Tensor:
     assert arrival.signal is not None
     return arrival.signal
 

@@ -1,4 +1,4 @@
-"""Every patch of megatron-core 0.16 and every access to its private attributes.
+"""Patches of megatron-core 0.16, and all accesses to its private attributes.
 
 Without Transformer Engine or Apex the distributed optimizer wraps torch's AdamW, whose state
 megatron does not restore completely when it loads a checkpoint. Megatron also takes fused kernels
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def run_forward_pre_hooks(module: torch.nn.Module) -> None:
-    """What megatron does before a module is called: wait for weights that are still gathered."""
+    """Wait for weights that are still being gathered, as Megatron does before a module call."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
 
@@ -42,7 +42,7 @@ def add_to_main_grad(weight: Any, inputs: Tensor, d_out: Tensor) -> Tensor | Non
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The distributed optimizers behind megatron's (possibly chained) optimizer."""
+    """List the distributed optimizers of Megatron's (possibly chained) optimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -69,7 +69,7 @@ def create_optimizer_state(optimizer: Any) -> None:
 
 
 def _zero_state(parameter: Tensor, fused: bool) -> dict[str, Tensor]:
-    """torch's state of a parameter before the first update; a fused one counts on the device."""
+    """Make torch's state before the first update; a fused optimizer counts on the device."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
         "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -102,7 +102,7 @@ def _state_of(part: Any, model_param: Any) -> dict[str, Tensor]:
 
 
 def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """`load_state_dict` for every parameter dtype, with a step counter per parameter."""
+    """Load optimizer state for every parameter dtype, with a step counter per parameter."""
     parts = optimizer_parts(optimizer)
     before = [[dict(group) for group in part.optimizer.param_groups] for part in parts]
     with torch.no_grad():  # fp32 main shards are views of leaf parameters
@@ -121,7 +121,7 @@ def load_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def reduced_gradient(optimizer: Any, parameter: Any, group: dist.ProcessGroup) -> Tensor:
-    """The gradient after reduction, whole: each data rank holds its shard of it only."""
+    """Return the whole reduced gradient; each data rank holds only a shard of it."""
     whole = torch.zeros_like(parameter.main_grad).view(-1)
     for part in optimizer_parts(optimizer):
         if parameter in part.model_param_group_index_map:
@@ -148,7 +148,7 @@ def zero_optimizer_rows(optimizer: Any, parameter: Any, rows: list[int]) -> None
 
 
 def parameter_state(part: Any, parameter: Any) -> dict[str, Tensor]:
-    """The shard of a parameter that this rank holds: `param` in fp32 and Adam's moments."""
+    """Return this rank's shard of a parameter: `param` in fp32 and Adam's moments."""
     tensors: dict[str, Tensor] = part._get_main_param_and_optimizer_states(parameter)
     return tensors
 
@@ -168,7 +168,7 @@ def _l2_norm(
 
 
 def _scale(_chunk: int, _flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
-    """Multiplies in place: megatron names the same tensors twice."""
+    """Multiply in place, because Megatron names the same tensors twice."""
     torch._foreach_mul_(lists[1], factor)
 
 
@@ -197,7 +197,7 @@ def accumulate_in_place(device: torch.device) -> bool:
 
 
 def _add_weight_gradient(inputs: Tensor, d_out: Tensor, sums: Tensor) -> None:
-    """sums [out, in] float32 += d_out^T inputs for d_out [tokens, out] and inputs [tokens, in]."""
+    """Add d_out^T inputs to sums, float32 [out, in]; d_out [tokens, out], inputs [tokens, in]."""
     if inputs.dtype == torch.float32:
         sums.addmm_(d_out.t(), inputs)
     else:
@@ -210,7 +210,7 @@ def use_results_queue(queue: Any) -> None:
 
 
 def rng_state_setter() -> tuple[Any, str]:
-    """Owner and name of the function by which megatron's tracker sets a random state."""
+    """Return owner and name of the function with which Megatron's tracker sets a random state."""
     return megatron_random, "_set_cuda_rng_state"
 
 

@@ -1,4 +1,4 @@
-"""McoreEngine: the interface of this package to the training loop."""
+"""Interface of this package to the training loop."""
 
 from __future__ import annotations
 
@@ -31,17 +31,21 @@ from dms_train.mcore.model.recording import Recording, record
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.mcore.schedule import optimizer as optim
 from dms_train.mcore.schedule.graph import PassGraph, choose_graph
-from dms_train.mcore.schedule.step import PassContext, PassTotals, run_pass, to_device, token_scale
-from dms_train.method.base import MethodSpec
+from dms_train.mcore.schedule.statistics import DeviceTotals, PassTotals, StepStatistics
+from dms_train.mcore.schedule.step import PassContext, run_pass, to_device, token_scale
+from dms_train.method.base import MethodOptions
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
+from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEngineOptions:
-    """The parts of the configuration that the engine needs.
+    """Parts of the configuration that the engine needs.
 
-    Without `trains` no gradient buffers and no optimizer are built: for converters. `kernels` is a
-    configured name of the attention's backend.
+    Attributes:
+        trains: Whether to build gradient buffers and an optimizer; converters need none.
+        kernels: Configured name of the attention's backend.
+        loss: Parameters of the token losses.
     """
 
     parallel: ParallelOptions
@@ -49,6 +53,7 @@ class TrainEngineOptions:
     seed: int
     trains: bool = True
     kernels: str = "auto"
+    loss: LossOptions = PLAIN_LOSS
 
 
 class McoreEngine:
@@ -61,25 +66,25 @@ class McoreEngine:
     def __init__(
         self,
         architecture: Architecture,
-        spec: MethodSpec,
+        method: MethodOptions,
         view: ParallelView,
         options: TrainEngineOptions,
         source: weights.WeightSource | None,
     ) -> None:
         self.architecture = architecture
-        self.spec = spec
+        self.spec = method.spec
         self.view = view
         self._options = options
         backend = dispatch.choose_train_attention(options.kernels, view.device)
         self.on_microbatch: Callable[[], None] = lambda: None
         self._attend = dispatch.train_attention(backend)
-        self._kit = layers.choose(options.parallel.layers, view.device)
+        self._layer_backend = layers.choose(options.parallel.layers, view.device)
         self._config = transformer_config(architecture, options.parallel)
         fused = dispatch.can_fuse(backend)
         self._graph = choose_graph(options.parallel, view, fused=fused) if options.trains else None
         fusions.apply(self._config, view.device, fused=fused)
         fused_on = view.device if fused else None
-        self._method = MethodState(spec, self._attend, fused_on=fused_on)
+        self._method = MethodState(method, self._attend, loss=options.loss, fused_on=fused_on)
         self._models = self._build_chunks(self._method, source)
         self._saver = CheckpointSaver(is_main_rank=view.rank == 0)
         self._chunks = optim.mixed_precision(self._config, self._models)
@@ -96,7 +101,7 @@ class McoreEngine:
         count = self._options.parallel.virtual_pipeline_model_parallel_size
         stages = [None] if count is None else list(range(count))
         chunks = [
-            DMSModel(self._config, self.architecture, method, self._kit, vp_stage=stage)
+            DMSModel(self._config, self.architecture, method, self._layer_backend, vp_stage=stage)
             for stage in stages
         ]
         chunks = [chunk.to(self.view.device) for chunk in chunks]
@@ -105,20 +110,20 @@ class McoreEngine:
         return chunks
 
     def describe_layers(self) -> str:
-        """Which implementation of layers, norms and optimizer is used, and why: one line."""
-        return self._kit.describe(self._optimizer)
+        """Describe the implementation of layers, norms and optimizer in one line."""
+        return self._layer_backend.describe(self._optimizer)
 
     def attach_teacher(self, source: weights.WeightSource | None) -> None:
-        """Build the frozen original in the same layout; it costs weights only.
+        """Build the frozen original in the same layout; it only holds weights.
 
         Args:
-            source: Weights of the original; None copies those that the student has now.
+            source: Weights of the original; None copies the current weights of the student.
         """
         fused_on = self.view.device if self._method.fused else None
-        method = MethodState(self.spec, self._attend, fused_on=fused_on)
+        method = MethodState(self._method.options, self._attend, fused_on=fused_on)
         teachers = self._build_chunks(method, source)
         if source is None:
-            optim.settle(self._chunks)
+            optim.wait_for_param_gather(self._chunks)
             weights.copy(self._models, teachers)
         for student, teacher in zip(self._models, teachers, strict=True):
             student.set_teacher(teacher.to(self._config.params_dtype))
@@ -142,6 +147,8 @@ class McoreEngine:
     def _context(self, batches: list[Batch], graph: PassGraph | None) -> PassContext:
         return PassContext(
             method=self._method.layer,
+            options=self._method.options,
+            statistics=StepStatistics(self._method.plan.token_loss.terms),
             step=self._method.step,
             target=self._method.target,
             architecture=self.architecture,
@@ -152,7 +159,7 @@ class McoreEngine:
             graph=graph,
         )
 
-    def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> Tensor:
+    def _run(self, plan: StepPlan, batches: list[Batch], *, forward_only: bool) -> DeviceTotals:
         needs_teacher = plan.token_loss.needs_teacher
         if needs_teacher and not self._models[0].has_teacher:
             raise ModelError(
@@ -173,10 +180,10 @@ class McoreEngine:
         )
 
     def forward_backward(self, plan: StepPlan, batches: list[Batch]) -> PassTotals:
-        """Gradients of one global batch, without an update."""
-        return PassTotals(*self._gradients(plan, batches).tolist())
+        """Compute the gradients of one global batch, without an update."""
+        return self._gradients(plan, batches).read()
 
-    def _gradients(self, plan: StepPlan, batches: list[Batch]) -> Tensor:
+    def _gradients(self, plan: StepPlan, batches: list[Batch]) -> DeviceTotals:
         for chunk in self._chunks:
             if not chunk.training:  # it visits all modules
                 chunk.train()
@@ -186,40 +193,40 @@ class McoreEngine:
             return self._run(plan, batches, forward_only=False)
 
     def gradients(self, plan: StepPlan, batches: list[Batch]) -> tuple[float, float]:
-        """Loss and gradient norm of a batch, finite or not; nothing is updated."""
+        """Return loss and gradient norm of a batch, finite or not; nothing is updated."""
         totals = self.forward_backward(plan, batches)
         return totals.loss, optim.gradient_norm(self._optimizer)
 
     def train_step(
         self, plan: StepPlan, batches: list[Batch], meanwhile: Callable[[], None] = lambda: None
     ) -> StepResult:
-        """One optimizer step on this rank's microbatches of the global batch.
+        """Take one optimizer step on this rank's micro-batches of the global batch.
 
         Weights and optimizer stay as they are, on all ranks alike, when the loss or the gradient
         norm is not finite. `meanwhile` is called once while a GPU computes the gradients.
         """
         optim.set_step(self._scheduler, plan.stage_step)
-        sums = self._gradients(plan, batches)
+        statistics = self._gradients(plan, batches)
         meanwhile()
         # read between norm and update, so that the host waits for the GPU once, and for no update
-        totals = functools.cache(lambda: PassTotals(*sums.tolist()))
-        done = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))
+        totals = functools.cache(statistics.read)
+        update = optim.step(self._optimizer, lambda: math.isfinite(totals().loss))
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         return self._result(
             totals(),
             batches,
-            grad_norm=done.grad_norm,
+            grad_norm=update.grad_norm,
             learning_rate=learning_rate,
             memory_bytes=totals().memory_bytes,
-            skipped=not done.updated,
+            skipped=not update.updated,
         )
 
     def evaluate(self, plan: StepPlan, batches: list[Batch]) -> StepResult:
-        """Losses and accounting of batches without gradients."""
+        """Compute losses and accounting of batches without gradients."""
         for chunk in self._chunks:
             chunk.eval()
         with torch.no_grad(), retention.counted(self._models):
-            totals = PassTotals(*self._run(plan, batches, forward_only=True).tolist())
+            totals = self._run(plan, batches, forward_only=True).read()
             kept = self._kept(totals) if plan.eviction != "none" else ()
         return self._result(totals, batches, kept=kept)
 
@@ -232,7 +239,7 @@ class McoreEngine:
         length = batches[0].tokens.shape[1]
         return StepResult(
             loss=totals.loss,
-            token_loss=totals.token_loss,
+            terms=totals.terms,
             aux_loss=totals.aux_loss,
             alpha=totals.alpha / totals.samples,
             cr_factor=totals.positions / totals.live if totals.live else math.nan,
@@ -241,11 +248,11 @@ class McoreEngine:
         )
 
     def reset_eviction_channel(self) -> None:
-        """Zero the borrowed channels' projection rows, bias and optimizer state.
+        """Zero the projection rows, bias and optimizer state of the eviction channels.
 
         From here every decision logit starts at -offset (paper equation 1 starts from w = 0).
         """
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         if self._optimizer is not None:
             compat.create_optimizer_state(self._optimizer)
         groups = self.architecture.num_query_groups // self.view.tp_size
@@ -261,17 +268,17 @@ class McoreEngine:
                             compat.zero_optimizer_rows(self._optimizer, parameter, rows)
 
     def record(self, plan: StepPlan, tokens: Tensor) -> Recording | None:
-        """Decision logits and logits of one text, on rank 0 (None elsewhere)."""
+        """Return decision logits and logits of one text, on rank 0 (None elsewhere)."""
         self._method.set_plan(plan)
         return record(self._models, self._chunks, tokens, self._config, self.view)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
-        optim.settle(self._chunks)
+        """Yield full Hugging Face tensors on rank 0; every rank must exhaust the iterator."""
+        optim.wait_for_param_gather(self._chunks)
         return weights.gather(self._models, self.architecture, self.view)
 
     def hf_gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients under their Hugging Face names on rank 0 (for checks of layouts)."""
+        """Return reduced gradients by Hugging Face name on rank 0 (for checks of layouts)."""
         gradients = {
             parameter: compat.reduced_gradient(self._optimizer, parameter, self.view.dp_group)
             for model in self._models
@@ -284,8 +291,8 @@ class McoreEngine:
         """Write a checkpoint that any parallel layout can load.
 
         Args:
-            path: Its folder, which appears when it is complete.
-            state: Stored with it.
+            path: Folder of the checkpoint, which appears when it is complete.
+            state: JSON values to store with it.
             wait: Return when it is complete; otherwise `finish_save` reports it.
 
         Raises:
@@ -296,7 +303,7 @@ class McoreEngine:
             self._saver.finish(wait=True)
 
     def finish_save(self, *, wait: bool) -> Path | None:
-        """The checkpoint whose writing has ended, or has to end now; None when there is none.
+        """Return a checkpoint whose writing has ended, or must end now; None without one.
 
         Raises:
             SaveError: It could not be written; the same on every rank.
@@ -316,7 +323,7 @@ class McoreEngine:
     def _save(self, path: Path, optimizer: Any, state: dict[str, Any]) -> None:
         layout = {"tp": self.view.tp_size, "pp": self.view.pp_size, "dp": self.view.dp_size}
         described = {**state, "spec": self.spec.to_dict(), "layout": layout}
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         self._saver.begin(path, self._models, optimizer, described)
 
     def load(self, path: Path, *, with_optimizer: bool, verified: bool = False) -> dict[str, Any]:
@@ -333,7 +340,7 @@ class McoreEngine:
         """
         if not verified:
             checkpoint.verify(path, self.view)
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         checkpoint.load(path, self._models, self._optimizer if with_optimizer else None)
         weights.require_finite(self._models, f"checkpoint {path}")
         if self._optimizer is not None and not with_optimizer:
@@ -342,7 +349,7 @@ class McoreEngine:
 
     def load_hf(self, source: weights.WeightSource) -> None:
         """Replace the student's weights by those of a Hugging Face directory."""
-        optim.settle(self._chunks)
+        optim.wait_for_param_gather(self._chunks)
         weights.load(self._models, source, self.architecture, self.view)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()

@@ -1,4 +1,4 @@
-"""Memory that this process takes."""
+"""Memory use of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def own_memory(device: torch.device) -> float:
-    """Bytes: on a GPU the most that torch's allocator ever reserved, on a CPU what is held now."""
+    """Return bytes: on a GPU the peak of torch's allocator, on a CPU the present use."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_reserved(device))
     return float(psutil.Process().memory_info().rss)

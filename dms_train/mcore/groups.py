@@ -1,4 +1,4 @@
-"""Process groups: started here, seen elsewhere as one frozen view of sizes, ranks and groups."""
+"""Process groups: started here, visible elsewhere as one frozen view."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE_DAYS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelView:
-    """This process among the others."""
+    """Sizes, ranks and groups as this process sees them."""
 
     device: torch.device
     rank: int
@@ -39,12 +39,12 @@ class ParallelView:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process holds the last pipeline stage."""
+        """True if this process holds the last pipeline stage."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def reports(self) -> bool:
-        """Whether this process contributes loss statistics: one per data-parallel rank."""
+        """True if this process contributes loss statistics: one per data-parallel rank."""
         return self.is_last_stage and self.tp_rank == 0
 
 
@@ -96,21 +96,21 @@ def start(options: ParallelOptions, seed: int) -> ParallelView:
 
 
 def value_of_rank_0(value: Any) -> Any:
-    """What rank 0 passed in, on every rank."""
+    """Return the value of rank 0 on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def values(value: T) -> list[T]:
-    """What each rank passed in, in their order, on every rank."""
+    """Return the values of all ranks, in rank order, on every rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def any_rank(flag: bool, view: ParallelView) -> bool:
-    """Whether `flag` is true on any rank: the same answer everywhere; waits for all ranks."""
+    """Return on every rank whether `flag` is true on any rank; waits for all ranks."""
     if view.world_size == 1:
         return flag
     found = torch.tensor(float(flag), device=view.device)

@@ -1,4 +1,4 @@
-"""Parallel layout, precision and optimizer settings; Megatron's names for the same things."""
+"""Parallel layout, precision and optimizer settings, with Megatron's names."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from typing import Annotated
 from dms_train.hf.options import PRECISIONS
 from dms_train.limits import AtLeast, OneOf, Positive, Share
 
-# Rows of the embedding table are padded to a multiple of this, whatever the tensor-parallel size,
+# Rows of the embedding table are padded to a multiple of this for every tensor-parallel size,
 # so that a checkpoint has the same shapes in every layout.
 VOCABULARY_MULTIPLE = 128
 # Logits of one model that the loss holds at a time on a GPU.
 LOGITS_CHUNK = 2**28
 CUDA_GRAPH = ("auto", "always", "never")
 LAYERS = ("auto", "local", "transformer_engine")
-# Per sample: sum of alpha, live slots at the last token, KV reads / length, the method's own loss.
-EVICTION_STATS = 4
 # bf16 pieces that hold an fp32 value exactly.
 EXACT_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """How one model is spread over processes.
+    """Distribution of one model over processes.
 
     Attributes:
         virtual_pipeline_model_parallel_size: Model chunks per pipeline stage (interleaved

@@ -1,4 +1,4 @@
-"""Where the program computes: decided once, at start-up, in this module only.
+"""Device of the program, chosen once, at start-up, in this module only.
 
 megatron-core names `torch.cuda` in its layers, schedules, optimizers and random-number tracker.
 Without CUDA, `start` makes those few names mean the CPU, so that the very same megatron code runs
@@ -29,7 +29,7 @@ def _names_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Redirects `device="cuda"`, `Tensor.cuda()` and the type string megatron compares."""
+    """Redirection of `device="cuda"`, `Tensor.cuda()` and the type string Megatron compares."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -47,14 +47,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _SameStateWarning(logging.Filter):
-    """Drops megatron's warning that CPU and GPU random states moved together: here they are one."""
+    """Filter for Megatron's warning about random states; on a CPU there is only one state."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 class _CpuRuntime:
-    """The redirected names while megatron runs on the CPU; `stop` restores everything."""
+    """Names that are redirected while Megatron runs on the CPU; `stop` restores them."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []

@@ -1,7 +1,7 @@
 """KV slots held and read under a set of hard decisions.
 
-`cr_factor` is tokens seen over slots held (a factor >= 1), never 1 / (1 - mean alpha): tokens in
-the window always count.
+`cr_factor` is tokens seen over slots held (a factor >= 1), never 1 / (1 - mean alpha), because
+tokens in the window always count.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dms_train.method.visibility import align_to_keys
 def live_slots(
     decisions: Tensor, spec: MethodSpec, documents: PackedDocuments | None = None
 ) -> Tensor:
-    """Slots held when each query attends, those of its own document. Returns int64 [..., T].
+    """Count the slots of its own document that each query attends to. Returns int64 [..., T].
 
     Args:
         decisions: bool [..., T]; [b, g, T] with documents.
         spec: Constants of the method.
-        documents: Packed documents; None is one for each sequence.
+        documents: Packed documents; None is one document for each sequence.
     """
     length = decisions.shape[-1]
     evicted = align_to_keys(decisions, spec, keep=False, documents=documents).long().cumsum(-1)
@@ -40,12 +40,12 @@ def live_slots(
 def slots_held_and_read(
     decisions: Tensor, spec: MethodSpec, documents: PackedDocuments | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Slots held at the last token, and slots read by all queries; both int64 [b, g].
+    """Count slots held at the last token, and slots read by all queries; both int64 [b, g].
 
     Args:
         decisions: bool [b, g, T].
         spec: Constants of the method.
-        documents: Packed documents, whose numbers are summed for each sequence; None is one for
+        documents: Packed documents, which are summed for each sequence; None is one document for
             each sequence.
     """
     live = live_slots(decisions, spec, documents)
@@ -56,10 +56,10 @@ def slots_held_and_read(
 
 
 def cr_factor(decisions: Tensor, spec: MethodSpec) -> float:
-    """T / mean live slots at the last token. decisions: bool [..., T] (layers, heads, samples)."""
+    """Return T / mean live slots at the last token; decisions are bool [..., T]."""
     return decisions.shape[-1] / live_slots(decisions, spec)[..., -1].double().mean().item()
 
 
 def kv_reads(decisions: Tensor, spec: MethodSpec) -> float:
-    """Attended slots summed over the queries, averaged over everything but positions."""
+    """Sum the attended slots over the queries; average over everything except positions."""
     return live_slots(decisions, spec).sum(-1).double().mean().item()

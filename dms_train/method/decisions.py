@@ -1,4 +1,4 @@
-"""From the borrowed query neuron to eviction decisions.
+"""Eviction decisions from the eviction channel of the query.
 
 Shape letters: s positions, b samples, g KV heads, r query heads per KV head, d head size.
 """
@@ -13,12 +13,12 @@ from dms_train.method.base import MethodSpec
 
 
 def eviction_channel(query: Tensor, channel: int) -> Tensor:
-    """The borrowed activation. query: [s, b, g, r, d] before RoPE. Returns [s, b, g]."""
+    """Return the eviction channel [s, b, g] of query [s, b, g, r, d] before RoPE."""
     return query[..., 0, channel]
 
 
 def scale_eviction_channel(query: Tensor, channel: int, factor: float) -> Tensor:
-    """A copy of query [s, b, g, r, d] with the borrowed activation multiplied by `factor`."""
+    """Return a copy of query [s, b, g, r, d] with its eviction channel multiplied by `factor`."""
     r, d = query.shape[-2:]
     mask = torch.ones(r, d, device=query.device, dtype=query.dtype)
     mask[0, channel].fill_(factor)  # assigned, the number would be copied from the host
@@ -26,7 +26,7 @@ def scale_eviction_channel(query: Tensor, channel: int, factor: float) -> Tensor
 
 
 def eviction_logits(eviction_channel: Tensor, spec: MethodSpec) -> Tensor:
-    """x = scale * eviction channel - offset, in float32 (float64 stays)."""
+    """Compute x = scale * eviction channel - offset, in float32 (float64 stays)."""
     eviction_channel = (
         eviction_channel if eviction_channel.dtype == torch.float64 else eviction_channel.float()
     )
@@ -34,7 +34,7 @@ def eviction_logits(eviction_channel: Tensor, spec: MethodSpec) -> Tensor:
 
 
 def relax(logits: Tensor, noise: Tensor | None, tau: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Relaxed decisions (paper equation 1).
+    """Relax the decisions (paper equation 1).
 
     Args:
         logits: x, any shape.
@@ -52,5 +52,5 @@ def relax(logits: Tensor, noise: Tensor | None, tau: float) -> tuple[Tensor, Ten
 
 
 def hard_decisions(logits: Tensor) -> Tensor:
-    """The inference rule: evict iff x > 0. Returns bool."""
+    """Apply the inference rule: evict if and only if x > 0. Returns bool."""
     return logits > 0

@@ -1,4 +1,4 @@
-"""Documents that are packed behind each other into the sequences of a microbatch.
+"""Documents that are packed one after another into the sequences of a micro-batch.
 
 Attention, the window, the decision shift and positions start again at every document. Shape
 letters: b sequences, s positions of each, g KV heads.
@@ -15,16 +15,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDocuments:
-    """Where the documents of a microbatch lie.
+    """Bounds of the documents of a micro-batch.
 
-    The padding behind the last document of a sequence is a document of its own. It counts in no
+    The padding after the last document of a sequence is a document of its own. It counts in no
     loss and in no statistics.
 
     Attributes:
-        cu_seqlens: Bounds of the documents in the b * s positions of the sequences behind each
-            other, int32 [documents + 1]; megatron's name for it.
+        cu_seqlens: Bounds of the documents in the b * s positions of the concatenated sequences,
+            int32 [documents + 1]; Megatron's name for it.
         first: First position of the document that a position belongs to, int64 [b, s].
-        end: Position behind the last one of that document, int64 [b, s].
+        end: First position after that document, int64 [b, s].
         tokens: Positions of each sequence that are not padding, int64 [b].
         dense_reads: Slots that one KV head reads when nothing is evicted, summed over the queries
             of a sequence, over s; float32 [b].
@@ -38,10 +38,10 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, lengths: Sequence[Tensor], seq_length: int) -> PackedDocuments:
-        """From the lengths of the documents.
+        """Build it from the lengths of the documents.
 
         Args:
-            lengths: Of each sequence, the positions of its documents in their order, int64
+            lengths: For each sequence, the number of positions of its documents in order, int64
                 [documents]; together at most `seq_length`.
             seq_length: Positions of each sequence.
         """
@@ -63,22 +63,22 @@ class PackedDocuments:
         )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> PackedDocuments:
-        """The same with a function applied to every tensor."""
+        """Return a copy with a function applied to every tensor."""
         return PackedDocuments(**{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
     @property
     def positions(self) -> Tensor:
-        """Position of each token within its document (megatron's position ids), int64 [b, s]."""
+        """Position of each token within its document (Megatron's position ids), int64 [b, s]."""
         return self._numbers - self.first
 
     @property
     def is_token(self) -> Tensor:
-        """Whether a position is not padding, bool [b, s]."""
+        """Mask of the positions that are not padding, bool [b, s]."""
         return self._numbers < self.tokens[:, None]
 
     @property
     def is_last(self) -> Tensor:
-        """Whether a position is the last one of a document, bool [b, s]; never in the padding."""
+        """Mask of the last position of each document except padding, bool [b, s]."""
         return (self._numbers + 1 == self.end) & self.is_token
 
     @property
@@ -86,6 +86,6 @@ class PackedDocuments:
         return torch.arange(self.first.shape[1], device=self.first.device)
 
     def dense_eviction_stats(self, heads: int) -> Tensor:
-        """Sums over KV heads that evict nothing: alpha, live slots, reads / s; float32 [b, 3]."""
+        """Return the first columns of `EvictionStats` of KV heads that evict nothing, [b, 3]."""
         live = self.tokens.float()
         return heads * torch.stack([torch.zeros_like(live), live, self.dense_reads], dim=1)

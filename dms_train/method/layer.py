@@ -9,18 +9,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions, MethodSpec
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.eviction_stats import EvictionStats
 from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 
 
 class Heads(NamedTuple):
-    """What a layer projects: query [s, b, g, r, d], key and value [s, b, g, d]."""
+    """Projections of a layer: query [s, b, g, r, d], key and value [s, b, g, d]."""
 
     query: Tensor
     key: Tensor
@@ -28,21 +29,23 @@ class Heads(NamedTuple):
 
 
 class LayerPass(NamedTuple):
-    """One microbatch in one layer.
+    """One micro-batch in one layer.
 
     Attributes:
         plan: Plan of the current step.
+        options: Constants of the method and its training.
         target: alpha*, the share of the tokens that must take no slot; a number or a tensor [].
         documents: Packed documents; None where a sample is one document.
-        noise: What the relaxation's noise depends on; None for none.
+        noise: Key of the relaxation's noise; None for no noise.
         rotate: RoPE on query [s, b, g, r, d] and key [s, b, g, d].
-        sum_ranks: Sum over the tensor-parallel ranks, whose gradient is summed too.
+        sum_ranks: Sum over the tensor-parallel ranks; its gradient is summed too.
         first_rank: Whether the rank holds the model's first heads.
         heads: KV heads of all ranks.
-        recorded: Whether logits and slots of every KV head are asked for.
+        recorded: Whether to return logits and slots of every KV head.
     """
 
     plan: StepPlan
+    options: MethodOptions
     target: float | Tensor
     documents: PackedDocuments | None
     noise: LayerNoise | None
@@ -59,10 +62,10 @@ class Decided(NamedTuple):
     Attributes:
         log_keep: log(1 - alpha) by key [b, g, s], added to the score of a key outside the
             window.
-        stats: Sums over the KV heads, float32 [b, 3 or 4]: alpha, live slots at the last token,
-            KV reads / s, and what the method itself adds to the loss.
-        logits: Decision logits [s, b, g], detached; kernels leave them out.
-        held: Slots at the last token, int64 [b, g]; likewise.
+        stats: Columns of `EvictionStats`, sums over the KV heads, float32 [b, 3 or 4]; a method
+            without a loss of its own leaves out the last column.
+        logits: Decision logits [s, b, g], detached; None from kernels.
+        held: Slots at the last token, int64 [b, g]; None from kernels.
     """
 
     log_keep: Tensor
@@ -71,30 +74,91 @@ class Decided(NamedTuple):
     held: Tensor | None = None
 
 
-class MethodLayer(Protocol):
-    """What a method adds to the attention of a layer, and to the loss; without weights."""
+class LayerKernels(NamedTuple):
+    """Fused forms of operations on relaxed decisions, for GPUs.
 
-    def __init__(self, spec: MethodSpec) -> None: ...
+    Attributes:
+        decide: Map activations, float32 [s, b, g], to `log_keep` and `stats` of `Decided`.
+        decide_merges: Likewise, with alpha [s, b, g] in front; 0 for a token without predecessor.
+        merge: Kernel for `method.dmc.merge.merge`.
+    """
 
-    def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
-        """What the attention kernel is given: rotated heads, and the decisions.
+    decide: Callable[
+        [Tensor, MethodOptions, LayerNoise | None, PackedDocuments | None], tuple[Tensor, Tensor]
+    ]
+    decide_merges: Callable[
+        [Tensor, MethodOptions, LayerNoise | None, PackedDocuments | None],
+        tuple[Tensor, Tensor, Tensor],
+    ]
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
-        No decisions where the plan says `none`.
+
+class Projection(Protocol):
+    """Query, key and value projection of a layer, computed on request."""
+
+    def heads(self) -> Heads:
+        """Return the heads before RoPE."""
+        ...
+
+    def rotated(self, channel: int, *, clear_after_rope: bool) -> tuple[Heads, Tensor]:
+        """Apply RoPE with one kernel, which also scales a channel of the first query heads.
+
+        Args:
+            channel: The channel; it is multiplied by the step's `channel_scale`.
+            clear_after_rope: Whether the product is scaled again after RoPE.
+
+        Returns:
+            Rotated heads, and the activations of the channel before RoPE, float32 [s, b, g].
         """
         ...
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
-        """The method's part of the loss, a scalar.
+
+class MethodLayer(Protocol):
+    """Changes of a method to the attention of a layer and to the loss; it has no weights.
+
+    Inherit from it to get the defaults.
+
+    Attributes:
+        scale_on_device: Whether `prepare_fused` reads `channel_scale` only on the device, so that
+            one CUDA graph serves all of its values.
+    """
+
+    scale_on_device: ClassVar[bool] = False
+
+    def __init__(self, spec: MethodSpec, kernels: LayerKernels | None = None) -> None: ...
+
+    def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
+        """Return rotated heads and the decisions for the attention kernel.
+
+        There are no decisions when the plan's eviction is `none`.
+        """
+        ...
+
+    def prepare_fused(
+        self, projection: Projection, step: LayerPass
+    ) -> tuple[Heads, Decided | None]:
+        """Do what `prepare` does when fused kernels run; by default with `prepare` itself."""
+        return self.prepare(projection.heads(), step)
+
+    def loss(
+        self,
+        stats: EvictionStats,
+        decisions: int | Tensor,
+        target: float | Tensor,
+        options: MethodOptions,
+    ) -> Tensor:
+        """Compute the method's part of the loss, a scalar.
 
         Args:
-            stats: float32 [b, 4], the statistics summed over layers and KV heads.
+            stats: Statistics summed over layers and KV heads.
             decisions: L * H * T, or [b] where padding leaves samples with different T.
             target: alpha*, as in `LayerPass`.
+            options: Constants of the method and its training.
         """
         ...
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
-        """Decisions at inference by deciding token, bool [..., g].
+        """Decide by the inference rule, bool [..., g] by deciding token.
 
         Args:
             query: [..., g, r, d] before RoPE.
@@ -103,11 +167,11 @@ class MethodLayer(Protocol):
         ...
 
     def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, of these shapes, with 0 in the borrowed channels."""
+        """Return both, in the same shapes, with 0 in the eviction channels."""
         ...
 
     def channel_rows(self, query: int, size: int) -> list[int]:
-        """Rows of the borrowed channels within the projection of one KV group.
+        """Return the rows of the eviction channels within the projection of one KV group.
 
         Args:
             query: Query rows of the group; the key's follow.
@@ -117,8 +181,13 @@ class MethodLayer(Protocol):
 
 
 @cache
-def method_layer(spec: MethodSpec) -> MethodLayer:
-    """What the method of a specification adds to a layer."""
+def method_layer(spec: MethodSpec, kernels: LayerKernels | None = None) -> MethodLayer:
+    """Return the layer of the method that a specification names.
+
+    Args:
+        spec: Constants of the method.
+        kernels: Fused operations; None for torch operations alone.
+    """
     module = importlib.import_module(f"dms_train.method.{spec.kind}.attention")
-    layer: MethodLayer = module.LAYER(spec)
+    layer: MethodLayer = module.LAYER(spec, kernels)
     return layer

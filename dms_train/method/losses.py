@@ -1,4 +1,4 @@
-"""Losses on unsharded tensors: what the parallel versions must equal."""
+"""Losses on unsharded tensors; the parallel versions must equal them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def kl_teacher_student(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student) per position, in nats. Both [..., vocab]; returns [...].
+    """Compute KL(teacher || student) per position, in nats. Both [..., vocab]; returns [...].
 
-    Of softmax(logits / temperature), and times temperature squared, which keeps the size of the
+    Both are softmax(logits / temperature). The factor temperature squared keeps the size of the
     gradient (Hinton, Vinyals and Dean, arXiv:1503.02531, section 2).
     """
     t = (teacher / temperature).log_softmax(-1)
@@ -18,14 +18,14 @@ def kl_teacher_student(student: Tensor, teacher: Tensor, temperature: float = 1.
 
 
 def kl_student_teacher(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(student || teacher) per position; otherwise as `kl_teacher_student`."""
+    """Compute KL(student || teacher) per position; otherwise as `kl_teacher_student`."""
     return kl_teacher_student(teacher, student, temperature)
 
 
 def compression_hinge(
     alpha_sum: Tensor, decisions: int | Tensor, target: float | Tensor, form: str
 ) -> Tensor:
-    """One-sided compression loss (paper section 3.2), per sample and then averaged.
+    """Compute the one-sided compression loss (paper section 3.2), averaged over samples.
 
     Args:
         alpha_sum: [b], sum of alpha over all layers, KV heads and positions.

@@ -17,19 +17,19 @@ UNIFORM_BITS = 23  # so that (bits + 0.5) / 2**23 is exact in float32 and never 
 
 
 class LayerNoise(NamedTuple):
-    """What the noise of a layer depends on: int64 keys [b], layer number, first KV head here."""
+    """Key of the noise of a layer: int64 keys [b], layer number, first KV head of this rank."""
 
     keys: Tensor
     layer: int
     first_head: int
 
     def logistic(self, length: int, heads: int) -> Tensor:
-        """`logistic_noise` of the first `heads` KV heads here, float32 [length, b, heads]."""
+        """Draw `logistic_noise` for `heads` KV heads of this rank, float32 [length, b, heads]."""
         return logistic_noise(self.keys, self.layer, length, heads, self.first_head)
 
 
 def sample_keys(seed: int, step: int | Tensor, samples: Tensor) -> Tensor:
-    """One key per sample.
+    """Compute one key per sample.
 
     Args:
         seed: Seed of the run.
@@ -45,7 +45,7 @@ def sample_keys(seed: int, step: int | Tensor, samples: Tensor) -> Tensor:
 
 
 def logistic_noise(keys: Tensor, layer: int, length: int, heads: int, first_head: int) -> Tensor:
-    """Difference of two Gumbel draws, i.e. a logistic variable.
+    """Draw the difference of two Gumbel variables, which is a logistic variable.
 
     Args:
         keys: int64 [b] from `sample_keys`.

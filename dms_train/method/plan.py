@@ -1,23 +1,27 @@
-"""What one optimizer step does and what it measured, as plain numbers."""
+"""Plan and result of one optimizer step, as plain numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dms_train.method.token_losses import TokenLoss, token_loss
+
+# Keys that earlier versions stored, and the fields that replaced them.
+_RENAMED = {"neuron_scale": "channel_scale"}
 
 Eviction = Literal["none", "soft", "hard", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What the model computes in the current step; the same on every rank.
+    """Plan of the current step, the same on every rank.
 
     Attributes:
         step: Global optimizer step, part of the noise key.
         stage_step: Step within the stage, position on its learning-rate schedule.
-        neuron_scale: Factor on the borrowed activation; 1 leaves the model untouched, 0 clears it.
+        channel_scale: Factor on the eviction channel; 1 leaves the model untouched, 0 clears it.
         eviction: `none`; `soft` relaxed with noise (training); `hard` thresholded (inference
             rule); `all` evicts every token that leaves the window (window-only control).
         target_cr: Compression ratio to reach; 1 requires no eviction.
@@ -27,7 +31,7 @@ class StepPlan:
 
     step: int = 0
     stage_step: int = 0
-    neuron_scale: float = 1.0
+    channel_scale: float = 1.0
     eviction: Eviction = "none"
     target_cr: float = 1.0
     loss: str = "distill"
@@ -39,20 +43,25 @@ class StepPlan:
             choices = ", ".join(get_args(Eviction))
             raise ValueError(f"eviction={self.eviction}: choose one of {choices}")
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepPlan:
+        """Read the fields of a plan that any version of the program stored."""
+        return cls(**{_RENAMED.get(key, key): value for key, value in values.items()})
+
     @property
     def token_loss(self) -> TokenLoss:
-        """The loss of that name; ValueError for an unknown one."""
+        """Return the loss of that name; ValueError for an unknown one."""
         return token_loss(self.loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step or an evaluation measured, the same on every rank.
+    """Measurements of a step or an evaluation, the same on every rank.
 
     Attributes:
         loss: Token loss plus compression loss.
-        token_loss: KL or cross-entropy, nats per token.
-        aux_loss: Compression hinge.
+        terms: Terms of the token loss by name, for example the KL; nats per token.
+        aux_loss: Compression loss.
         alpha: Mean decision, relaxed while training and hard otherwise.
         cr_factor: Tokens seen over slots live at the last token, by the inference rule.
         kv_reads: Slots attended, summed over the queries of one sample.
@@ -65,7 +74,7 @@ class StepResult:
     """
 
     loss: float
-    token_loss: float
+    terms: Mapping[str, float]
     aux_loss: float
     alpha: float
     cr_factor: float
@@ -76,10 +85,15 @@ class StepResult:
     skipped: bool = False
     kept: tuple[tuple[float, ...], ...] = ()
 
+    @property
+    def token_loss(self) -> float:
+        """Sum of the terms of the token loss."""
+        return sum(self.terms.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """The schedule of one stage: linear warm-up, then constant or cosine to `min_lr`."""
+    """Learning-rate schedule of one stage: linear warm-up, then constant or cosine to `min_lr`."""
 
     max_lr: float
     min_lr: float

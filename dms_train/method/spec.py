@@ -1,27 +1,30 @@
-"""The methods, found by their packages, and the presets of each; no torch.
+"""The methods, found by their packages, their stored specifications and their presets; no torch.
 
-A `method` block and a stored specification name their method under the key `kind`; without it they
-are of Dynamic Memory Sparsification. A spec is stored with each checkpoint and export.
-`conf/method/NAME.yaml` holds all values of each preset, so that options have no defaults; `PRESETS`
-is read from these files.
+A `method` block and a stored specification name their method under the key `kind`; without it the
+method is Dynamic Memory Sparsification. `conf/method/NAME.yaml` holds all values of each preset, so
+that options have no defaults; `PRESETS` is read from these files.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dms_train.method.base import MethodOptions, MethodSpec
+from dms_train.method.base import SPEC_VERSION, MethodOptions, MethodSpec
 
 KIND = "kind"
 _DEFAULT = "dms"
 _PRESET_DIR = Path(__file__).resolve().parents[1] / "conf" / "method"
+
+
+class NewerSpecError(ValueError):
+    """A specification was stored by a newer version of this program."""
 
 
 def _modules() -> dict[str, Any]:
@@ -35,7 +38,7 @@ OPTIONS: dict[str, type[MethodOptions]] = {name: m.OPTIONS for name, m in _METHO
 
 
 def options_of(values: Mapping[str, Any]) -> type[MethodOptions]:
-    """The class of a `method` block.
+    """Return the class of a `method` block.
 
     Raises:
         ValueError: It names no method; the known ones are listed.
@@ -43,20 +46,49 @@ def options_of(values: Mapping[str, Any]) -> type[MethodOptions]:
     return OPTIONS[_kind(values)]
 
 
-def spec_of(options: MethodOptions) -> MethodSpec:
-    """The checked constants of a configuration.
+def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
+    """Read a stored specification of this or an earlier version.
+
+    A specification without a `version` is of version 1.
 
     Raises:
-        ValueError: One line for every value that cannot be used.
+        NewerSpecError: Its version is newer than `SPEC_VERSION`.
+        ValueError: A key is missing or unknown, or a value cannot be used.
     """
-    found: MethodSpec = _METHODS[options.kind].SPEC(**asdict(options))
-    return found
+    kind = _kind(values)
+    current = {**values, KIND: kind}
+    version = current.pop("version", 1)
+    if type(version) is not int or version < 1:
+        raise ValueError(f"method spec version {version!r}: expected a whole number from 1")
+    if version > SPEC_VERSION:
+        raise NewerSpecError(
+            f"method spec version {version}: this version of dms-train reads up to {SPEC_VERSION}; "
+            "install a newer dms-train"
+        )
+    for earlier in range(version, SPEC_VERSION):
+        current = _UPGRADES[earlier](current)
+    spec: MethodSpec = _METHODS[kind].SPEC.from_fields(current)
+    return spec
 
 
-def spec_from_dict(values: Mapping[str, Any]) -> MethodSpec:
-    """A stored specification; unknown or missing keys raise ValueError naming them."""
-    found: MethodSpec = _METHODS[_kind(values)].SPEC.from_dict(dict(values))
-    return found
+def _without_training(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop what version 1 stored of the training: it decides nothing that a model computes."""
+    training = (
+        "alpha_in_loss", "aux_form", "kl_direction", "kl_temperature", "consistency", "prior",
+    )  # fmt: skip
+    return {key: value for key, value in values.items() if key not in training}
+
+
+# Version: what makes its specification one of the next version. A new field gets its value here.
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _without_training}
+
+
+def options_from(spec: MethodSpec) -> MethodOptions:
+    """Complete a stored specification with the constants of training of its method's main preset.
+
+    Only for work that computes no loss, such as conversions.
+    """
+    return PRESETS[spec.kind].override(**asdict(spec))
 
 
 def _kind(values: Mapping[str, Any]) -> str:
@@ -68,14 +100,13 @@ def _kind(values: Mapping[str, Any]) -> str:
     return kind
 
 
-def _presets() -> dict[str, MethodSpec]:
-    files = sorted(_PRESET_DIR.glob("*.yaml"))
-    return {file.stem: spec_from_dict(_values(file)) for file in files}
-
-
-def _values(file: Path) -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
-    return values
+def _presets() -> dict[str, MethodOptions]:
+    found = {}
+    for file in sorted(_PRESET_DIR.glob("*.yaml")):
+        values = yaml.safe_load(file.read_text("utf-8"))
+        found[file.stem] = options_of(values).from_fields({KIND: _DEFAULT, **values})
+        found[file.stem].require_valid()
+    return found
 
 
 PRESETS = _presets()

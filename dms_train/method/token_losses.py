@@ -1,24 +1,41 @@
-"""The losses that a stage can train with, by the name that `stage.NAME.loss` gives.
+"""Token losses that a stage can train with, by the name that `stage.NAME.loss` gives.
 
-A new loss is one entry of `TOKEN_LOSSES`. It is written in the terms that `VocabularyLosses` offers
-behind the vocabulary-parallel output layer, so that this file needs no torch and the plan of a run
-can use it too.
+A new loss is one entry of `TOKEN_LOSSES`, and one field of `LossOptions` for each parameter. It is
+written in terms of `VocabularyLosses`, which the vocabulary-parallel output layer implements. This
+file therefore needs no torch, and the plan of a run can use it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from dms_train.method.base import MethodSpec
+from dms_train.limits import OneOf, Positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """Parameters of the token losses. No trained model depends on them, so no export stores them.
+
+    Attributes:
+        kl_direction: `teacher_student` is KL(teacher || student), `student_teacher` the reverse.
+        kl_temperature: Both models' logits are divided by it in the KL, which is multiplied by its
+            square, so that the size of the gradient stays (arXiv:1503.02531, section 2).
+    """
+
+    kl_direction: Annotated[str, OneOf("teacher_student", "student_teacher")] = "teacher_student"
+    kl_temperature: Annotated[float, Positive()] = 1.0
+
+
+PLAIN_LOSS = LossOptions()
 
 
 class VocabularyLosses(Protocol):
-    """Losses of the positions of a microbatch. Each is float32 [s, b], in nats."""
+    """Losses of the positions of a micro-batch. Each is float32 [s, b], in nats."""
 
     def divergence(self, direction: str, temperature: float) -> Any:
-        """KL divergence between student and teacher, times temperature squared.
+        """Compute the KL divergence between student and teacher, times temperature squared.
 
         Args:
             direction: `teacher_student` for KL(teacher || student), or `student_teacher`.
@@ -27,41 +44,41 @@ class VocabularyLosses(Protocol):
         ...
 
     def cross_entropy(self) -> Any:
-        """Of the student and the next token."""
+        """Compute the cross-entropy of the student and the next token."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """One kind of loss.
+    """One kind of loss: the sum of one or more named terms.
 
     Attributes:
         needs_teacher: Whether the frozen original runs beside the student.
-        metric: Name of its mean over the loss positions in metrics.
-        per_token: Loss [s, b] from what is offered and the constants of the method.
+        terms: Names of the terms. The mean of each over the loss positions is logged under it.
+        per_token: Compute the terms [s, b], one for each name.
     """
 
     needs_teacher: bool
-    metric: str
-    per_token: Callable[[VocabularyLosses, MethodSpec], Any]
+    terms: tuple[str, ...]
+    per_token: Callable[[VocabularyLosses, LossOptions], tuple[Any, ...]]
 
 
 TOKEN_LOSSES = {
     "distill": TokenLoss(
         needs_teacher=True,
-        metric="kl",
-        per_token=lambda losses, spec: losses.divergence(spec.kl_direction, spec.kl_temperature),
+        terms=("kl",),
+        per_token=lambda losses, o: (losses.divergence(o.kl_direction, o.kl_temperature),),
     ),
     "lm": TokenLoss(
         needs_teacher=False,
-        metric="lm",
-        per_token=lambda losses, spec: losses.cross_entropy(),
+        terms=("lm",),
+        per_token=lambda losses, o: (losses.cross_entropy(),),
     ),
 }
 
 
 def token_loss(name: str) -> TokenLoss:
-    """The loss of that name.
+    """Return the loss of that name.
 
     Raises:
         ValueError: There is none; the known ones are named.

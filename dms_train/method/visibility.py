@@ -16,7 +16,7 @@ from dms_train.method.documents import PackedDocuments
 
 
 def outside_window(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
-    """Whether a key has left the window of a query. Returns bool [queries, keys]."""
+    """Mark keys that have left the window of a query. Returns bool [queries, keys]."""
     return query_positions[:, None] - key_positions[None, :] > window
 
 
@@ -50,7 +50,7 @@ def align_to_keys(
 
 
 def visible(decisions: Tensor, spec: MethodSpec) -> Tensor:
-    """Hard visibility. decisions: bool [..., T] by deciding position. Returns bool [..., T, T]."""
+    """Compute bool [..., T, T] from hard decisions [..., T] by deciding position."""
     positions = torch.arange(decisions.shape[-1], device=decisions.device)
     evicted = align_to_keys(decisions, spec, keep=False)
     late = outside_window(positions, positions, spec.window)

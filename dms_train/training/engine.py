@@ -1,4 +1,4 @@
-"""Protocols of the objects that the loop works with."""
+"""Protocols of the objects that the loop calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dms_train.method.plan import LearningRate, StepPlan, StepResult
 
 
 class TrainEngine(Protocol):
-    """Computes steps, whatever their stage."""
+    """Computes the steps of every stage."""
 
     def end_training(self) -> None:
         """Free the memory that only training steps use; further steps may follow."""
@@ -24,18 +24,18 @@ class TrainEngine(Protocol):
     def train_step(
         self, plan: StepPlan, batches: list[Any], meanwhile: Callable[[], None]
     ) -> StepResult:
-        """One optimizer step; a skipped one, on every rank, when it would not be finite.
+        """Take one optimizer step; skip it, on every rank, when it would not be finite.
 
-        It calls `meanwhile`, work for the host, before it waits for the device.
+        The host calls `meanwhile` before it waits for the device.
         """
         ...
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
-        """Losses and accounting without gradients."""
+        """Compute losses and accounting without gradients."""
         ...
 
     def reset_eviction_channel(self) -> None:
-        """Zero the borrowed neuron's projection and its optimizer state."""
+        """Zero the projection of the eviction channel and its optimizer state."""
         ...
 
     def save(self, path: Path, state: dict[str, Any], *, wait: bool) -> None:
@@ -47,7 +47,7 @@ class TrainEngine(Protocol):
         ...
 
     def finish_save(self, *, wait: bool) -> Path | None:
-        """The checkpoint whose writing has ended, or has to end now; None when there is none.
+        """Return a checkpoint whose writing has ended, or must end now; None without one.
 
         Raises:
             ValueError: It could not be written; the same on every rank.
@@ -60,14 +60,14 @@ class TrainEngine(Protocol):
 
 
 class TokenSource(Protocol):
-    """Numbered samples, cut into this rank's microbatches."""
+    """Numbered samples, cut into this rank's micro-batches."""
 
     def read_ahead(self, first_sample: int) -> None:
         """Prepare for a call of `microbatches`, which reports errors."""
         ...
 
     def microbatches(self, first_sample: int) -> list[Any]:
-        """The microbatches of the global batch that starts at this sample."""
+        """Return the micro-batches of the global batch that starts at this sample."""
         ...
 
 
@@ -99,23 +99,23 @@ class Watch(Protocol):
     """Connects the loop with its launcher: heartbeats, requests to stop, finished stages."""
 
     def phase(self, name: Literal["data", "step"]) -> AbstractContextManager[None]:
-        """Meanwhile the loop reads data, or computes a step; both have a time limit."""
+        """Limit the time of the block, which reads data or computes a step."""
         ...
 
     def beat(self, step: int) -> None:
-        """Step `step` was taken."""
+        """Record that step `step` was taken."""
         ...
 
     def must_stop(self) -> bool:
-        """Whether any rank was signalled to stop; a collective with the same result everywhere."""
+        """Return whether any rank was signalled to stop; a collective, the same on all ranks."""
         ...
 
     def stopped(self, step: int) -> None:
-        """The loop saved step `step` and returns before its stages are finished."""
+        """Record that the loop saved step `step` and returns before its stages are finished."""
         ...
 
     def done(self, stage: str, step: int) -> None:
-        """A stage is finished and its results are stored."""
+        """Record that a stage is finished and its results are stored."""
         ...
 
 

@@ -26,12 +26,12 @@ from dms_train.training.state import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopParts:
-    """The objects and settings of a loop.
+class TrainerComponents:
+    """Objects and settings of the training loop.
 
     Attributes:
         global_batch_size: Samples per optimizer step.
-        eval_batches: This rank's microbatches of one evaluation; empty to evaluate nothing.
+        eval_batches: This rank's micro-batches of one evaluation; empty to evaluate nothing.
     """
 
     engine: TrainEngine
@@ -49,27 +49,29 @@ class LoopParts:
     every_integer_cr: bool
 
 
-def run(stages: list[Stage | Action], state: TrainState, parts: LoopParts) -> TrainState:
-    """Run the stages from the position in `state` on.
+def run(
+    stages: list[Stage | Action], state: TrainState, components: TrainerComponents
+) -> TrainState:
+    """Run the stages, starting from the position in `state`, and return the final position.
 
-    Returns the position at the end. That is before the last stage, with everything saved, when the
-    watch reports that the run must stop.
+    When the watch reports that the run must stop, everything is saved and the final position is
+    before the end of the last stage.
     """
     for stage in stages[: state.stage]:
         # the run may have been killed after saving and before it marked the stage as done
-        parts.watch.done(_name(stage), state.step)
-    _export_due(state, parts)
+        components.watch.done(_name(stage), state.step)
+    _export_due(state, components)
     while state.stage < len(stages):
         stage, before = stages[state.stage], state.stage
         if isinstance(stage, Stage):
-            stops = _run_stage(stage, state, parts)
+            stops = _run_stage(stage, state, components)
         else:
-            _act(stage, state, parts)
-            stops = parts.watch.must_stop()
+            _act(stage, state, components)
+            stops = components.watch.must_stop()
         if state.stage > before:
-            parts.watch.done(_name(stage), state.step)
+            components.watch.done(_name(stage), state.step)
         if stops and state.stage < len(stages):
-            parts.watch.stopped(state.step)
+            components.watch.stopped(state.step)
             break
     return state
 
@@ -78,134 +80,136 @@ def _name(stage: Stage | Action) -> str:
     return stage.name if isinstance(stage, Stage) else stage
 
 
-def _act(action: Action, state: TrainState, parts: LoopParts) -> None:
-    parts.engine.end_training()
+def _act(action: Action, state: TrainState, components: TrainerComponents) -> None:
+    components.engine.end_training()
     if action == "export":
-        _export_final(state, parts)
+        _export_final(state, components)
     elif action == "validate":
-        parts.reporter.measured(state.step, parts.validator.validate(), "export_eval/")
+        components.reporter.measured(state.step, components.validator.validate(), "export_eval/")
     else:
-        parts.reporter.measured(state.step, parts.evaluator.evaluate_tasks(), "export_tasks/")
+        components.reporter.measured(
+            state.step, components.evaluator.evaluate_tasks(), "export_tasks/"
+        )
     state.next_stage()
-    parts.saver.annotate(state, state.to_dict())
+    components.saver.annotate(state, state.to_dict())
 
 
-def _run_stage(stage: Stage, state: TrainState, parts: LoopParts) -> bool:
+def _run_stage(stage: Stage, state: TrainState, components: TrainerComponents) -> bool:
     """Run the rest of a stage and leave `state` at the start of the next one.
 
     Returns:
-        Whether the run must stop; `state` then is where the newest checkpoint is.
+        Whether the run must stop; `state` is then the position of the newest checkpoint.
     """
     if stage.requires_eviction and not state.eviction_enabled:
-        _enable_eviction(stage, state, parts)
-    parts.engine.begin_stage(stage.rate)
-    parts.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
+        _enable_eviction(stage, state, components)
+    components.engine.begin_stage(stage.rate)
+    components.reporter.begin_stage(stage.name, stage.steps, state.stage_step)
     stops = False
-    for done in range(state.stage_step + 1, stage.steps + 1):
-        _step(stage, state, parts)
-        ends = done == stage.steps
-        if _due(state.step, parts.options.eval_interval) or ends:
-            evaluate(stage.eval_plan(state.step, done), state, parts)
-        ratio = stage.integer_passed(done) if parts.every_integer_cr else None
+    for stage_step in range(state.stage_step + 1, stage.steps + 1):
+        _step(stage, state, components)
+        ends = stage_step == stage.steps
+        if _due(state.step, components.options.eval_interval) or ends:
+            evaluate(stage.eval_plan(state.step, stage_step), state, components)
+        ratio = stage.integer_passed(stage_step) if components.every_integer_cr else None
         state.due_export = None if ratio is None else f"cr{ratio}"
-        stops = parts.watch.must_stop()
+        stops = components.watch.must_stop()
         if ends:
-            _finish(stage, state, parts)
-        elif stops or ratio is not None or _due(state.step, parts.options.save_interval):
+            _finish(stage, state, components)
+        elif stops or ratio is not None or _due(state.step, components.options.save_interval):
             exports = ratio is not None
-            parts.saver.save(state, permanent=exports, required=stops, wait=exports)
+            components.saver.save(state, permanent=exports, required=stops, wait=exports)
         else:
-            parts.saver.poll(state.step)
+            components.saver.poll(state.step)
         if stops and not ends:
-            parts.reporter.end_stage(state.step)
+            components.reporter.end_stage(state.step)
             return True  # an export that is due is written when the run resumes
         # after saving, so that a failed export loses no step
-        _export_due(state, parts)
+        _export_due(state, components)
     if stage.steps == 0:
-        _finish(stage, state, parts)
+        _finish(stage, state, components)
     return stops
 
 
-def _step(stage: Stage, state: TrainState, parts: LoopParts) -> None:
+def _step(stage: Stage, state: TrainState, components: TrainerComponents) -> None:
     plan = stage.plan(state.step, state.stage_step)
-    with parts.watch.phase("data"):
-        batches = parts.source.microbatches(state.consumed_samples)
-    samples = range(state.consumed_samples, state.consumed_samples + parts.global_batch_size)
+    with components.watch.phase("data"):
+        batches = components.source.microbatches(state.consumed_samples)
+    samples = range(state.consumed_samples, state.consumed_samples + components.global_batch_size)
 
     def read_ahead() -> None:
-        with parts.watch.phase("data"):
-            parts.source.read_ahead(samples.stop)
+        with components.watch.phase("data"):
+            components.source.read_ahead(samples.stop)
 
-    with parts.watch.phase("step"):
-        result = parts.engine.train_step(plan, batches, read_ahead)
-    state.advance(parts.global_batch_size)
-    with _checkpoint_kept(state, parts):
-        parts.skips.count(plan, result, state, samples)
-    state.neuron_scale = plan.neuron_scale
+    with components.watch.phase("step"):
+        result = components.engine.train_step(plan, batches, read_ahead)
+    state.advance(components.global_batch_size)
+    with _checkpoint_kept(state, components):
+        components.skips.count(plan, result, state, samples)
+    state.channel_scale = plan.channel_scale
     if stage.requires_eviction:
         state.target_cr = plan.target_cr
-    parts.reporter.step(state, plan, result)
-    parts.watch.beat(state.step)
+    components.reporter.step(state, plan, result)
+    components.watch.beat(state.step)
 
 
 @contextmanager
-def _checkpoint_kept(state: TrainState, parts: LoopParts) -> Iterator[None]:
+def _checkpoint_kept(state: TrainState, components: TrainerComponents) -> Iterator[None]:
     """Complete a checkpoint that is being written when the block ends the run."""
     try:
         yield
     except DivergenceError:
-        parts.saver.settle(state.step)
+        components.saver.finish_pending_save(state.step)
         raise
 
 
-def _finish(stage: Stage, state: TrainState, parts: LoopParts) -> None:
-    with _checkpoint_kept(state, parts):
-        parts.skips.require_update(stage.name, stage.steps, state)
+def _finish(stage: Stage, state: TrainState, components: TrainerComponents) -> None:
+    with _checkpoint_kept(state, components):
+        components.skips.require_update(stage.name, stage.steps, state)
     if stage.enables_eviction and not state.eviction_enabled:
-        _enable_eviction(stage, state, parts)
+        _enable_eviction(stage, state, components)
     state.next_stage()
-    parts.reporter.end_stage(state.step)
-    parts.saver.save(state, permanent=True, required=True)
+    components.reporter.end_stage(state.step)
+    components.saver.save(state, permanent=True, required=True)
 
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _enable_eviction(stage: Stage, state: TrainState, parts: LoopParts) -> None:
+def _enable_eviction(stage: Stage, state: TrainState, components: TrainerComponents) -> None:
     if stage.resets_eviction_channel:
-        parts.engine.reset_eviction_channel()
+        components.engine.reset_eviction_channel()
     state.eviction_enabled = True
     state.exported = None
 
 
-def evaluate(plan: StepPlan, state: TrainState, parts: LoopParts) -> StepResult | None:
+def evaluate(plan: StepPlan, state: TrainState, components: TrainerComponents) -> StepResult | None:
     """Evaluate and report; None when there is nothing to evaluate on."""
-    if not parts.eval_batches:
+    if not components.eval_batches:
         return None
-    with parts.watch.phase("step"):
-        result = parts.engine.evaluate(plan, parts.eval_batches)
-    parts.reporter.evaluation(state.step, plan, result)
+    with components.watch.phase("step"):
+        result = components.engine.evaluate(plan, components.eval_batches)
+    components.reporter.evaluation(state.step, plan, result)
     return result
 
 
-def _export_due(state: TrainState, parts: LoopParts) -> None:
+def _export_due(state: TrainState, components: TrainerComponents) -> None:
     """Write the export that is due since the last checkpoint."""
     if state.due_export is None:
         return
-    _export(state.due_export, state, parts)
+    _export(state.due_export, state, components)
     state.due_export = None
-    parts.saver.annotate(state, {"exported": state.exported, "due_export": None})
+    components.saver.annotate(state, {"exported": state.exported, "due_export": None})
 
 
-def _export_final(state: TrainState, parts: LoopParts) -> None:
+def _export_final(state: TrainState, components: TrainerComponents) -> None:
     if state.exported is None:
-        _export("final", state, parts)
+        _export("final", state, components)
     elif state.exported != "final":
-        parts.exporter.alias("final", state.exported)
+        components.exporter.alias("final", state.exported)
 
 
-def _export(name: str, state: TrainState, parts: LoopParts) -> None:
-    path = parts.exporter.export(name, state.to_dict())
+def _export(name: str, state: TrainState, components: TrainerComponents) -> None:
+    path = components.exporter.export(name, state.to_dict())
     state.exported = name
-    parts.reporter.note(f"exported {path}")
+    components.reporter.note(f"exported {path}")

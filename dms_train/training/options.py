@@ -1,4 +1,4 @@
-"""What the run does and when: the stages, their lengths, and the run folder."""
+"""Options of the stages, their lengths, and the run folder."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class PretrainOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroNeuronOptions:
-    """Ramp the borrowed query neuron to zero over `steps` (the paper's n_t).
+    """Ramp the eviction channel to zero over `steps` (the paper's n_t).
 
-    With `resets_eviction_channel` the neuron's weights are zeroed at the end of the stage, so that
-    every decision logit starts at -offset. Without, the decisions start from the original weights.
+    With `resets_eviction_channel` the weights of the channel are zeroed at the end of the stage, so
+    that every decision logit starts at -offset. Without it decisions start from the original
+    weights.
     """
 
     steps: Annotated[int, AtLeast(0)]
@@ -60,7 +61,7 @@ class RetrofitOptions:
     lr: Annotated[float | None, Positive()] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for a ratio that would have to fall."""
+        """Yield one line for a ratio that would have to fall."""
         if self.start_cr is not None and not self.target_cr >= self.start_cr:
             yield (
                 f"{path}.target_cr={self.target_cr}: below {path}.start_cr={self.start_cr}; "
@@ -80,7 +81,7 @@ class HoldOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What an export writes.
+    """Format and precision of an export.
 
     Attributes:
         format: Name of a format (`dms_train/hf/formats`). None is the format that goes with the
@@ -99,7 +100,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions:
-    """The stages to run, in order, and one block of settings for each."""
+    """Stages to run, in order, and one block of settings for each."""
 
     run: tuple[str, ...]
     pretrain: PretrainOptions
@@ -109,7 +110,7 @@ class StageOptions:
     export: ExportOptions
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for stages that are unknown, or that cannot follow each other."""
+        """Yield one line for stages that are unknown or in a wrong order."""
         if not self.run:
             yield f"{path}.run=[]: name at least one of {', '.join(STAGES)}"
         unknown = [name for name in self.run if name not in STAGES]
@@ -135,7 +136,7 @@ class StageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The run folder and what happens around the steps.
+    """Run folder, checkpoints, evaluations and logs.
 
     Attributes:
         dir: Run folder: resolved config, metrics, checkpoints, exports.
@@ -146,7 +147,7 @@ class RunOptions:
             run folder stands for its newest whole checkpoint, and an export will do too.
         max_skipped_steps: Stop after this many steps in a row whose loss or gradient is not finite.
         save_interval: Steps between checkpoints; 0 saves at the ends of stages only.
-        async_save: Write them in the background while training continues; off, training waits.
+        async_save: Write checkpoints in the background while training continues.
         keep_checkpoints: Newest checkpoints to keep, besides those of integer ratios and stage
             ends.
         eval_interval: Steps between evaluations; 0 evaluates at the ends of stages only.

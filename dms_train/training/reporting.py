@@ -1,4 +1,4 @@
-"""What the loop reports and under which names, the same in every sink.
+"""Metrics that the loop reports, under the same names in every sink.
 
 Events: a stage begins, a step ends, an evaluation ends, a checkpoint is written, a note.
 Only the rank that owns the sinks does anything here.
@@ -24,7 +24,7 @@ from dms_train.training.state import TrainState
 class Reporter:
     """Turns events of the loop into rows, a progress display and log lines.
 
-    Every row has `tokens`, those trained on so far, beside the sinks' own `step`.
+    Every row has `tokens`, the number of tokens trained on so far, beside the sinks' own `step`.
     """
 
     sinks: list[Sink]
@@ -35,13 +35,13 @@ class Reporter:
     means: Means
     compute: Compute
 
-    def begin_stage(self, name: str, steps: int, done: int) -> None:
-        """A stage starts or continues."""
+    def begin_stage(self, name: str, steps: int, finished: int) -> None:
+        """Report that a stage starts or continues."""
         self.throughput.pause()
-        self.progress.start(name, steps, done)
+        self.progress.start(name, steps, finished)
 
     def step(self, state: TrainState, plan: StepPlan, result: StepResult) -> None:
-        """An optimizer step ended, skipped or not; `state` is the position after it."""
+        """Report an optimizer step, skipped or not; `state` is the position after it."""
         rate = self.throughput.step(self.tokens_per_step)
         finite = {} if result.skipped else _described(plan, result)
         values = {**finite, "tokens_per_second": rate}
@@ -58,13 +58,13 @@ class Reporter:
             self._log(state.step, self.means.take() | counted, "train/")
 
     def end_stage(self, step: int) -> None:
-        """Write what the last, shorter interval measured."""
+        """Write the row of the last, shorter interval."""
         row = self.means.take()
         if row:
             self._log(step, row, "train/")
 
     def evaluation(self, step: int, plan: StepPlan, result: StepResult) -> None:
-        """An evaluation ended."""
+        """Report an evaluation."""
         values = _described(plan, result) | {"kv_reads": result.kv_reads}
         self._log(step, {**values, "kept": result.kept} if result.kept else values, "eval/")
         for sink in self.sinks:
@@ -74,20 +74,20 @@ class Reporter:
         self.throughput.pause()
 
     def measured(self, step: int, values: dict[str, float], prefix: str) -> None:
-        """The export was measured; the names begin with `prefix`."""
+        """Report measurements of the export; their names begin with `prefix`."""
         self._log(step, values, prefix)
         for sink in self.sinks:
             sink.summary({f"{prefix}{name}": value for name, value in values.items()})
         self.throughput.pause()
 
     def saved(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint is complete; training waited `seconds` for it."""
+        """Report a complete checkpoint, for which training waited `seconds`."""
         self._log(step, {"checkpoint_seconds": seconds}, "train/")
         logger().info("step %d saved %s, %.1f s", step, path, seconds)
         self.throughput.pause()
 
     def save_failed(self, step: int, failures: int, why: str) -> None:
-        """A checkpoint could not be written, the `failures`-th one; training continues."""
+        """Report the `failures`-th checkpoint that could not be written; training continues."""
         self._log(step, {"failed_checkpoints": failures}, "train/")
         logger().warning("step %d: training continues without %s", step, why)
         self.throughput.pause()
@@ -98,7 +98,7 @@ class Reporter:
         self.throughput.pause()
 
     def timed(self, action: Callable[[], None]) -> float:
-        """Run `action`; seconds it took."""
+        """Run `action` and return the seconds it took."""
         begin = time.monotonic()
         action()
         return time.monotonic() - begin
@@ -116,8 +116,8 @@ class Reporter:
 
 
 def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
-    """The values of a step or evaluation that its plan defines."""
-    values = {"loss": result.loss, plan.token_loss.metric: result.token_loss}
+    """Select the values of a step or evaluation that its plan defines."""
+    values = {"loss": result.loss, **result.terms}
     if plan.eviction != "none":
         values |= {
             "aux_loss": result.aux_loss,
@@ -125,6 +125,6 @@ def _described(plan: StepPlan, result: StepResult) -> dict[str, float]:
             "target_cr": plan.target_cr,
             "cr": result.cr_factor,
         }
-    elif plan.neuron_scale != 1.0:
-        values["neuron_scale"] = plan.neuron_scale
+    elif plan.channel_scale != 1.0:
+        values["channel_scale"] = plan.channel_scale
     return values

@@ -1,7 +1,7 @@
-"""When checkpoints are written, which ones are kept, and what happens when a write fails.
+"""Write the checkpoints of a run, delete old ones and handle failed writes.
 
 A checkpoint is required at the end of a stage and when the run stops: a failed write ends the run.
-The others limit how much a crash loses: after a failed write the training continues.
+The others limit the loss of a crash, so training continues after a failed write.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Saver:
     _removals: Removals = field(default_factory=lambda: Removals(), init=False)
 
     def path(self, state: TrainState) -> Path:
-        """Folder of the checkpoint of this position."""
+        """Return the folder of the checkpoint of this position."""
         return self.folder / f"step_{state.step:08d}"
 
     def save(
         self, state: TrainState, *, permanent: bool, required: bool, wait: bool = False
     ) -> None:
-        """Save the position of the run, after finishing what is still being written.
+        """Save the position of the run, after finishing a pending save.
 
-        It waits up to 30 seconds for checkpoints that are being deleted, as they take space.
+        It waits up to 30 seconds for checkpoints that are being deleted, because they take space.
 
         Args:
             state: The position.
@@ -64,7 +64,7 @@ class Saver:
         Raises:
             ValueError: From the engine: a required checkpoint cannot be written.
         """
-        self.settle(state.step)
+        self.finish_pending_save(state.step)
         if self.is_main_rank:
             remove_unfinished(self.folder, self._removals)
             self._removals.wait(_REMOVAL_PATIENCE_SECONDS)
@@ -83,7 +83,7 @@ class Saver:
                 self._saved(state.step, self.path(state))
 
     def annotate(self, state: TrainState, values: dict[str, Any]) -> None:
-        """Record in the checkpoint of this position what was done after it was saved.
+        """Record later actions in the checkpoint of this position.
 
         A run that resumes from a checkpoint without the record does it again.
         """
@@ -97,8 +97,8 @@ class Saver:
         """Report, after step `step`, a checkpoint that has become complete."""
         self._finish(step, wait=False)
 
-    def settle(self, step: int) -> None:
-        """Wait for what is still being written."""
+    def finish_pending_save(self, step: int) -> None:
+        """Wait for a checkpoint that is still being written."""
         self._finish(step, wait=True)
 
     def _finish(self, step: int, *, wait: bool) -> None:
@@ -127,10 +127,10 @@ class Saver:
 
 
 class Removals:
-    """Deletes folders in a background thread, one after the other.
+    """Deletes folders one after another in a background thread.
 
-    The process ends after the last one. What an interrupted one leaves is an unfinished save to the
-    next run.
+    The process ends after the last deletion. The next run treats a partly deleted folder as an
+    unfinished save.
     """
 
     def __init__(self) -> None:
@@ -138,16 +138,16 @@ class Removals:
         self._pending: set[futures.Future[None]] = set()
 
     def add(self, folder: Path) -> None:
-        """Delete a folder, later; what cannot be deleted stays."""
+        """Queue a folder for deletion; files that cannot be deleted stay."""
         self._pending.add(self._thread.submit(shutil.rmtree, folder, ignore_errors=True))
 
     def wait(self, seconds: float) -> None:
-        """Until all of them are deleted, but no longer than this."""
+        """Wait until all folders are deleted, for `seconds` at most."""
         self._pending = futures.wait(self._pending, seconds).not_done
 
 
 def _is_temporary(path: Path) -> bool:
-    """Whether a checkpoint may be deleted; one that cannot be read may not."""
+    """Return whether a checkpoint may be deleted; an unreadable one may not."""
     try:
         return not json.loads((path / "run_state.json").read_text())["permanent"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -155,15 +155,15 @@ def _is_temporary(path: Path) -> bool:
 
 
 def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
-    """Have all but the newest `keep` temporary checkpoints deleted; returns which.
+    """Queue all except the newest `keep` temporary checkpoints for deletion, and return them.
 
     A folder that cannot be renamed is logged and left.
 
     Folders of later steps than `saved` do not count: a run that resumed before a damaged
     checkpoint must not delete its own checkpoints in favour of that one.
     """
-    found = sorted(saved.parent.glob("step_????????"))
-    temporary = [path for path in found if path.name <= saved.name and _is_temporary(path)]
+    checkpoints = sorted(saved.parent.glob("step_????????"))
+    temporary = [path for path in checkpoints if path.name <= saved.name and _is_temporary(path)]
     old = temporary[: max(0, len(temporary) - keep)]
     for path in old:
         left = path.with_name(f"{path.name}.removed.partial")  # never half of a checkpoint
@@ -176,7 +176,7 @@ def remove_old(saved: Path, keep: int, removals: Removals) -> list[Path]:
 
 
 def remove_unfinished(folder: Path, removals: Removals) -> None:
-    """Have deleted what interrupted saves left, except a checkpoint that was not replaced yet."""
+    """Delete what interrupted saves left, except a checkpoint that was not replaced yet."""
     for path in folder.glob("step_*.partial"):
         whole = path.with_name(path.name.partition(".")[0])
         if path.name.endswith(".old.partial") and not whole.exists():

@@ -1,8 +1,8 @@
-"""Skipped steps: what is recorded of them, and when there are too many.
+"""Record skipped steps, and end a run with too many of them.
 
 The engine does not update weights and optimizer when the loss or the norm of the gradients is not
-finite. The schedules advance, since they are functions of the step. The step's samples and plan are
-written to `skipped/step_*.json`; `cli/replay.py` computes it again.
+finite. The schedules advance, because they are functions of the step. The step's samples and plan
+are written to `skipped/step_*.json`; `cli/replay.py` computes it again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SkipRecord:
     """Counts skipped steps; every rank calls it with the same numbers.
 
     Attributes:
-        folder: Where the files are written.
-        max_consecutive: Stop at this many in a row.
+        folder: Folder of the records.
+        max_consecutive: Number of skipped steps in a row that ends the run.
         is_main_rank: Whether this process writes.
     """
 

@@ -1,7 +1,7 @@
-"""The stages of the recipe: each is a number of steps and a plan for every one of them.
+"""Stages of the recipe: each is a number of steps and a plan for every step.
 
-Steps count from 1 inside the formulas, so the last step of a ramp reaches its end: the neuron is
-zero in the last zeroing step and the ratio is the target in the last retrofit step.
+Steps count from 1 inside the formulas, so the last step of a ramp reaches its end: the eviction
+channel is zero in the last zeroing step, and the ratio is the target in the last retrofit step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dms_train.training.options import (
 )
 
 Action = Literal["export", "validate", "evaluate"]
-# they take no step
+# Actions take no step.
 _ACTIONS: dict[str, Action] = {name: name for name in get_args(Action)}
 
 
@@ -30,9 +30,9 @@ class Stage:
     """One training stage.
 
     Attributes:
-        steps: Optimizer steps it takes.
-        requires_eviction: Whether its steps read decisions, so that eviction must be enabled.
-        enables_eviction: Whether eviction is enabled when it ends.
+        steps: Number of optimizer steps.
+        requires_eviction: Whether its steps read decisions, so eviction must be enabled.
+        enables_eviction: Whether the end of the stage enables eviction.
         resets_eviction_channel: Whether the eviction channel's weights are zeroed when eviction
             is enabled.
     """
@@ -46,39 +46,39 @@ class Stage:
     resets_eviction_channel: bool = True
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
-        """The plan of the step after `stage_step` finished ones."""
+        """Return the plan of the step after `stage_step` finished steps."""
         return StepPlan(step=step, stage_step=stage_step, loss=self.loss)
 
     def eval_plan(self, step: int, stage_step: int) -> StepPlan:
-        """The same position with the decisions of inference."""
+        """Return the plan of an evaluation at this position, with the decisions of inference."""
         plan = self.plan(step, max(0, stage_step - 1))
         return replace(plan, eviction="hard") if plan.eviction == "soft" else plan
 
     def integer_passed(self, stage_step: int) -> int | None:
-        """The integer ratio reached by the step that made `stage_step`, if it reached one."""
+        """Return the integer ratio that step `stage_step` reached, if it reached one."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroNeuronStage(Stage):
-    """Ramp the borrowed neuron's activation to zero (paper appendix B)."""
+    """Ramp of the eviction channel to zero (paper appendix B)."""
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
-        """The factor falls linearly to 0."""
-        factor = schedule.neuron_scale(stage_step + 1, self.steps)
-        return StepPlan(step=step, stage_step=stage_step, loss=self.loss, neuron_scale=factor)
+        """Let the factor fall linearly to 0."""
+        factor = schedule.channel_scale(stage_step + 1, self.steps)
+        return StepPlan(step=step, stage_step=stage_step, loss=self.loss, channel_scale=factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrofitStage(Stage):
-    """Anneal the compression ratio while decisions are relaxed (paper section 3.2)."""
+    """Annealing of the compression ratio with relaxed decisions (paper section 3.2)."""
 
     start_cr: float
     target_cr: float
     steps_per_cr: int
 
     def plan(self, step: int, stage_step: int) -> StepPlan:
-        """The ratio grows by one unit per `steps_per_cr` steps."""
+        """Let the ratio grow by one unit per `steps_per_cr` steps."""
         ratio = schedule.compression_ratio(
             stage_step + 1, self.steps_per_cr, self.target_cr, self.start_cr
         )
@@ -86,13 +86,13 @@ class RetrofitStage(Stage):
             step=step,
             stage_step=stage_step,
             loss=self.loss,
-            neuron_scale=0.0,
+            channel_scale=0.0,
             eviction="soft",
             target_cr=ratio,
         )
 
     def integer_passed(self, stage_step: int) -> int | None:
-        """Where the annealed ratio crosses an integer."""
+        """Return the integer that the annealed ratio crosses, if any."""
         before, now = (
             schedule.compression_ratio(s, self.steps_per_cr, self.target_cr, self.start_cr)
             for s in (stage_step - 1, stage_step)
@@ -111,7 +111,7 @@ def _cosine(lr: float, ratio: float, steps: int, warmup: int) -> LearningRate:
 
 
 def _rate_of(block: PretrainOptions | ZeroNeuronOptions | RetrofitOptions | HoldOptions) -> float:
-    """Learning rate of a stage; `config.resolve` fills in the one that is left to `optim.lr`."""
+    """Return the learning rate of a stage; `config.resolve` replaces None by `optim.lr`."""
     if block.lr is None:
         raise ValueError(f"{type(block).__name__}.lr is None: give every stage a learning rate")
     return block.lr
@@ -120,11 +120,11 @@ def _rate_of(block: PretrainOptions | ZeroNeuronOptions | RetrofitOptions | Hold
 def build_stages(
     options: StageOptions, warmup: int, loaded_cr: float = 1.0
 ) -> list[Stage | Action]:
-    """The entries of `stage.run` in order.
+    """Build the entries of `stage.run` in order.
 
     Args:
         options: Stage settings, with the learning rate of every stage.
-        warmup: Warm-up steps of every stage but `hold`.
+        warmup: Warm-up steps of every stage except `hold`.
         loaded_cr: Ratio of the student the run starts from: `retrofit` continues from it, and
             `hold` keeps it when no `retrofit` precedes.
 

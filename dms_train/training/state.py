@@ -1,9 +1,12 @@
-"""Position of a run: what a resumed run needs besides weights and optimizer."""
+"""Position of a run, which a resumed run needs besides weights and optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+# Keys that earlier versions stored in checkpoints, and the fields that replaced them.
+_RENAMED = {"neuron_scale": "channel_scale"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,7 +20,7 @@ class TrainState:
         consumed_samples: Position in the data.
         loaded_cr: Compression ratio of the student the run began with.
         target_cr: Compression ratio of the last retrofit step.
-        neuron_scale: Factor on the borrowed neuron in the last step; 1 is the original model.
+        channel_scale: Factor on the eviction channel in the last step; 1 is the original model.
         eviction_enabled: Whether the eviction channel makes decisions.
         skipped_steps: Steps in all whose loss or gradient was not finite; they changed nothing.
         skipped_in_a_row: How many of the latest steps were skipped.
@@ -31,7 +34,7 @@ class TrainState:
     consumed_samples: int = 0
     loaded_cr: float = 1.0
     target_cr: float = 1.0
-    neuron_scale: float = 1.0
+    channel_scale: float = 1.0
     eviction_enabled: bool = False
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
@@ -51,10 +54,11 @@ class TrainState:
         self.stage_step = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON form."""
+        """Return the plain JSON form."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Inverse of `to_dict`; keys of the surrounding checkpoint state are ignored."""
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        """Read it from the state of a checkpoint of any version; other keys are ignored."""
+        current = {_RENAMED.get(key, key): value for key, value in values.items()}
+        return cls(**{f.name: current[f.name] for f in fields(cls) if f.name in current})

@@ -9,7 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
-    file for package in ("dms_train", "benchmarks") for file in (ROOT / package).rglob("*.py")
+    file
+    for package in ("dms_train", "benchmarks", "research")
+    for file in (ROOT / package).rglob("*.py")
 )
 FUNCTION_CAP, FUNCTION_P95, FUNCTION_MEDIAN = 60, 45, 12
 KERNEL_CAP = 120  # the body of a Triton kernel is one function

@@ -22,7 +22,6 @@ from dms_train.mcore.checkpoints import checksums
 from dms_train.mcore.checkpoints import state as checkpoint_state
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import ParallelOptions
-from dms_train.method.spec import spec_of
 from dms_train.training.state import TrainState
 from tests.support import configs
 from tests.support.ranks import values_of_ranks
@@ -52,7 +51,7 @@ def write(run: Path) -> None:
         state = {
             **TrainState(step=step).to_dict(),
             "architecture": asdict(configs.architecture()),
-            "spec": spec_of(configs.config().method).to_dict(),
+            "spec": configs.config().method.to_dict(),
             "permanent": False,
         }
         checkpoint_state.seal(path, state, checksums.records(path.iterdir()))

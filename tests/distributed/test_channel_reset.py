@@ -58,7 +58,7 @@ def train(engine: McoreEngine) -> None:
     engine.begin_stage(rate)
     view = engine.view
     for step in range(STEPS):
-        plan = StepPlan(step=step, stage_step=step, neuron_scale=0.5, loss="lm")
+        plan = StepPlan(step=step, stage_step=step, channel_scale=0.5, loss="lm")
         engine.train_step(plan, tiny.microbatches(view.dp_rank, view.dp_size, view.dp_size))
 
 

@@ -71,7 +71,7 @@ def keep_shares(engine: McoreEngine, view: ParallelView) -> dict[str, Tensor]:
         )
     engine.reset_eviction_channel()
     batches = tiny.microbatches(view.dp_rank, view.dp_size)
-    plan = StepPlan(step=STEP, eviction="soft", neuron_scale=0.0, loss="lm")
+    plan = StepPlan(step=STEP, eviction="soft", channel_scale=0.0, loss="lm")
     engine.evaluate(plan, batches)
     shares = {}
     for number, kept in seen.items():

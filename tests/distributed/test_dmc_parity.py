@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zeroing": {
         "preset": "dmc",
         "family": "llama",
-        "plan": {"eviction": "none", "neuron_scale": 0.5},
+        "plan": {"eviction": "none", "channel_scale": 0.5},
     },
 }
 CASES = [

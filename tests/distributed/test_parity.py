@@ -62,10 +62,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "retrofit": {"plan": {"target_cr": 8.0}},
     "immediate_sum": {
         "plan": {"target_cr": 8.0},
-        "spec": {"eviction": "immediate", "aux_form": "sum", "kl_direction": "student_teacher"},
+        "spec": {"eviction": "immediate", "aux_form": "sum"},
+        "loss": {"kl_direction": "student_teacher"},
     },
     "lm": {"plan": {"target_cr": 8.0, "loss": "lm"}},
-    "zeroing": {"plan": {"eviction": "none", "neuron_scale": 0.5}},
+    "mixed": {"plan": {"target_cr": 8.0, "loss": "mixed"}},
+    "zeroing": {"plan": {"eviction": "none", "channel_scale": 0.5}},
     "packed": {"plan": {"target_cr": 8.0}, "packed": True},
 }
 # By default packed documents run in these layouts, which between them shard and recompute
@@ -134,6 +136,9 @@ def test_layout_equals_one_process(
     if variant != "zeroing":
         assert 0.3 < expected.totals["alpha"] < 0.7
         assert expected.totals["aux_loss"] > 0.05
+    terms = ("kl", "next_token") if variant == "mixed" else ()
+    for name in terms:
+        assert found.totals[name] == pytest.approx(expected.totals[name], rel=BAR), name
     worst_loss = parity_runs.loss_difference(found, expected)
     worst = parity_runs.largest_difference(found, expected)
     print(f"{layout} {family} {preset} {variant}: loss {worst_loss:.1e}, gradients {worst:.1e}")

@@ -39,7 +39,7 @@ def evaluated(layout: dict[str, Any]) -> StepResult:
     )
     student = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.01)
     engine = McoreEngine(architecture, spec, view, options, student)
-    plan = StepPlan(eviction="hard", neuron_scale=0.0, loss="lm")
+    plan = StepPlan(eviction="hard", channel_scale=0.0, loss="lm")
     result = engine.evaluate(plan, tiny.microbatches(view.dp_rank, view.dp_size))
     groups.stop(keep_process_group=True)
     return result

@@ -45,7 +45,7 @@ def bad_step(engine: McoreEngine, where: str | None) -> dict[str, Any]:
 
     engine._gradients = not_finite  # type: ignore[method-assign]
     before = {name: tensor.clone() for name, tensor in engine.hf_tensors()}
-    result = engine.train_step(StepPlan(eviction="soft", neuron_scale=0.0, target_cr=4.0), batches)
+    result = engine.train_step(StepPlan(eviction="soft", channel_scale=0.0, target_cr=4.0), batches)
     engine._gradients = inner  # type: ignore[method-assign]
     after = dict(engine.hf_tensors())
     changed = [name for name, tensor in before.items() if not tensor.equal(after[name])]

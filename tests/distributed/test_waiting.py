@@ -85,7 +85,7 @@ def measure_memory() -> None:
     engine = build("tp2", "fp32", view, 1)
     extra = torch.ones(view.rank * EXTRA_BYTES // 4)
     before = torch.tensor([own_memory(view.device), 0.0, 0.0], dtype=torch.float64)
-    plan = StepPlan(step=0, stage_step=0, eviction="soft", neuron_scale=0.0, target_cr=4.0)
+    plan = StepPlan(step=0, stage_step=0, eviction="soft", channel_scale=0.0, target_cr=4.0)
     result = engine.train_step(plan, [tiny.batch(0)])
     found = [torch.empty(3, dtype=torch.float64) for _ in range(2)]
     before[1:] = torch.tensor([own_memory(view.device), result.memory_bytes])

@@ -1,6 +1,6 @@
 """The golden loss curve: every metric of a tiny `dms-train` run on a CPU, recorded.
 
-The run zeroes the borrowed neuron, anneals the ratio with distillation, holds it, exports, and
+The run zeroes the eviction channel, anneals the ratio with distillation, holds it, exports, and
 evaluates the export. Its model has Llama 3's RoPE scaling, its stages different learning rates, its
 batches several microbatches with unequal loss masks, so that most mistakes in a step move a value.
 
@@ -49,7 +49,7 @@ STEP = {
     "mean_decision": "train/alpha",
     "target_ratio": "train/target_cr",
     "ratio": "train/cr",
-    "neuron_scale": "train/neuron_scale",
+    "neuron_scale": "train/channel_scale",
     "gradient_norm": "train/grad_norm",
     "learning_rate": "train/lr",
 }
@@ -60,7 +60,7 @@ EVALUATION = {
     "mean_decision": "eval/alpha",
     "target_ratio": "eval/target_cr",
     "ratio": "eval/cr",
-    "neuron_scale": "eval/neuron_scale",
+    "neuron_scale": "eval/channel_scale",
     "cache_reads": "eval/kv_reads",
     "kept_shares": "eval/kept",
 }

@@ -42,7 +42,7 @@ def one_step(
     eviction_channels = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002)
     engine = McoreEngine(architecture, spec, view, options, eviction_channels)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
-    plan = StepPlan(step=3, eviction="soft", neuron_scale=0.0, target_cr=4.0)
+    plan = StepPlan(step=3, eviction="soft", channel_scale=0.0, target_cr=4.0)
     batches = tiny.microbatches(0, 1)
     if packed:
         batches = [tiny.packed(batch, [[11, 1, 9], [8, 16]]) for batch in batches]

@@ -53,9 +53,9 @@ def batches(step: int) -> list[Batch]:
 
 PLANS: dict[str, Callable[[int], StepPlan]] = {
     "lm": lambda n: StepPlan(step=n, stage_step=n, loss="lm"),
-    "zeroing": lambda n: StepPlan(step=n, stage_step=n, neuron_scale=1 - (n + 1) / STEPS),
+    "zeroing": lambda n: StepPlan(step=n, stage_step=n, channel_scale=1 - (n + 1) / STEPS),
     "retrofit": lambda n: StepPlan(
-        step=n, stage_step=n, neuron_scale=0.0, eviction="soft", target_cr=1 + n / 2
+        step=n, stage_step=n, channel_scale=0.0, eviction="soft", target_cr=1 + n / 2
     ),
 }
 

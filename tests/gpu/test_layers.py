@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_those_of_the_local_layers(view, family: str) -> 
     found = []
     for layers in ("local", "transformer_engine"):
         engine = layers_worker.build(layers, family, view)
-        plan = StepPlan(step=3, loss="lm", eviction="soft", neuron_scale=0.0, target_cr=4.0)
+        plan = StepPlan(step=3, loss="lm", eviction="soft", channel_scale=0.0, target_cr=4.0)
         totals = engine.forward_backward(plan, tiny.microbatches(0, 1))
         found.append((totals.token_loss, engine.hf_gradients()))
     (loss, gradients), (te_loss, te_gradients) = found

@@ -13,7 +13,8 @@ from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.model.weights import RandomWeights
-from dms_train.mcore.options import EVICTION_STATS, OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import configs
@@ -50,7 +51,7 @@ def test_bytes_kept_by_a_layer(view, family, dtype, recompute, samples):
     spec = PRESETS["dms"]
     options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=1)
     engine = McoreEngine(a, spec, view, options, RandomWeights(a, 1, 0.02))
-    engine._method.set_plan(StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0))
+    engine._method.set_plan(StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0))
     model = engine._models[0].train()
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     hidden = torch.randn(

@@ -54,7 +54,7 @@ def one_step(
     student = tiny.SmallEvictionChannels(architecture, 1, spec.channel, factor=0.002, std=0.05)
     engine = McoreEngine(architecture, spec, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, 0.05))
-    plan = StepPlan(step=3, loss=loss, eviction="soft", neuron_scale=0.0, target_cr=8.0)
+    plan = StepPlan(step=3, loss=loss, eviction="soft", channel_scale=0.0, target_cr=8.0)
     batches = tiny.microbatches(0, 1, groups=microbatches, length=LENGTH)
     totals = engine.forward_backward(plan, batches)
     return totals.token_loss + totals.aux_loss, engine.hf_gradients()

@@ -51,7 +51,7 @@ MUTATIONS = [
     Mutation(
         "the teacher evicts too",
         ENGINE,
-        "        method = MethodState(self.spec, self._attend, fused_on=fused_on)\n"
+        "        method = MethodState(self._method.options, self._attend, fused_on=fused_on)\n"
         "        teachers",
         "        method = self._method\n        teachers",
         PLAIN + "[zeroing]",
@@ -102,15 +102,15 @@ MUTATIONS = [
     Mutation(
         "each microbatch weighs the same whatever its mask",
         STEP,
-        "(losses.float() * batch.loss_mask.t()).sum() * context.token_scale",
-        "(losses.float() * batch.loss_mask.t()).sum() / batch.loss_mask.sum().clamp(min=1)",
+        "(per_token.float() * batch.loss_mask.t()).sum() * context.token_scale",
+        "(per_token.float() * batch.loss_mask.t()).sum() / batch.loss_mask.sum().clamp(min=1)",
         PLAIN + "[cr1_step0]",
     ),
     Mutation(
         "the configured direction of the KL is ignored",
         TOKEN_LOSSES,
-        "losses.divergence(spec.kl_direction, spec.kl_temperature)",
-        'losses.divergence("teacher_student", spec.kl_temperature)',
+        "losses.divergence(o.kl_direction, o.kl_temperature)",
+        'losses.divergence("teacher_student", o.kl_temperature)',
         PLAIN + "[reverse_kl]",
     ),
     Mutation(
@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "the temperature of the KL is ignored",
         TOKEN_LOSSES,
-        "losses.divergence(spec.kl_direction, spec.kl_temperature)",
-        "losses.divergence(spec.kl_direction, 1.0)",
+        "losses.divergence(o.kl_direction, o.kl_temperature)",
+        "losses.divergence(o.kl_direction, 1.0)",
         PLAIN + "[warm_kl]",
     ),
     # Loading
@@ -369,7 +369,7 @@ MUTATIONS = [
     ),
     Mutation(
         "exported code has a window one token shorter",
-        "dms_train/export/code/modeling_dms.py",
+        "dms_train/export/shipped/modeling_dms.py",
         "queries[:, None] - keys[None, :] > self.dms.numbers.window",
         "queries[:, None] - keys[None, :] >= self.dms.numbers.window",
         "tests/unit/hf/test_modeling.py::test_equals_independent_forward[llama-dms]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 APP_ENGINE = "dms_train/app/engine.py"
-PARTS = "dms_train/app/parts.py"
+PARTS = "dms_train/app/components.py"
 SCALING = "dms_train/evaluation/scaling/run.py"
 TRAINING = "tests/unit/wiring/test_training.py::"
 TRAINS = TRAINING + "test_an_option_acts"
@@ -57,7 +57,7 @@ WIRING = [
     Mutation(
         "run.load forgets the ratio of a checkpoint",
         "dms_train/app/start_point.py",
-        'ratio = float(stored.get("target_cr", 1.0))',
+        "ratio = float(position.target_cr)",
         "ratio = 1.0",
         TRAINING + "test_a_retrofit_continues_from_the_ratio_of_what_run_load_names[checkpoint]",
     ),
@@ -106,10 +106,11 @@ WIRING = [
     ),
     Mutation(
         "the method of a run is that of the preset",
-        "dms_train/app/preparation.py",
-        "spec = spec_of(config.method)",
-        "from dms_train.method.spec import PRESETS\n\n"
-        "    spec = PRESETS[config.method.preset].override(window=config.method.window)",
+        APP_ENGINE,
+        "    engine = McoreEngine(prepared.architecture, config.method, view, options, source)",
+        "    from dms_train.method.spec import PRESETS\n\n"
+        "    method = PRESETS[config.method.preset].override(window=config.method.window)\n"
+        "    engine = McoreEngine(prepared.architecture, method, view, options, source)",
         TRAINS + "[method.tau]",
     ),
     Mutation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from typing import Any
 
 from dms_train.cli.config_source import CONF_DIR
@@ -14,7 +15,7 @@ from dms_train.method.spec import PRESETS
 
 MAPPING: dict[str, Any] = {
     "model": {"path": "some/model"},
-    "method": {**PRESETS["dms"].to_dict(), "window": 16},
+    "method": {**asdict(PRESETS["dms"]), "window": 16},
     "stage": {
         "run": ["zero_neuron", "retrofit", "export"],
         "pretrain": {"steps": 10},

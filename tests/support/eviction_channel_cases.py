@@ -10,9 +10,10 @@ from dms_train.kernels.layers.triton_swiglu import swiglu
 from dms_train.kernels.layers.types import EvictionChannel
 from dms_train.method import decisions
 from dms_train.method.accounting import live_slots
+from dms_train.method.base import MethodOptions
 from dms_train.method.dmc.attention import DMCLayer
-from dms_train.method.dmc.spec import DMCSpec
-from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.dmc.spec import DMCOptions
+from dms_train.method.dms.spec import DMSOptions
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.layer import LayerPass
 from dms_train.method.noise import LayerNoise
@@ -93,7 +94,7 @@ def worst_rotation(
 
 
 def decided(
-    eviction_channel: Tensor, spec: DMSSpec, noise: LayerNoise | None
+    eviction_channel: Tensor, spec: DMSOptions, noise: LayerNoise | None
 ) -> tuple[Tensor, ...]:
     """log(1 - alpha) by key [b, g, s] and eviction statistics [b, 3] in plain operations."""
     drawn = None if noise is None else _drawn(noise, eviction_channel)
@@ -105,7 +106,9 @@ def _drawn(noise: LayerNoise, like: Tensor) -> Tensor:
     return noise.logistic(s, g).to(like.dtype)
 
 
-def _decided(eviction_channel: Tensor, spec: DMSSpec, drawn: Tensor | None) -> tuple[Tensor, ...]:
+def _decided(
+    eviction_channel: Tensor, spec: DMSOptions, drawn: Tensor | None
+) -> tuple[Tensor, ...]:
     s = len(eviction_channel)
     logits = decisions.eviction_logits(eviction_channel, spec)
     alpha, log_keep, straight_through = decisions.relax(logits, drawn, spec.tau)
@@ -142,7 +145,9 @@ def worst_packed_rotation(eviction_channel: EvictionChannel, d: int, device: tor
     return worst
 
 
-def worst_packed_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s: int = S) -> float:
+def worst_packed_decision(
+    spec: DMSOptions, device: torch.device, *, noisy: bool, s: int = S
+) -> float:
     """As `worst_decision` for packed documents, each of which is decided alone in plain torch."""
     packed, where = documents(s, device)
     generator = torch.Generator(device).manual_seed(1)
@@ -168,7 +173,7 @@ def worst_packed_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s
     return max(((f - w).abs().max() / w.abs().max().clamp_min(1e-3)).item() for f, w in pairs)
 
 
-def worst_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s: int = S) -> float:
+def worst_decision(spec: DMSOptions, device: torch.device, *, noisy: bool, s: int = S) -> float:
     """Largest error of outputs and gradient, relative to the largest value of each."""
     generator = torch.Generator(device).manual_seed(1)
     x = torch.randn(s, B, G, device=device, generator=generator) / spec.alpha_scale
@@ -183,10 +188,13 @@ def worst_decision(spec: DMSSpec, device: torch.device, *, noisy: bool, s: int =
     return max(((f - w).abs().max() / w.abs().max().clamp_min(1e-3)).item() for f, w in pairs)
 
 
-def layer_pass(noise: LayerNoise | None, packed: PackedDocuments | None, heads: int) -> LayerPass:
+def layer_pass(
+    options: MethodOptions, noise: LayerNoise | None, packed: PackedDocuments | None, heads: int
+) -> LayerPass:
     """A microbatch on one rank, without RoPE."""
     return LayerPass(
-        plan=StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0),
+        plan=StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0),
+        options=options,
         target=0.5,
         documents=packed,
         noise=noise,
@@ -199,7 +207,7 @@ def layer_pass(noise: LayerNoise | None, packed: PackedDocuments | None, heads: 
 
 
 def worst_merge_decision(
-    spec: DMCSpec, device: torch.device, *, noisy: bool, packed: bool, s: int = S
+    spec: DMCOptions, device: torch.device, *, noisy: bool, packed: bool, s: int = S
 ) -> float:
     """As `worst_decision` for decisions to merge, against the torch operations of the layer."""
     generator = torch.Generator(device).manual_seed(1)
@@ -209,7 +217,7 @@ def worst_merge_decision(
     noise = LayerNoise(keys, 5, 2) if noisy else None
     where = documents(s, device)[0] if packed else None
     found = triton_decide.decide_merges(given, spec, noise, where)
-    alpha, decided = DMCLayer(spec)._decide(exact, layer_pass(noise, where, G))
+    alpha, decided = DMCLayer(spec)._decide(exact, layer_pass(spec, noise, where, G))
     wanted = (alpha, decided.log_keep, decided.stats[:, :3])
     weights = [torch.randn(w.shape, device=device, generator=generator) for w in wanted]
     sum((f * w).sum() for f, w in zip(found, weights, strict=True)).backward()

@@ -50,7 +50,7 @@ def step(engine: McoreEngine, number: int) -> float:
         stage_step=number,
         loss="lm",
         eviction="soft",
-        neuron_scale=0.0,
+        channel_scale=0.0,
         target_cr=4.0,
     )
     return engine.train_step(plan, tiny.microbatches(0, 1, groups=2)).loss

@@ -20,6 +20,7 @@ from dms_train.mcore.model.weights import RandomWeights
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
+from dms_train.method.token_losses import TOKEN_LOSSES, LossOptions, TokenLoss
 from tests.support import launch, tiny
 from tests.support.ranks import run_ranks
 
@@ -34,19 +35,24 @@ def one_step(
     window = {"window": 4} if base.kind == "dms" else {}
     spec = base.override(**{**window, "alpha_offset": 0.5, **case.get("spec", {})})
     parallel = ParallelOptions(**case["layout"])
-    options = TrainEngineOptions(parallel=parallel, optim=OptimOptions(lr=1e-3), seed=7)
+    options = TrainEngineOptions(
+        parallel=parallel,
+        optim=OptimOptions(lr=1e-3),
+        seed=7,
+        loss=LossOptions(**case.get("loss", {})),
+    )
     std = case.get("std", 0.2)
     source = tiny.small_channels(spec.kind)
     student = source(architecture, 1, spec.channel, factor=0.002, std=std)
     engine = McoreEngine(architecture, spec, view, options, student)
     engine.attach_teacher(RandomWeights(architecture, 2, std))
-    plan = StepPlan(**{"step": 3, "eviction": "soft", "neuron_scale": 0.0, **case["plan"]})
+    plan = StepPlan(**{"step": 3, "eviction": "soft", "channel_scale": 0.0, **case["plan"]})
     length = case.get("length", tiny.LENGTH)
     batches = tiny.microbatches(view.dp_rank, view.dp_size, length=length)
     if case.get("packed"):
         batches = [tiny.packed(batch, _lengths(batch)) for batch in batches]
     totals = engine.forward_backward(plan, batches)
-    loss = {"token_loss": totals.token_loss, "aux_loss": totals.aux_loss}
+    loss = {"token_loss": totals.token_loss, "aux_loss": totals.aux_loss, **totals.terms}
     means = {"alpha": totals.alpha / totals.samples, "live": totals.live}
     return {**loss, **means}, engine.hf_gradients()
 
@@ -63,8 +69,19 @@ def _groups_of(case: dict[str, Any]) -> list[int | None]:
     return [case["layout"].get(f"{kind}_model_parallel_size") for kind in kinds]
 
 
+MIXED = TokenLoss(
+    needs_teacher=True,
+    terms=("kl", "next_token"),
+    per_token=lambda losses, o: (
+        losses.divergence(o.kl_direction, o.kl_temperature),
+        0.25 * losses.cross_entropy(),
+    ),
+)
+
+
 def work(cases: list[dict[str, Any]], out: Path) -> None:
-    """All cases, those of a layout one after the other."""
+    """All cases, those of a layout one after the other; `mixed` is a loss of two terms."""
+    TOKEN_LOSSES["mixed"] = MIXED
     for _, alike in itertools.groupby(sorted(cases, key=lambda c: str(_groups_of(c))), _groups_of):
         first, *rest = alike
         view = groups.start(ParallelOptions(**first["layout"]), seed=1)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
-from dms_train.method.dmc.spec import DMCSpec
+from dms_train.method.dmc.spec import DMCOptions
 from dms_train.method.plan import StepPlan
+from dms_train.method.token_losses import PLAIN_LOSS
 from tests.support.plain_objective import Weights, _rms_norm, _rope, divergence, logistic_noise
 
 
@@ -32,7 +33,7 @@ class Outcome(NamedTuple):
 
 def outcome(
     a: Architecture,
-    spec: DMCSpec,
+    spec: DMCOptions,
     plan: StepPlan,
     student: Weights,
     teacher: Weights,
@@ -49,9 +50,9 @@ def outcome(
     logits, counted, alpha, hard = forward(a, spec, plan, weights, tokens, noise)
     if plan.loss == "distill":
         frozen = {name: w.double() for name, w in teacher.items()}
-        dense = StepPlan(neuron_scale=1.0, eviction="none")
+        dense = StepPlan(channel_scale=1.0, eviction="none")
         aim = forward(a, spec, dense, frozen, tokens, noise)[0]
-        per_token = divergence(logits, aim, spec)
+        per_token = divergence(logits, aim, PLAIN_LOSS)
     else:
         per_token = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     token_loss = (per_token * mask).sum() / mask.sum()
@@ -75,7 +76,12 @@ def outcome(
 
 
 def forward(
-    a: Architecture, spec: DMCSpec, plan: StepPlan, weights: Weights, tokens: Tensor, noise: Tensor
+    a: Architecture,
+    spec: DMCOptions,
+    plan: StepPlan,
+    weights: Weights,
+    tokens: Tensor,
+    noise: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits [b, t, vocabulary]; counted, soft and hard decisions [layers, b, t, g]."""
     hidden = weights["model.embed_tokens.weight"][tokens]
@@ -96,7 +102,7 @@ def forward(
 
 
 def _attention(
-    a: Architecture, spec: DMCSpec, plan: StepPlan, own: Weights, x: Tensor, noise: Tensor
+    a: Architecture, spec: DMCOptions, plan: StepPlan, own: Weights, x: Tensor, noise: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     b, t, _ = x.shape
     g, d = a.num_query_groups, a.kv_channels
@@ -113,7 +119,7 @@ def _attention(
         drawn = (activation, weighing, noise)
         activation, weighing, noise = (y[..., :1].expand(b, t, g) for y in drawn)
     whole = torch.ones(d, dtype=torch.float64)
-    whole[spec.channel] = plan.neuron_scale
+    whole[spec.channel] = plan.channel_scale
     q, k = q * whole, k * whole
     alpha, counted, hard, log_keep = _decide(spec, plan, activation, noise)
     if plan.eviction != "none":
@@ -131,7 +137,7 @@ def _attention(
 
 
 def _decide(
-    spec: DMCSpec, plan: StepPlan, activation: Tensor, noise: Tensor
+    spec: DMCOptions, plan: StepPlan, activation: Tensor, noise: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """alpha, as counted, hard, and log(1 - alpha), each [b, t, g]; the first token stays."""
     if plan.eviction == "none":

@@ -1,8 +1,8 @@
 """The training objective in plain torch and float64, written from the formulas alone.
 
-Nothing here calls the code it checks; `Architecture`, `DMSSpec`, `StepPlan` and `Batch` are read as
-plain records. Shape letters: b samples, t positions, g KV heads, r query heads per KV head, d head
-size, i query positions, j key positions.
+Nothing here calls the code it checks; `Architecture`, `DMSOptions`, `StepPlan` and `Batch` are read
+as plain records. Shape letters: b samples, t positions, g KV heads, r query heads per KV head, d
+head size, i query positions, j key positions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
-from dms_train.method.dms.spec import DMSSpec
+from dms_train.method.dms.spec import DMSOptions
 from dms_train.method.plan import StepPlan
+from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 Weights = dict[str, Tensor]  # float64, by Hugging Face name
 _64_BITS = 2**64 - 1
@@ -45,12 +46,13 @@ class _Decided(NamedTuple):
 
 def outcome(
     architecture: Architecture,
-    spec: DMSSpec,
+    spec: DMSOptions,
     plan: StepPlan,
     student: Weights,
     teacher: Weights,
     batches: list[Batch],
     seed: int,
+    loss: LossOptions = PLAIN_LOSS,
 ) -> Outcome:
     """Losses and gradients of the global batch that these microbatches make up.
 
@@ -65,10 +67,10 @@ def outcome(
     noise = logistic_noise(architecture, seed, plan.step, samples, tokens.shape[1])
     logits, decided = forward(architecture, spec, plan, weights, tokens, noise)
     if plan.loss == "distill":
-        dense = StepPlan(neuron_scale=1.0, eviction="none")
+        dense = StepPlan(channel_scale=1.0, eviction="none")
         frozen = {name: w.double() for name, w in teacher.items()}
         aim, _ = forward(architecture, spec, dense, frozen, tokens, noise)
-        per_token = divergence(logits, aim, spec)
+        per_token = divergence(logits, aim, loss)
     else:
         per_token = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     token_loss = (per_token * mask).sum() / mask.sum().clamp(min=1)
@@ -91,7 +93,7 @@ def outcome(
 
 def packed_outcome(
     architecture: Architecture,
-    spec: DMSSpec,
+    spec: DMSOptions,
     plan: StepPlan,
     student: Weights,
     teacher: Weights,
@@ -122,9 +124,9 @@ def packed_outcome(
             drawn = noise[(slice(None), *where)]
             logits, decided = forward(a, spec, plan, weights, tokens[where], drawn)
             if plan.loss == "distill":
-                dense = StepPlan(neuron_scale=1.0, eviction="none")
+                dense = StepPlan(channel_scale=1.0, eviction="none")
                 aim, _ = forward(a, spec, dense, frozen, tokens[where], drawn)
-                losses = divergence(logits, aim, spec)
+                losses = divergence(logits, aim, PLAIN_LOSS)
             else:
                 losses = F.cross_entropy(logits.transpose(1, 2), labels[where], reduction="none")
             total = total + (losses * mask[where]).sum()
@@ -143,17 +145,22 @@ def packed_outcome(
     )
 
 
-def divergence(student: Tensor, teacher: Tensor, spec: DMSSpec) -> Tensor:
+def divergence(student: Tensor, teacher: Tensor, loss: LossOptions) -> Tensor:
     """KL of softmax(logits / temperature) times temperature squared, [b, t]."""
-    temperature = spec.kl_temperature
+    temperature = loss.kl_temperature
     s, t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
-    p, q = (t, s) if spec.kl_direction == "teacher_student" else (s, t)
+    p, q = (t, s) if loss.kl_direction == "teacher_student" else (s, t)
     kl = p.exp() * (p - q)
     return kl.sum(-1) * temperature**2
 
 
 def forward(
-    a: Architecture, spec: DMSSpec, plan: StepPlan, weights: Weights, tokens: Tensor, noise: Tensor
+    a: Architecture,
+    spec: DMSOptions,
+    plan: StepPlan,
+    weights: Weights,
+    tokens: Tensor,
+    noise: Tensor,
 ) -> tuple[Tensor, _Decided]:
     """Logits [b, t, vocabulary] and what the decisions of all layers sum up to."""
     hidden = weights["model.embed_tokens.weight"][tokens]
@@ -177,7 +184,7 @@ def _rms_norm(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
 
 
 def _attention(
-    a: Architecture, spec: DMSSpec, plan: StepPlan, own: Weights, x: Tensor, noise: Tensor
+    a: Architecture, spec: DMSOptions, plan: StepPlan, own: Weights, x: Tensor, noise: Tensor
 ) -> tuple[Tensor, _Decided]:
     b, t, _ = x.shape
     g, d = a.num_query_groups, a.kv_channels
@@ -197,18 +204,18 @@ def _attention(
     return out @ own["self_attn.o_proj.weight"].T, decided
 
 
-def _query(a: Architecture, spec: DMSSpec, plan: StepPlan, q: Tensor) -> Tensor:
+def _query(a: Architecture, spec: DMSOptions, plan: StepPlan, q: Tensor) -> Tensor:
     """Rotated queries: a share of the whole ones, the rest without the eviction channel."""
     channel = torch.zeros(q.shape[-2:], dtype=torch.bool)
     channel[0, spec.channel] = True
     without = _rope(a, q.masked_fill(channel, 0.0))
     if spec.clear_after_rope:
         without = without.masked_fill(channel, 0.0)
-    return plan.neuron_scale * _rope(a, q) + (1 - plan.neuron_scale) * without
+    return plan.channel_scale * _rope(a, q) + (1 - plan.channel_scale) * without
 
 
 def _decide(
-    spec: DMSSpec, plan: StepPlan, activation: Tensor, noise: Tensor
+    spec: DMSOptions, plan: StepPlan, activation: Tensor, noise: Tensor
 ) -> tuple[Tensor, _Decided]:
     """Bias [b or 1, g or 1, i, j] on the scores, and the sums; `activation` is [b, t, g]."""
     b, t, g = activation.shape

@@ -25,7 +25,8 @@ from dms_train.kernels import dispatch
 from dms_train.mcore import engine as engine_module
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
-from dms_train.mcore.options import EVICTION_STATS, OptimOptions, ParallelOptions
+from dms_train.mcore.options import OptimOptions, ParallelOptions
+from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
 from tests.support import configs
@@ -127,7 +128,7 @@ def step_bytes(case: dict[str, Any]) -> dict[str, int]:
             del teachers
         fixed = live.peak = live.total
         loss = "distill" if case["distills"] else "lm"
-        plan = StepPlan(eviction="soft", neuron_scale=0.0, target_cr=2.0, loss=loss)
+        plan = StepPlan(eviction="soft", channel_scale=0.0, target_cr=2.0, loss=loss)
         engine.forward_backward(plan, _batches(case))
         peak = live.peak
     kept = _layer_bytes(engine, case, parallel)

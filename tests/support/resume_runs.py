@@ -69,7 +69,7 @@ def train(engine: McoreEngine, first: int, last: int) -> list[dict[str, float]]:
             for group in range(engine.view.dp_rank, 4, engine.view.dp_size)
         ]
         plan = StepPlan(
-            step=step, stage_step=step, eviction="soft", neuron_scale=0.0, target_cr=4.0
+            step=step, stage_step=step, eviction="soft", channel_scale=0.0, target_cr=4.0
         )
         result = engine.train_step(plan, batches)
         rows.append(

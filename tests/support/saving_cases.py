@@ -75,7 +75,7 @@ def train(
     rows = []
     for step in range(first, last):
         plan = StepPlan(
-            step=step, stage_step=step, eviction="soft", neuron_scale=0.0, target_cr=4.0
+            step=step, stage_step=step, eviction="soft", channel_scale=0.0, target_cr=4.0
         )
         result = engine.train_step(plan, batches(engine, case, step))
         assert not result.skipped
@@ -88,7 +88,7 @@ def train(
 
 def content(engine: McoreEngine) -> Content:
     """Copies of all that a checkpoint takes from this rank, by name and place."""
-    optim.settle(engine._chunks)
+    optim.wait_for_param_gather(engine._chunks)
     state = checkpoint.sharded_state(engine._chunks, engine._optimizer, loading=False)
     tensors, _ = save_preprocess(state)
     return {

@@ -14,7 +14,7 @@ from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import NoProgress
 from dms_train.training import loop
-from dms_train.training.loop import LoopParts
+from dms_train.training.loop import TrainerComponents
 from dms_train.training.options import (
     ExportOptions,
     HoldOptions,
@@ -33,7 +33,7 @@ from dms_train.training.state import TrainState
 BATCH = 16
 RESULT = StepResult(
     loss=1.0,
-    token_loss=0.75,
+    terms={"kl": 0.75},
     aux_loss=0.25,
     alpha=0.5,
     cr_factor=1.5,
@@ -41,7 +41,14 @@ RESULT = StepResult(
     memory_bytes=2.0**31,
     kept=((0.5, 1.0),),
 )
-SKIPPED = replace(RESULT, loss=math.nan, token_loss=math.nan, grad_norm=math.nan, skipped=True)
+SKIPPED = replace(RESULT, loss=math.nan, terms={"kl": math.nan}, grad_norm=math.nan, skipped=True)
+
+
+def _measured(plan: StepPlan) -> StepResult:
+    """`RESULT` with the terms of the plan's loss."""
+    return replace(RESULT, terms=dict.fromkeys(plan.token_loss.terms, 0.75))
+
+
 ALL = ("pretrain", "zero_neuron", "retrofit", "hold", "export")
 # pretrain 2, zero_neuron 3, retrofit (4 - 1) * 2 = 6, hold 3
 OPTIONS = StageOptions(
@@ -81,11 +88,11 @@ class FakeParts:
         self._maybe_fail(plan.step)
         self.events.append(("train", plan, batches))
         meanwhile()
-        return SKIPPED if plan.step in self.skips else RESULT
+        return SKIPPED if plan.step in self.skips else _measured(plan)
 
     def evaluate(self, plan: StepPlan, batches: list[Any]) -> StepResult:
         self.events.append(("evaluate", plan, batches))
-        return RESULT
+        return _measured(plan)
 
     def reset_eviction_channel(self) -> None:
         self.events.append(("reset_channel",))
@@ -164,8 +171,8 @@ class FakeParts:
         return [plan for plan, _ in self.of("train")]
 
 
-def parts(fakes: FakeParts, folder: Path, **options: Any) -> LoopParts:
-    """The components of a loop; options are those of `RunOptions`, and of `LoopParts`."""
+def components(fakes: FakeParts, folder: Path, **options: Any) -> TrainerComponents:
+    """The components of a loop; options are those of `RunOptions`, and of `TrainerComponents`."""
     every = options.pop("every_integer_cr", True)
     evaluates = options.pop("evaluates", True)
     is_main_rank = options.pop("is_main_rank", True)
@@ -180,7 +187,7 @@ def parts(fakes: FakeParts, folder: Path, **options: Any) -> LoopParts:
         compute=Compute(forward_flops=10.0, devices=2),
     )
     run_options = RunOptions(**{**defaults, **options})
-    return LoopParts(
+    return TrainerComponents(
         engine=fakes,
         source=fakes,
         exporter=fakes,
@@ -222,7 +229,7 @@ def run(
     fakes.skips = skips or set()
     built = build_stages(stages, 0)
     try:
-        loop.run(built, state or TrainState(), parts(fakes, folder, **options))
+        loop.run(built, state or TrainState(), components(fakes, folder, **options))
     except Interrupted:
         fakes.events.append(("interrupted",))
     return fakes

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+from dms_train.app.components import trainer_components
 from dms_train.app.engine import build_engine
-from dms_train.app.parts import loop_parts
 from dms_train.app.preparation import Prepared, prepare
 from dms_train.app.samples import batch_source, datasets
 from dms_train.app.watch import RunWatch
@@ -24,7 +24,7 @@ from dms_train.data_prep.prepare import main as prepare_data
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.groups import ParallelView
 from dms_train.training import loop
-from dms_train.training.loop import LoopParts
+from dms_train.training.loop import TrainerComponents
 from tests.support import configs, launch, refusals
 from tests.support.training_loop import FakeParts
 
@@ -111,9 +111,9 @@ class Built:
         return build_engine(self.prepared, self.view)
 
     @cached_property
-    def parts(self) -> LoopParts:
+    def components(self) -> TrainerComponents:
         watch = cast(RunWatch, FakeParts())
-        return loop_parts(self.prepared, self.view, self.engine, watch, {})
+        return trainer_components(self.prepared, self.view, self.engine, watch, {})
 
     @cached_property
     def samples(self) -> tuple[TokenSamples | None, TokenSamples | None]:
@@ -129,14 +129,14 @@ class Built:
         """Record the calls that the stages of a run make to engine, exporter and watch."""
         fakes = FakeParts()
         own = dict.fromkeys(("engine", "source", "exporter", "validator", "watch"), fakes)
-        saver = replace(self.parts.saver, engine=fakes)
+        saver = replace(self.components.saver, engine=fakes)
         state = replace(self.prepared.start.state)
-        loop.run(self.prepared.stages, state, replace(self.parts, **own, saver=saver))
+        loop.run(self.prepared.stages, state, replace(self.components, **own, saver=saver))
         return fakes
 
     def close(self) -> None:
-        if "parts" in self.__dict__:
-            self.parts.reporter.close()
+        if "components" in self.__dict__:
+            self.components.reporter.close()
 
 
 def leaves(cls: type, path: str = "") -> Iterable[str]:

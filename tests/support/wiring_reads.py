@@ -24,7 +24,7 @@ from dms_train.training.state import TrainState
 from tests.support import refusals
 from tests.support.wiring import Assets, Built
 
-SOFT = StepPlan(step=3, neuron_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
+SOFT = StepPlan(step=3, channel_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -77,6 +77,16 @@ def spec(name: str) -> Callable[[Built], Any]:
     return lambda built: getattr(built.engine._method.layer.spec, name)
 
 
+def training(name: str) -> Callable[[Built], Any]:
+    """A constant of training, which every layer and the loss are given."""
+    return lambda built: getattr(built.engine._method.options, name)
+
+
+def loss(name: str) -> Callable[[Built], Any]:
+    """A parameter of the token losses, which the last pipeline stage is given."""
+    return lambda built: getattr(built.engine._method.loss_options, name)
+
+
 def megatron(name: str) -> Callable[[Built], Any]:
     """Return an option of megatron's configuration, which its layers and schedules read."""
     return lambda built: getattr(
@@ -112,7 +122,7 @@ def adam(name: str) -> Callable[[Built], Any]:
 
 def exported(built: Built) -> Path:
     state = TrainState(eviction_enabled=True, target_cr=3.0)
-    return built.parts.exporter.export("final", state.to_dict()) / "hf"
+    return built.components.exporter.export("final", state.to_dict()) / "hf"
 
 
 def export_state(name: str) -> Callable[[Built], Any]:
@@ -162,7 +172,7 @@ def kept(built: Built) -> int:
     """Checkpoints that are left of those that are not kept for ever."""
     folder = built.folder / "run" / "checkpoints"
     built.recorded  # noqa: B018 - runs the stages
-    built.parts.saver._removals.wait(60)
+    built.components.saver._removals.wait(60)
     found = [json.loads(f.read_text()) for f in folder.glob("step_????????/run_state.json")]
     return sum(not state["permanent"] for state in found)
 
@@ -203,7 +213,7 @@ def found_model(built: Built) -> str:
 
 
 def exported_dense(built: Built) -> Path:
-    return built.parts.exporter.export("final", TrainState().to_dict()) / "hf"
+    return built.components.exporter.export("final", TrainState().to_dict()) / "hf"
 
 
 def blend(built: Built) -> list[float]:
@@ -217,4 +227,4 @@ def patience(built: Built) -> float:
 
 
 def sinks(built: Built) -> list[str]:
-    return [type(sink).__name__ for sink in built.parts.reporter.sinks]
+    return [type(sink).__name__ for sink in built.components.reporter.sinks]

@@ -84,8 +84,10 @@ def page(comparison: Comparison) -> str:
         EvaluationError: No run holds a chain.
     """
     _require_points(comparison)
-    own = "".join(_table(table) for table in _all_tables(comparison))
-    known = "".join(_table(table) for table in tables.published_tables())
+    own = "".join(f"<div class='wide'>{table.html()}</div>" for table in _all_tables(comparison))
+    known = "".join(
+        f"<div class='wide'>{table.html()}</div>" for table in tables.published_tables()
+    )
     parts = [
         "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
         # a browser refuses to load anything for this page
@@ -132,15 +134,6 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, str]]:
                 title = f"{task}: {cost.title} (form of Figure {figure})"
                 name = re.sub(r"\W+", "_", f"{task}_{cost.name}".lower())
                 yield name, scaling_chart(title, marks, cost, methods)
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.columns)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
-    return (
-        f"<div class='wide'><table><caption>{html.escape(table.caption)}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
 
 
 def _cell(cell: tables.Cell) -> str:

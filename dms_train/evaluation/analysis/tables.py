@@ -8,6 +8,7 @@ from typing import Any
 
 from dms_train.evaluation.analysis.comparison import Comparison, Margin, accuracy_cells
 from dms_train.evaluation.analysis.published import SOURCE, published
+from dms_train.tables import html_table, markdown_table
 
 Cell = str | float | int | None
 
@@ -28,10 +29,17 @@ class Table:
 
     def markdown(self) -> str:
         """As Markdown."""
-        lines = [self.columns, ["---"] * len(self.columns)]
-        lines += [[shown(cell) for cell in row] for row in self.rows]
-        text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        text = markdown_table(self.columns, (map(shown, row) for row in self.rows))
         return f"**{self.caption}**\n\n{text}"
+
+    def html(self) -> str:
+        """As HTML; numbers keep their value, by which a click on a title sorts."""
+        rows = (map(_sortable, row) for row in self.rows)
+        return html_table(self.columns, rows, caption=self.caption)
+
+
+def _sortable(cell: Cell) -> str | tuple[Cell, str]:
+    return (cell, shown(cell)) if isinstance(cell, int | float) else shown(cell)
 
 
 def shown(cell: Cell) -> str:

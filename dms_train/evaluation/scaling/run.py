@@ -25,7 +25,7 @@ from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
 from dms_train.evaluation.scaling.costs import Peak, joint_peaks, peak_within, reads_within
 from dms_train.evaluation.scorers.base import AnswerChecker, Marks
-from dms_train.evaluation.scorers.registry import all_scorers
+from dms_train.evaluation.scorers.registry import scorer as find_scorer
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256
 from dms_train.evaluation.tasks.prompts import detect_format, render
@@ -102,7 +102,7 @@ def check(options: EvaluationOptions) -> CheckedRun:
         FileNotFoundError: The model or a file is absent.
     """
     task, directory = find_task(options.task.name), resolve(options.model.path)
-    if all_scorers()[task.scorer].runs_code and not options.run.allow_code:
+    if find_scorer(task.scorer).runs_code and not options.run.allow_code:
         raise EvaluationError(
             f"task {task.name}: runs programs that the model wrote; --allow-code allows it"
         )
@@ -393,7 +393,7 @@ def _chains(
 ) -> Iterator[list[store.Row]]:
     """Rows of each document, in the order in which they finish."""
     session, engine = secrets.token_hex(8), InferenceEngine(prepared.directory, prepared.engine)
-    scorer = all_scorers()[prepared.task.scorer]
+    scorer = find_scorer(prepared.task.scorer)
     lengths = prepared.options.sweep.lengths
     assert lengths is not None
     limits, since = [length_in_tokens(length) for length in lengths], time.monotonic()

@@ -75,7 +75,7 @@ class AnswerChecker:
 
 
 class Scorer(ABC):
-    """Marks texts; a subclass in a module of this package is found by its `name`.
+    """Judge of texts with a `name`, added as tasks are (`scorers.registry`).
 
     Attributes:
         name: What tasks call it.

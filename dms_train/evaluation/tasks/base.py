@@ -86,7 +86,7 @@ class TaskSampling:
 
 
 class Task(ABC):
-    """A benchmark; a subclass in a module of this package is found by its `name`.
+    """Benchmark with a `name`: a module of this package, an entry point or `register_task`.
 
     Attributes:
         name: On the command line.
@@ -100,6 +100,7 @@ class Task(ABC):
             off is wrong; a short answer of fixed length is not.
         published: Rows of its file where there is no `source`; None for any number.
         publishable: Whether a report may show what a model wrote about a document.
+        fixtures: Folder of NAME.jsonl with the few documents of `task.fixture=true`.
     """
 
     name: ClassVar[str]
@@ -112,6 +113,7 @@ class Task(ABC):
     scores_truncated: ClassVar[bool] = False
     publishable: ClassVar[bool] = True
     published: ClassVar[int | None] = None
+    fixtures: ClassVar[Path] = FIXTURES
 
     @abstractmethod
     def document(self, row: Row, options: TaskOptions) -> Document:
@@ -173,7 +175,7 @@ class Task(ABC):
     def _rows(self, options: TaskOptions, tokens: TokenCounter) -> tuple[list[Row], str]:
         """All rows, and what they are called in a refusal."""
         if options.fixture:
-            path = FIXTURES / f"{self.name}.jsonl"
+            path = self.fixtures / f"{self.name}.jsonl"
             return list(read_rows(path)), str(path)
         if options.path is None and not options.hub:
             generated = self.generate(options, tokens)

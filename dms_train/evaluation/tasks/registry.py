@@ -1,35 +1,37 @@
-"""Tasks by name: every subclass of `Task` in a module of this package that states its name."""
+"""Tasks by name: the modules of this package, and those of other distributions.
+
+Another distribution adds a task by an entry point of the group `dms_train.tasks` that names a
+subclass of `Task`, a running program with `register_task`. The entry point has the task's name.
+"""
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-from functools import cache
-from importlib import import_module
-
 from dms_train.evaluation import tasks
-from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.registry import Registry
 from dms_train.evaluation.tasks.base import Task
 
+GROUP = "dms_train.tasks"
+_TASKS = Registry(Task, tasks, GROUP, "task.name")  # type: ignore[type-abstract]
 
-@cache
+
+def register_task(task: type[Task]) -> None:
+    """Add a task, or replace the one with its name, in this process."""
+    _TASKS.register(task)
+
+
 def all_tasks() -> dict[str, Task]:
-    """An instance of every task, by name."""
-    found: dict[str, Task] = {}
-    for entry in pkgutil.iter_modules(tasks.__path__, f"{tasks.__name__}."):
-        for value in vars(import_module(entry.name)).values():
-            if inspect.isclass(value) and issubclass(value, Task) and "name" in vars(value):
-                found[value.name] = value()
-    return dict(sorted(found.items()))
+    """Return an instance of every task, by name.
+
+    Raises:
+        EvaluationError: An entry point cannot be used.
+    """
+    return _TASKS.all()
 
 
 def task(name: str) -> Task:
-    """The task with this name.
+    """Return the task with this name.
 
     Raises:
-        EvaluationError: There is none.
+        EvaluationError: The name is unknown, or its entry point cannot be used.
     """
-    known = all_tasks()
-    if name not in known:
-        raise EvaluationError(f"task.name={name}: choose one of {', '.join(known)}")
-    return known[name]
+    return _TASKS.get(name)

@@ -1,8 +1,8 @@
-"""Export formats: what each consumer reads, what it would misinterpret, and how it is read back.
+"""Export formats: layout, limits of the program that reads it, and reading back.
 
-One module per format, named after it, with one `FORMAT`; `registry` finds them, so one file adds a
-format. `base` holds the description, `flat` the layout that two formats share. Nothing here needs
-torch or transformers.
+Every method has a format of its name (`nested`). Formats for other programs are modules with one
+`FORMAT`, named after it; `registry` finds them, so one file adds a format. `base` holds the
+description, `flat` the layout that two formats share. Nothing here needs torch or transformers.
 """
 
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated

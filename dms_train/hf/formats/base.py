@@ -1,4 +1,4 @@
-"""The description of an export format, and the functions that every format provides."""
+"""Description of an export format, and the functions that every format provides."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dms_train.families import FAMILIES
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.errors import HFError
 from dms_train.hf.values import Values
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import spec_from_dict
+from dms_train.method.spec import NewerSpecError, spec_from_dict
 
 
 class ExportRefused(ValueError):
@@ -21,15 +20,15 @@ class ExportRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModel:
-    """What is exported, without its tensors.
+    """Description of an exported model, without its tensors.
 
     Attributes:
         architecture: The model.
-        spec: What was trained.
+        spec: Specification of the training.
         dtype: Dtype of the exported weights by torch's name, such as `bfloat16`.
         target_cr: Compression ratio asked for in training, at least 1.
         block_size: Tokens per page of NVIDIA's paged cache.
-        cr_factor: Measured tokens seen per slot held, or None.
+        cr_factor: Measured number of tokens seen per slot held, or None.
         provenance: JSON values that state where the weights come from.
     """
 
@@ -42,18 +41,18 @@ class ExportedModel:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Where the weights come from and how far they were compressed."""
+        """Return the origin of the weights and how far they were compressed."""
         return {**self.provenance, "cr_factor": self.cr_factor, "target_cr": self.target_cr}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
-    """What a model directory states about its training.
+    """Statements of a model directory about its training.
 
     Attributes:
         spec: The specification.
         target_cr: Compression ratio asked for in training; 1 if it is not stated.
-        cr_factor: Measured tokens seen per slot held, or None.
+        cr_factor: Measured number of tokens seen per slot held, or None.
     """
 
     spec: MethodSpec
@@ -62,36 +61,17 @@ class Stated:
 
 
 def no_advice(model: ExportedModel) -> list[str]:
-    """No advice."""
+    """Give no advice."""
     return []
 
 
 def no_problem(model: ExportedModel) -> None:
-    """Every specification fits."""
+    """Accept every specification."""
 
 
 def no_files(model: ExportedModel) -> dict[str, dict[str, Any]]:
-    """Nothing but config.json."""
+    """Add no files."""
     return {}
-
-
-def modeling_code(family: str) -> dict[str, str]:
-    """The project's own modelling code: name in the export to name in `dms_train/export/code`."""
-    stems = ("configuration", "generation", "modeling")
-    return {f"{stem}_{family}_dms.py": f"{stem}_dms.py" for stem in stems}
-
-
-def modeling_keys(family: str) -> dict[str, Any]:
-    """Keys of config.json with which transformers finds `modeling_code`."""
-    classes = FAMILIES[family].classes
-    return {
-        "architectures": [f"{classes}ForCausalLMDMS"],
-        "use_cache": True,
-        "auto_map": {
-            "AutoConfig": f"configuration_{family}_dms.{classes}ConfigDMS",
-            "AutoModelForCausalLM": f"modeling_{family}_dms.{classes}ForCausalLMDMS",
-        },
-    }
 
 
 def read_block(directory: Path, config: dict[str, Any], key: str) -> Stated | None:
@@ -110,34 +90,35 @@ def read_block(directory: Path, config: dict[str, Any], key: str) -> Stated | No
 
 
 def read_spec_values(directory: Path, values: dict[str, Any]) -> MethodSpec:
-    """A stored specification; HFError naming the directory if its values are not those of one."""
+    """Read a stored specification; HFError naming the directory if it cannot be used."""
     try:
         return spec_from_dict(values)
+    except NewerSpecError as error:
+        raise HFError(f"{directory}: {error}") from None
     except (TypeError, ValueError) as error:
         raise HFError(f"{directory}: {error}; export it again") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExportFormat:
-    """How an export is laid out, and what the program that reads it can compute.
+    """Layout of an export, and the limits of the program that reads it.
 
     Attributes:
-        name: As in `stage.export.format`, and the name of the module.
+        name: Name in `stage.export.format`, and of the module.
         consumer: The program that reads it, in messages.
-        method: Kind of the methods whose models it holds.
+        method: Name of the method whose models it holds.
         preset: Preset of the method whose exports have this format unless another is configured.
-        dtype: The only dtype of weights it takes, by torch's name; None takes any.
-        config_keys: What it adds to (or replaces in) config.json.
-        read: What a directory in this format states, None for a directory in another one.
+        dtype: The only dtype of weights that it accepts, by torch's name; None accepts any.
+        config_keys: Function that returns the keys to set in config.json.
+        read: Function that reads what a directory in this format states; None for another format.
             Arguments: the directory; its config.json; whether the caller supports the adapter
-            variant, whose spec has no meaningful channel. HFError if the values are incomplete,
-            contradictory or of a variant not supported.
-        problem: The first reason why the consumer would misread the weights, or None.
-        advice: One line each: correct to load, with a remark.
-        json_files: Further files beside config.json, by name.
-        code_files: Modelling code of a family that is shipped: name in the export to name in
-            `dms_train/export/code`.
-        ships_cache: Whether that code runs on the modules of the compact cache.
+            variant, whose spec has no meaningful channel. It raises HFError if the values are
+            incomplete, contradictory or of a variant that is not supported.
+        problem: Function that returns the first reason why the consumer would misread the
+            weights, or None.
+        advice: Function that returns remarks about weights that load correctly, one line each.
+        json_files: Function that returns further JSON files by name.
+        ships_code: Whether exports hold the method's code for transformers.
     """
 
     name: str
@@ -147,8 +128,7 @@ class ExportFormat:
     read: Callable[[Path, dict[str, Any], bool], Stated | None]
     method: str = "dms"
     dtype: str | None = None
-    ships_cache: bool = True
+    ships_code: bool = True
     problem: Callable[[ExportedModel], str | None] = no_problem
     advice: Callable[[ExportedModel], list[str]] = no_advice
     json_files: Callable[[ExportedModel], dict[str, dict[str, Any]]] = no_files
-    code_files: Callable[[str], dict[str, str]] = modeling_code

@@ -1,7 +1,7 @@
 """The FastDMS engine: Llama and Qwen3, shift 0, the channel cleared once.
 
-Its trainer leaves config.json as that of the dense model and writes `training_log.json` into the
-folder above; its engine also reads `dms_metadata.json` beside the weights, and reads that first.
+Its trainer keeps the config.json of the dense model and writes `training_log.json` into the parent
+folder. Its engine first reads `dms_metadata.json` next to the weights, if there is one.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def _advice(model: ExportedModel) -> list[str]:
 
 
 def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
-    """Flat keys with shift 0, or settings outside config.json."""
+    """Read flat keys with shift 0, or settings outside config.json."""
     if "dms" in config:
         return None
     shift = flat.flat_shift(config)
     if shift == 0:
-        return flat.read_flat(directory, config, PRESETS[_PRESET], adapter=adapter)
+        return flat.read_flat(directory, config, PRESETS[_PRESET].spec, adapter=adapter)
     return _stated(directory) if shift is None else None
 
 
 def _stated(directory: Path) -> Stated | None:
-    """What a checkpoint states whose config.json states nothing."""
+    """Read the settings of a checkpoint whose config.json has none."""
     path, values = _settings(directory)
     if not values:
         return None
     config = Values(f"{path}: config", values)
-    spec = PRESETS[_PRESET].override(
+    spec = PRESETS[_PRESET].spec.override(
         window=config.whole("window_size"),
         alpha_scale=config.positive("alpha_scale"),
         alpha_offset=config.number("alpha_offset"),
@@ -64,7 +64,7 @@ def _stated(directory: Path) -> Stated | None:
 
 
 def _settings(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The first file with DMS settings, and these; files of other programs are ignored."""
+    """Find the first file with DMS settings; files of other programs are ignored."""
     here = directory.resolve()
     for path in (here / flat.METADATA_FILE, here.parent / LOG_FILE):
         values = (read_json(path) if path.is_file() else {}).get("config")

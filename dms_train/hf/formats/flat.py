@@ -1,4 +1,4 @@
-"""The layout of `nvidia` and `fastdms`: flat `dms_*` keys in config.json, and dms_metadata.json.
+"""Layout of `nvidia` and `fastdms`: flat `dms_*` keys in config.json, and dms_metadata.json.
 
 Both consumers support only some specifications, and neither layout records which channel a
 checkpoint was trained with, so everything else is refused.
@@ -13,7 +13,7 @@ from typing import Any
 
 from dms_train.hf.architecture import from_hf_config
 from dms_train.hf.errors import HFError
-from dms_train.hf.formats.base import ExportedModel, Stated, modeling_keys, read_spec_values
+from dms_train.hf.formats.base import ExportedModel, Stated, read_spec_values
 from dms_train.hf.json_files import read_json
 from dms_train.hf.values import Values
 from dms_train.method.base import MethodSpec
@@ -28,10 +28,10 @@ _SWITCHES = {"dms_separate_alpha": False, "dms_alpha_per": "head", "dms_disable_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a consumer of the flat layout computes.
+    """Limits of a program that reads the flat layout.
 
     Attributes:
-        families: Model families it has DMS code for.
+        families: Model families with DMS code.
         decision_shift: The only shift it supports.
         clear_after_rope: Whether it clears the eviction channel again after RoPE.
         max_group: Most query heads per KV head its kernels take.
@@ -45,7 +45,7 @@ class Limits:
     max_head_size: int | None = None
 
     def problem(self, model: ExportedModel) -> str | None:
-        """The first reason why the weights would be misread."""
+        """Return the first reason why the weights would be misread, or None."""
         return self._method_problem(model.spec) or self._model_problem(model)
 
     def _method_problem(self, spec: MethodSpec) -> str | None:
@@ -84,22 +84,21 @@ class Limits:
 
 
 def rounding_advice(model: ExportedModel) -> list[str]:
-    """Whether the compression ratio is rounded."""
+    """Say so if the compression ratio is rounded."""
     cr = model.target_cr
     return [] if cr == int(cr) else [f"dms_cr is an integer: {cr} is written as {int(cr)}"]
 
 
 def _spec(model: ExportedModel) -> DMSSpec:
-    """Of a model without a `Limits.problem`."""
+    """Return the spec of a model that `Limits.problem` accepts."""
     assert isinstance(model.spec, DMSSpec)
     return model.spec
 
 
 def config_keys(model: ExportedModel) -> dict[str, Any]:
-    """Flat keys beside the family's own; model_type stays the family's."""
+    """Return the flat keys; model_type stays the family's."""
     spec = _spec(model)
     return {
-        **modeling_keys(model.architecture.family),
         "model_type": model.architecture.family,
         "dms_alpha_scale": spec.alpha_scale,
         "dms_initial_alpha_offset": spec.alpha_offset,
@@ -113,7 +112,7 @@ def config_keys(model: ExportedModel) -> dict[str, Any]:
 
 
 def metadata_file(model: ExportedModel) -> dict[str, dict[str, Any]]:
-    """Content of dms_metadata.json, by that name."""
+    """Return the content of dms_metadata.json under that name."""
     spec = _spec(model)
     content = {
         "format_version": 1,
@@ -133,7 +132,7 @@ def metadata_file(model: ExportedModel) -> dict[str, dict[str, Any]]:
 
 
 def flat_shift(config: dict[str, Any]) -> int | None:
-    """The decision shift of a config.json with flat keys, by default 1; None without such keys."""
+    """Return the decision shift of flat keys, by default 1; None without such keys."""
     if "dms" in config or not any(key in config for key in _KEYS):
         return None
     shift = config.get("dms_decision_shift")
@@ -143,13 +142,13 @@ def flat_shift(config: dict[str, Any]) -> int | None:
 def read_flat(
     directory: Path, config: dict[str, Any], conventions: MethodSpec, *, adapter: bool
 ) -> Stated:
-    """What flat keys state.
+    """Read what flat keys state.
 
     Args:
         directory: The export.
         config: Its config.json.
-        conventions: What the keys leave open: the consumer's values. Those that matter only in
-            training come from our provenance if present.
+        conventions: Values of the consumer for what the keys leave open. Values that matter only
+            in training come from our provenance if present.
         adapter: Whether the adapter variant is accepted.
 
     Raises:

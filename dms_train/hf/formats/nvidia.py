@@ -35,10 +35,10 @@ def _advice(model: ExportedModel) -> list[str]:
 
 
 def _read(directory: Path, config: dict[str, Any], adapter: bool) -> Stated | None:
-    """Flat keys with any shift but that of FastDMS; none means 1."""
+    """Read flat keys with any shift except 0, which is FastDMS; without a shift it is 1."""
     if flat.flat_shift(config) in (None, 0):
         return None
-    return flat.read_flat(directory, config, PRESETS[_PRESET], adapter=adapter)
+    return flat.read_flat(directory, config, PRESETS[_PRESET].spec, adapter=adapter)
 
 
 FORMAT = ExportFormat(

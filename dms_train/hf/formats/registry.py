@@ -1,4 +1,4 @@
-"""Every export format, found by its module, and reading in whichever format matches."""
+"""Registry of the export formats, and reading in the format that matches."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import pkgutil
 from pathlib import Path
 
 from dms_train.hf.formats.base import ExportedModel, ExportFormat, ExportRefused, Stated
+from dms_train.hf.formats.nested import nested_format
 from dms_train.hf.json_files import read_config
 from dms_train.hf.typed import typed
 from dms_train.method.base import MethodSpec
+from dms_train.method.spec import OPTIONS
 
-_NOT_FORMATS = ("base", "flat", "registry")
+_NOT_FORMATS = ("base", "flat", "nested", "registry")
 
 
 def _found() -> dict[str, ExportFormat]:
     names = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    modules = {
-        name: importlib.import_module(f"{__package__}.{name}")
-        for name in sorted(names)
-        if name not in _NOT_FORMATS
-    }
-    return {name: module.FORMAT for name, module in modules.items()}
+    formats = {method: nested_format(method) for method in OPTIONS}
+    for name in names:
+        if name not in _NOT_FORMATS:
+            formats[name] = importlib.import_module(f"{__package__}.{name}").FORMAT
+    return dict(sorted(formats.items()))
 
 
 FORMATS: dict[str, ExportFormat] = _found()
@@ -30,24 +31,24 @@ FORMATS: dict[str, ExportFormat] = _found()
 
 @typed
 def format_of_preset(preset: str, method: str) -> str:
-    """The export format that goes with a preset; the one named after its method if none claims it.
+    """Return the export format of a preset, by default the one named after its method.
 
     Args:
-        preset: Of the method.
-        method: Its kind.
+        preset: Preset of the method.
+        method: Name of the method.
     """
     return next((name for name, found in FORMATS.items() if found.preset == preset), method)
 
 
 @typed
 def default_format(spec: MethodSpec) -> str:
-    """The format that goes with the spec's preset."""
+    """Return the format of the spec's preset."""
     return format_of_preset(spec.preset, spec.kind)
 
 
 @typed
 def find_format(name: str) -> ExportFormat:
-    """A format by name.
+    """Return a format by name.
 
     Raises:
         ExportRefused: There is none of that name; the known ones are listed.
@@ -63,10 +64,10 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
 
     Args:
         name: The format.
-        model: What is to be exported.
+        model: Model to be exported.
 
     Returns:
-        Advice, one line each: correct to load, with a remark.
+        Remarks about weights that load correctly, one line each.
 
     Raises:
         ExportRefused: The first reason why the weights would be misread.
@@ -87,7 +88,7 @@ def check_export(name: str, model: ExportedModel) -> list[str]:
 
 @typed
 def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, Stated] | None:
-    """What a DMS model in any of the formats states, with the format; None for a dense model.
+    """Read what a retrofitted model states, with its format; None for a dense model.
 
     Args:
         directory: The export.
@@ -109,20 +110,20 @@ def read_stated(directory: str | Path, *, adapter: bool = False) -> tuple[str, S
 
 @typed
 def read_spec(directory: str | Path, *, adapter: bool = False) -> MethodSpec | None:
-    """The specification of a DMS model, None for a dense one; arguments, errors: `read_stated`."""
+    """Read the specification of a model, None for a dense one; errors as `read_stated`."""
     found = read_stated(directory, adapter=adapter)
     return None if found is None else found[1].spec
 
 
 @typed
 def read_format(directory: str | Path) -> str | None:
-    """The format of a DMS model, or None for a dense model; errors as `read_stated`."""
+    """Return the format of a model, or None for a dense one; errors as `read_stated`."""
     found = read_stated(directory)
     return None if found is None else found[0]
 
 
 @typed
 def read_target_cr(directory: str | Path) -> float:
-    """The compression ratio an export was trained for; 1 for a dense model."""
+    """Read the compression ratio that an export was trained for; 1 for a dense model."""
     found = read_stated(directory)
     return 1.0 if found is None else found[1].target_cr

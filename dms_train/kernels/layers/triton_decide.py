@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions
 from dms_train.method.documents import PackedDocuments
 from dms_train.method.noise import UNIFORM_BITS, LayerNoise
 from dms_train.method.splitmix import GOLDEN, MIX_1, MIX_2
@@ -134,7 +134,7 @@ class _Decide(torch.autograd.Function):
     def forward(
         ctx: Any,
         eviction_channel: Tensor,
-        spec: MethodSpec,
+        options: MethodOptions,
         noise: LayerNoise | None,
         documents: PackedDocuments | None,
         merges: bool,
@@ -148,13 +148,13 @@ class _Decide(torch.autograd.Function):
         first, end, tokens = _bounds(documents)
         decide_eviction[(blocks, g, b)](
             eviction_channel.contiguous(), keys, z, alpha, keep, parts, layer, first_head,
-            first, end, tokens, s, b, spec.alpha_scale, spec.alpha_offset, spec.tau,
-            WINDOW=min(spec.window, s), SHIFT=min(spec.governing_shift, s),
-            HARD=spec.alpha_in_loss == "hard_st", NOISY=noise is not None, MERGES=merges,
+            first, end, tokens, s, b, options.alpha_scale, options.alpha_offset, options.tau,
+            WINDOW=min(options.window, s), SHIFT=min(options.governing_shift, s),
+            HARD=options.alpha_in_loss == "hard_st", NOISY=noise is not None, MERGES=merges,
             PACKED=documents is not None, BLOCK=_POSITIONS,
         )  # fmt: skip
         ctx.save_for_backward(z)
-        ctx.spec, ctx.documents, ctx.merges = spec, documents, merges
+        ctx.options, ctx.documents, ctx.merges = options, documents, merges
         ctx.set_materialize_grads(False)
         return alpha, keep, parts.sum(1)
 
@@ -164,13 +164,13 @@ class _Decide(torch.autograd.Function):
     ) -> Any:
         (z,) = ctx.saved_tensors
         b, g, s = z.shape
-        spec, d_channel = ctx.spec, z.new_empty(s, b, g)
+        options, d_channel = ctx.options, z.new_empty(s, b, g)
         first, _, tokens = _bounds(ctx.documents)
         decide_eviction_backward[(triton.cdiv(s, _POSITIONS), g, b)](
             z, *(None if d is None else d.contiguous() for d in (d_alpha, d_keep)), d_stats,
             d_channel, first, tokens, s, b,
-            0 if d_stats is None else d_stats.stride(0), spec.alpha_scale / spec.tau,
-            SHIFT=min(spec.governing_shift, s), MERGES=ctx.merges, HAS_ALPHA=d_alpha is not None,
+            0 if d_stats is None else d_stats.stride(0), options.alpha_scale / options.tau,
+            SHIFT=min(options.governing_shift, s), MERGES=ctx.merges, HAS_ALPHA=d_alpha is not None,
             HAS_KEEP=d_keep is not None, HAS_STATS=d_stats is not None,
             PACKED=first is not None, BLOCK=_POSITIONS,
         )  # fmt: skip
@@ -188,7 +188,7 @@ def _bounds(
 
 def decide(
     eviction_channel: Tensor,
-    spec: MethodSpec,
+    options: MethodOptions,
     noise: LayerNoise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ def decide(
 
     Args:
         eviction_channel: Activations of the eviction channel, float32 [s, b, g].
-        spec: Constants of the method.
+        options: Constants of the method and its training.
         noise: Seeds of the relaxation's noise; None for no noise.
         documents: Documents packed into the samples; None is one document for each sample.
 
@@ -205,13 +205,13 @@ def decide(
         [b, 3]: alpha (with the gradient of the soft one), live slots at the last token of each
         document, and reads over length, the latter two by the inference rule and without gradient.
     """
-    _, keep, stats = _Decide.apply(eviction_channel, spec, noise, documents, False)
+    _, keep, stats = _Decide.apply(eviction_channel, options, noise, documents, False)
     return keep, stats
 
 
 def decide_merges(
     activation: Tensor,
-    spec: MethodSpec,
+    options: MethodOptions,
     noise: LayerNoise | None,
     documents: PackedDocuments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +219,7 @@ def decide_merges(
 
     Args:
         activation: As for `decide`.
-        spec: As for `decide`.
+        options: As for `decide`.
         noise: As for `decide`.
         documents: As for `decide`.
 
@@ -227,5 +227,5 @@ def decide_merges(
         alpha, float32 [s, b, g], 0 at the first token of a document, which decides nothing, and
         what `decide` returns.
     """
-    alpha, keep, stats = _Decide.apply(activation, spec, noise, documents, True)
+    alpha, keep, stats = _Decide.apply(activation, options, noise, documents, True)
     return alpha.permute(2, 0, 1), keep, stats

@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint, and which rank reads which file.
+"""Checksums of the files of a checkpoint, and the division of files among ranks.
 
 CRC-32 finds every flipped bit and every damaged run of up to 32 bits, is the fastest sum that the
 standard library has, and lets other threads run meanwhile. It does not protect against forgery.
@@ -17,14 +17,14 @@ _THREADS = 4
 
 
 class FileRecord(TypedDict):
-    """What is recorded of a file."""
+    """Record of a file: size and checksum."""
 
     bytes: int
     crc32: str
 
 
 def crc32(path: Path) -> str:
-    """CRC-32 of a file as eight hexadecimal digits."""
+    """Compute the CRC-32 of a file as eight hexadecimal digits."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -33,7 +33,7 @@ def crc32(path: Path) -> str:
 
 
 def records(paths: Iterable[Path]) -> dict[str, FileRecord]:
-    """Size and checksum of each file, by its name."""
+    """Return size and checksum of each file, by name."""
     files = list(paths)
     with ThreadPoolExecutor(_THREADS) as threads:
         return {
@@ -43,7 +43,7 @@ def records(paths: Iterable[Path]) -> dict[str, FileRecord]:
 
 
 def damaged(folder: Path, recorded: dict[str, FileRecord]) -> dict[str, str]:
-    """The names whose files in `folder` are not what was recorded, and why."""
+    """Return the files in `folder` that differ from their records, and why."""
 
     def problem(name: str) -> str | None:
         try:
@@ -58,6 +58,6 @@ def damaged(folder: Path, recorded: dict[str, FileRecord]) -> dict[str, str]:
 
 
 def share(recorded: dict[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
-    """The files that a rank reads so that all ranks together read each once, large ones apart."""
+    """Return the files that a rank reads; large files go to different ranks."""
     by_size = sorted(recorded, key=lambda name: (-recorded[name]["bytes"], name))
     return {name: recorded[name] for name in by_size[rank::ranks]}

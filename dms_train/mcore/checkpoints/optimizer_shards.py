@@ -52,7 +52,7 @@ def _param_state(
     is_loading: bool = False,
     metadata: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, ShardedTensorFactory]]:
-    """The state of each parameter of which this rank holds elements, in megatron's order."""
+    """Return the state of each parameter that this rank holds elements of, in Megatron's order."""
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     places = {place.data: place for place in nested_values(sharded)}
     state: dict[int, dict[str, ShardedTensorFactory]] = {}
@@ -75,7 +75,7 @@ def _param_state(
 def _in_blocks(
     name: str, run: Tensor, place: Any, first: int, is_loading: bool
 ) -> ShardedTensorFactory:
-    """A run of elements, from the `first` of its parameter, as blocks to write or to fill."""
+    """Divide a run of elements, from the `first` of its parameter, into blocks."""
     pieces = [place] if isinstance(place, ShardedTensor) else list(nested_values(place.build()))
     data = torch.empty_like(run, device="cpu") if is_loading else run.detach()
 
@@ -95,7 +95,7 @@ def _in_blocks(
 def _blocks_of(
     key: str, run: Tensor, pieces: list[ShardedTensor], first: int, replica_id: Any
 ) -> Iterator[ShardedTensor]:
-    """Blocks of the pieces that the flattened parameter consists of, such as gate and up."""
+    """Divide a run into blocks of the parameter's pieces, such as gate and up."""
     begin = 0
     for piece in pieces:
         size = prod(piece.local_shape)
@@ -121,12 +121,12 @@ def _blocks_of(
 
 
 def blocks(start: int, end: int, shape: tuple[int, ...]) -> list[_Block]:
-    """Elements `start` to `end` (which is above `start`) of a flattened tensor as rectangles.
+    """Divide elements `start` to `end` (above `start`) of a flattened tensor into rectangles.
 
     Args:
         start: First element.
-        end: The one behind the last.
-        shape: Of the tensor, one or two axes.
+        end: Index after the last element.
+        shape: Shape of the tensor, one or two axes.
     """
     if len(shape) == 1:
         return [_Block(start, end, (start,), (end - start,))]

@@ -1,4 +1,4 @@
-"""Reading distributed checkpoints: which one is valid, and its weights into any layout.
+"""Reader of distributed checkpoints: finds a valid one, loads it into any layout.
 
 A checkpoint folder holds megatron's shards and one JSON file that describes them
 (`checkpoints.state`). It was written under another name and renamed when complete
@@ -63,7 +63,7 @@ _METADATA_NAMES = frozenset(
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Refuses names that torch's checkpoint metadata never contains."""
+    """Unpickler that refuses names that torch's checkpoint metadata never contains."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -75,7 +75,7 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as `getattr(kind, name)`."""
+    """Return an enumeration member; Python 3.11.0 to 3.11.3 pickle it as a `getattr` call."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"it takes {name} of {kind}")
     return kind[name]
@@ -89,7 +89,7 @@ def _sharding() -> dict[str, Any]:
 
 
 def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    """What of the model, and of the optimizer unless None, goes to which place of a checkpoint."""
+    """Map model, and optimizer unless None, to their places in a checkpoint."""
     sharding = _sharding()
     names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
     models = {
@@ -107,7 +107,7 @@ def sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[s
 
 
 def check(path: Path) -> dict[str, Any]:
-    """`read_state`, after making sure that loading the folder would run no code of its own.
+    """Check that loading the folder runs no code of its own, then `read_state`.
 
     Raises:
         DamagedError: As `read_state`, or a pickle in it cannot be read or has changed since it
@@ -133,7 +133,7 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
-    """File and content of everything that is unpickled besides the metadata."""
+    """Yield file and content of everything that is unpickled besides the metadata."""
     yield COMMON_FILE, (path / COMMON_FILE).read_bytes()
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
@@ -143,7 +143,7 @@ def _pickles(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes]]:
 
 
 def _require_plain(name: str, content: bytes) -> None:
-    """Torch's own loading of a checkpoint's objects does not restrict what they name."""
+    """Refuse foreign names in a pickle, because torch's own loading does not."""
     try:
         torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -151,7 +151,7 @@ def _require_plain(name: str, content: bytes) -> None:
 
 
 def newest(folder: Path, before: str | None = None) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in a folder of checkpoints, and why newer ones were passed.
+    """Find the newest whole checkpoint in a folder, and why newer ones were skipped.
 
     Args:
         folder: Folder of checkpoints, each named `step_` and eight digits.

@@ -1,4 +1,4 @@
-"""Writing distributed checkpoints with megatron's writers, in the background where configured.
+"""Writer of distributed checkpoints with Megatron's writers, in the background if configured.
 
 What is saved is copied to host memory (on the CPU: kept by forking), then processes of each rank
 write their files and compute the checksums while training continues. When all ranks are done the
@@ -65,7 +65,7 @@ logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
 
 class _Mailbox:
-    """Carries one value from a forked process to its parent, which may read it after the end.
+    """Transport of one value from a forked process to its parent, readable after its end.
 
     Megatron's own queue is a server process that outlives a killed run; a pipe would block the
     writer until it is read.
@@ -91,7 +91,7 @@ class _Mailbox:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's; rank 0 keeps a failure to write the index until all ranks can be informed."""
+    """Megatron's strategy; rank 0 keeps a failed index until all ranks can be informed."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
@@ -112,7 +112,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
-    """A save under way."""
+    """A save in progress."""
 
     path: Path
     partial: Path
@@ -123,10 +123,10 @@ class _Save:
 
 
 class CheckpointSaver:
-    """Writes checkpoints one after the other; every rank calls every method."""
+    """Writer of checkpoints, one after the other; every rank calls every method."""
 
     def __init__(self, *, is_main_rank: bool) -> None:
-        """`is_main_rank`: whether this rank makes, seals and renames the folder."""
+        """Set up; with `is_main_rank` this rank makes, seals and renames the folder."""
         self._is_main_rank = is_main_rank
         self._queue = AsyncCallsQueue()
         self._save: _Save | None = None
@@ -136,7 +136,7 @@ class CheckpointSaver:
         """Copy model, optimizer (unless None) and JSON state, and start to write them to `path`.
 
         Raises:
-            SaveError: The folder cannot be written; nothing is left behind.
+            SaveError: The folder cannot be written; no partial files remain.
         """
         if self._save is not None:
             raise RuntimeError(f"{self._save.path}: still being written")
@@ -165,10 +165,10 @@ class CheckpointSaver:
         self._queue.schedule_async_request(request)
 
     def finish(self, *, wait: bool) -> Path | None:
-        """The checkpoint that was begun, if it is complete by now or `wait` is set; else None.
+        """Return the checkpoint that was begun if it is complete or `wait` is set; else None.
 
         Raises:
-            SaveError: It could not be written; nothing is left behind.
+            SaveError: It could not be written; no partial files remain.
         """
         save = self._save
         if save is None:
@@ -227,7 +227,7 @@ class CheckpointSaver:
 
 
 def _make(folder: Path, path: Path) -> None:
-    """A folder for the files of `path`, after removing what interrupted saves of it left behind."""
+    """Make a folder for the files of `path`; remove leftovers of interrupted saves."""
     old = _replaced(path)
     if old.is_dir() and not path.exists():
         old.rename(path)  # it ended between the two renames
@@ -237,12 +237,12 @@ def _make(folder: Path, path: Path) -> None:
 
 
 def _replaced(path: Path) -> Path:
-    """Where the checkpoint that `path` replaces is until the new one has its name."""
+    """Path that holds the replaced checkpoint until the new one has its name."""
     return path.with_name(f"{path.name}.old{_PARTIAL}")
 
 
 def _host_copy(buckets: list[Any]) -> list[Any]:
-    """What the writing process gets: tensors in pageable memory.
+    """Copy tensors to pageable memory for the writing process.
 
     Megatron copies to pinned pages. A fork shares those instead of keeping them, and torch gives
     the freed ones to the next batch, so the process would write tokens among the weights.
@@ -253,7 +253,7 @@ def _host_copy(buckets: list[Any]) -> list[Any]:
 def _write(
     write: Callable[..., None], records: _Mailbox, rank: int, *arguments: Any, **options: Any
 ) -> None:
-    """Megatron's writing, then the checksums; in a process forked by process `rank`."""
+    """Write with Megatron, then compute checksums; in a process forked by process `rank`."""
     if os.getpid() != rank:
         _leave(rank)
     write(*arguments, **options)
@@ -283,7 +283,7 @@ def _leave(rank: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Let this process be killed when its parent ends; what it forks does not inherit that."""
+    """Have this process killed when its parent ends; its own forks do not inherit that."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)  # it was gone before
@@ -301,7 +301,7 @@ def _end_after_a_kill(_number: int, _frame: FrameType | None) -> None:
 
 
 def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
-    """What rank 0 writes at the end, and the name."""
+    """Write the last files on rank 0, and rename the folder."""
     if save.strategy.failure is not None:
         raise save.strategy.failure
     folder = save.partial
@@ -321,7 +321,7 @@ def _seal(save: _Save, gathered: list[dict[str, checksums.FileRecord]]) -> None:
 
 
 def _why_not_written(error: BaseException) -> str | None:
-    """The storage's reason; None when the error is about something else."""
+    """Return the storage's reason; None if the error is about something else."""
     text = str(error)
     if isinstance(error, CheckpointException):
         # only rank 0 has the cause

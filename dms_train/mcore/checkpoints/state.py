@@ -1,4 +1,4 @@
-"""The JSON file that makes a folder a checkpoint: position of the run, records of its files.
+"""JSON file that makes a folder a checkpoint: position of the run, records of its files.
 
 It is written last, so a folder that has one is complete. It records size and checksum of every
 other file, and a checksum of itself.
@@ -56,9 +56,9 @@ def check_replaceable(path: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint folder after checking that every file is there and whole.
+    """Read the JSON state of a checkpoint folder; check that every file is there and whole.
 
-    Sizes are compared here; content is what `checkpoint.verify` reads.
+    Only sizes are compared here; `checkpoint.verify` reads the content.
 
     Raises:
         DamagedError: The folder is absent, incomplete, truncated or cannot be read.
@@ -92,9 +92,10 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not whole:
         raise wrong_content(path, STATE_FILE, "its checksum differs")
     if written != FORMAT:
+        newer = isinstance(written, int) and written > FORMAT
+        remedy = "install a newer dms-train" if newer else "start the run again in another run.dir"
         raise CheckpointError(
-            f"checkpoint {path}: its format is {written}, this version reads {FORMAT}; "
-            "start the run again in another run.dir"
+            f"checkpoint {path}: its format is {written}, this version reads {FORMAT}; {remedy}"
         )
     _require_sizes(path, sizes)
     return state
@@ -110,18 +111,18 @@ def _require_sizes(path: Path, sizes: dict[str, int]) -> None:
 
 
 def damaged_files(path: Path, names: list[str] | None = None) -> dict[str, str]:
-    """The files of a checkpoint, or those of `names`, that are not what was saved, and why."""
+    """Return the files of a checkpoint, or of `names`, that differ from what was saved, and why."""
     recorded = recorded_files(path)
     return checksums.damaged(path, {n: recorded[n] for n in names or recorded if n in recorded})
 
 
 def recorded_files(path: Path) -> dict[str, FileRecord]:
-    """Size and checksum of each file as they were saved."""
+    """Return size and checksum of each file at the time of saving."""
     return dict(read_state(path)[_FILES])
 
 
 def wrong_content(path: Path, name: str, reason: str) -> DamagedError:
-    """The error for a file whose checksum differs."""
+    """Make the error for a file whose checksum differs."""
     return DamagedError(
         f"checkpoint {path}: the content of {name} is not what was saved ({reason}); "
         "use an older checkpoint"
@@ -129,7 +130,7 @@ def wrong_content(path: Path, name: str, reason: str) -> DamagedError:
 
 
 def unreadable(path: Path, error: OSError) -> DamagedError:
-    """The error for a file that the storage cannot read."""
+    """Make the error for a file that the storage cannot read."""
     name = Path(error.filename).name if error.filename else "a file"
     return DamagedError(
         f"checkpoint {path}: {name} cannot be read ({error.strerror or error}); "

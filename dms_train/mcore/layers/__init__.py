@@ -1,7 +1,7 @@
 """Layers of the Megatron model.
 
 Start with `attention` (self-attention with eviction decisions) and `layer_spec` (the block);
-`backend` chooses Transformer Engine or megatron-core layers, `fusions` what a GPU fuses,
-`vocabulary_losses` the losses behind a vocabulary-parallel output layer, `retention` the counts of
+`backend` chooses Transformer Engine or megatron-core layers, `fusions` sets what a GPU fuses,
+`vocabulary_losses` computes losses after a vocabulary-parallel output layer, and `retention` counts
 kept tokens.
 """

@@ -1,4 +1,4 @@
-"""Self-attention that reads eviction decisions from the query and passes them to the kernels.
+"""Self-attention with the decisions of a retrofit method, which it passes to the kernels.
 
 Shape letters: s positions, b samples, n query heads, g KV heads, r query heads per KV head,
 d head size; heads are those of this tensor-parallel rank.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,55 +20,53 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from dms_train.kernels.train_attention.interface import DMSAttention
-from dms_train.mcore.options import EVICTION_STATS
-from dms_train.method.base import MethodSpec
-from dms_train.method.dmc.attention import DMCLayer, Kernels
-from dms_train.method.dms.attention import DMSLayer
+from dms_train.method.base import MethodOptions
 from dms_train.method.documents import PackedDocuments
-from dms_train.method.layer import Decided, Heads, LayerPass, method_layer
+from dms_train.method.eviction_stats import EVICTION_STATS
+from dms_train.method.layer import Decided, Heads, LayerKernels, LayerPass, method_layer
 from dms_train.method.noise import LayerNoise
 from dms_train.method.plan import StepPlan
 from dms_train.method.schedule import evicted_fraction
+from dms_train.method.token_losses import PLAIN_LOSS, LossOptions
 
 
 class MethodState:
     """State that all layers of a model share: constants, the kernel and the current step's plan.
 
-    Holds per-step values only: with 1F1B and recomputation a per-microbatch value would be read
-    again in another microbatch.
+    It holds values of a step only. With 1F1B and recomputation a value of a micro-batch would be
+    read again in another micro-batch.
 
     Args:
-        spec: Method of the model.
+        options: Method of the model and its training.
         attend: Attention kernel.
-        fused_on: Device on which the fused kernels beside attention run, which need triton; None
-            for plain operations.
+        loss: Parameters of the token losses.
+        fused_on: Device of the fused kernels around attention, which need triton; None for plain
+            operations.
     """
 
     def __init__(
         self,
-        spec: MethodSpec,
+        options: MethodOptions,
         attend: DMSAttention,
         *,
+        loss: LossOptions = PLAIN_LOSS,
         fused_on: torch.device | None = None,
     ) -> None:
-        self.spec = spec
-        self.layer = method_layer(spec)
+        self.options = options
+        self.loss_options = loss
+        self.spec = options.spec
         self.fused = fused_on is not None
-        if self.fused and spec.kind == "dmc":
-            from dms_train.kernels.layers.triton_decide import decide_merges
-            from dms_train.kernels.layers.triton_merge import merge
-
-            self.layer = DMCLayer(spec, Kernels(decide_merges, merge))
+        self.layer = method_layer(self.spec, _layer_kernels() if self.fused else None)
         self.attend = attend
         self.plan = StepPlan()
         self.step: int | Tensor = 0
         self.target: float | Tensor = 0.0
-        self.neuron_scale: float | Tensor = 1.0
+        self.channel_scale: float | Tensor = 1.0
         if fused_on is not None:
             # at addresses that stay, so that a CUDA graph reads the values of the current step
             self.step = torch.zeros((), dtype=torch.int64, device=fused_on)
             self.target = torch.zeros((), dtype=torch.float64, device=fused_on)
-            self.neuron_scale = torch.ones((), device=fused_on)
+            self.channel_scale = torch.ones((), device=fused_on)
         self._dense_sides: dict[tuple[int, int, int], Tensor] = {}
 
     def set_plan(self, plan: StepPlan) -> None:
@@ -77,7 +75,7 @@ class MethodState:
         values = {
             "step": plan.step,
             "target": evicted_fraction(plan.target_cr),
-            "neuron_scale": plan.neuron_scale,
+            "channel_scale": plan.channel_scale,
         }
         for name, value in values.items():
             if self.fused:
@@ -89,13 +87,13 @@ class MethodState:
         """Return the plan without the numbers that passes read from tensors."""
         if not self.fused:
             return plan
-        scale = 1.0 if isinstance(self.layer, DMSLayer) else plan.neuron_scale
-        return replace(plan, step=0, stage_step=0, target_cr=1.0, neuron_scale=scale)
+        scale = 1.0 if self.layer.scale_on_device else plan.channel_scale
+        return replace(plan, step=0, stage_step=0, target_cr=1.0, channel_scale=scale)
 
     def rope(self, frequencies: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-        """What the layers are given of megatron's frequencies [s, 1, 1, d].
+        """Return the RoPE table passed to every layer, from Megatron's frequencies [s, 1, 1, d].
 
-        With packed documents each sample has its own rows, those of its positions.
+        With packed documents each sample has the rows of its own positions.
         """
         at = None if documents is None else documents.positions.t().contiguous()
         if not self.fused:
@@ -106,9 +104,9 @@ class MethodState:
         return table if at is None else table[at]
 
     def dense_eviction_stats(self, like: Tensor) -> Tensor:
-        """Side sums [b, 3] where every slot stays: (alpha, live slots, reads / length).
+        """Return the first columns of `EvictionStats` where every slot stays, [b, 3].
 
-        Of a layer with a tensor [s, b, g, ...] like this one.
+        `like` is any tensor [s, b, g, ...] of the layer.
         """
         s, b, g = like.shape[:3]
         found = self._dense_sides.get((s, b, g))
@@ -121,7 +119,7 @@ class MethodState:
 
 
 class CoreAttention(MegatronModule):
-    """The kernel call, as the module that megatron's spec and selective recomputation expect."""
+    """Module around the kernel call, for Megatron's spec and selective recomputation."""
 
     def __init__(
         self, config: Any, method: MethodState, softmax_scale: float | None = None, **_: Any
@@ -138,9 +136,9 @@ class CoreAttention(MegatronModule):
         log_keep: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d], log_keep [b, g, s]; to [s, b, n * d].
+        """Map query [s, b, n, d], key, value [s, b, g, d], log_keep [b, g, s] to [s, b, n * d].
 
-        `cu_seqlens` are the bounds of packed documents in the samples behind each other.
+        `cu_seqlens` holds the bounds of packed documents in the concatenated samples.
         """
         heads = [t.transpose(0, 1) for t in (query, key, value)]
         if cu_seqlens is not None:  # the kernels take documents of one sample
@@ -153,11 +151,46 @@ class CoreAttention(MegatronModule):
         return out.view(b, s, n, d).transpose(0, 1).reshape(s, b, -1)
 
 
-class DMSSelfAttention(SelfAttention):
-    """Megatron's self-attention with an eviction channel.
+class _LayerProjection(NamedTuple):
+    """`method.layer.Projection` of a layer's hidden states [s, b, h]."""
+
+    attention: MethodSelfAttention
+    hidden_states: Tensor
+    rope: Tensor | None
+
+    def heads(self) -> Heads:
+        """Return the heads before RoPE."""
+        query, key, value = self.attention.get_query_key_value_tensors(self.hidden_states)
+        return Heads(query.view(*key.shape[:3], -1, key.shape[3]), key, value)
+
+    def rotated(self, channel: int, *, clear_after_rope: bool) -> tuple[Heads, Tensor]:
+        """Rotate with one kernel, which also splits the projection where no norm follows it."""
+        from dms_train.kernels.layers import triton_rope
+        from dms_train.kernels.layers.types import EvictionChannel
+
+        attention, table = self.attention, self.rope
+        assert table is not None
+        d = attention.hidden_size_per_attention_head
+        scaled = EvictionChannel(
+            channel % d, attention.method.channel_scale, clear_after_rope
+        )
+        if attention.config.qk_layernorm:
+            heads = self.heads()
+            query, key, raw = triton_rope.rotate(heads.query, heads.key, table, scaled)
+            value = heads.value
+        else:
+            mixed, _ = attention.linear_qkv(self.hidden_states)
+            groups = attention.num_query_groups_per_partition
+            mixed = mixed.view(*mixed.shape[:2], groups, -1, d)
+            query, key, value, raw = triton_rope.split_and_rotate(mixed, table, scaled)
+        return Heads(query.view(*key.shape[:3], -1, d), key, value), raw
+
+
+class MethodSelfAttention(SelfAttention):
+    """Megatron's self-attention with a retrofit method.
 
     The block sets `noise_keys` and `documents` right before each call and takes `eviction_stats`
-    right after it, inside the recomputed unit; they belong to one microbatch only.
+    right after it, inside the recomputed unit; they belong to one micro-batch only.
     """
 
     def __init__(
@@ -179,15 +212,13 @@ class DMSSelfAttention(SelfAttention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within hidden_states [s, b, h]; the mask is always causal."""
-        if self.method.fused and isinstance(self.method.layer, DMSLayer):
-            heads, eviction_channel = self._fused_heads(hidden_states, rotary_pos_emb)
-            log_keep, stats = self._decide(eviction_channel)
+        layer, step = self.method.layer, self._pass(rotary_pos_emb)
+        projection = _LayerProjection(self, hidden_states, rotary_pos_emb)
+        if self.method.fused:
+            heads, decided = layer.prepare_fused(projection, step)
         else:
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
-            grouped = query.view(*key.shape[:3], -1, key.shape[3])
-            projected = Heads(grouped, key, value)
-            heads, decided = self.method.layer.prepare(projected, self._pass(rotary_pos_emb))
-            log_keep, stats = self._account(decided, key)
+            heads, decided = layer.prepare(projection.heads(), step)
+        log_keep, stats = self._account(decided, heads.key)
         self.eviction_stats = F.pad(stats, (0, EVICTION_STATS - stats.shape[1]))
         cu_seqlens = None if self.documents is None else self.documents.cu_seqlens
         inputs = heads.query.flatten(2, 3), heads.key, heads.value, log_keep, cu_seqlens
@@ -198,10 +229,11 @@ class DMSSelfAttention(SelfAttention):
         return self.linear_proj(context)
 
     def _pass(self, rotary_pos_emb: Tensor | None) -> LayerPass:
-        """What the method is told of this microbatch."""
+        """Describe this micro-batch to the method."""
         ranks = self.pg_collection.tp
         return LayerPass(
             plan=self.method.plan,
+            options=self.method.options,
             target=self.method.target,
             documents=self.documents,
             noise=self._noise(),
@@ -212,34 +244,10 @@ class DMSSelfAttention(SelfAttention):
             recorded=self.recorded is not None or self.held is not None,
         )
 
-    def _fused_heads(self, hidden_states: Tensor, table: Tensor | None) -> tuple[Heads, Tensor]:
-        """Rotated heads and eviction channel by one kernel each way.
-
-        It reads the projection's output where nothing norms that.
-        """
-        from dms_train.kernels.layers import triton_rope
-        from dms_train.kernels.layers.types import EvictionChannel
-
-        assert table is not None
-        spec, d = self.method.spec, self.hidden_size_per_attention_head
-        eviction_channel = EvictionChannel(
-            spec.channel % d, self.method.neuron_scale, spec.clear_after_rope
-        )
-        if not self.config.qk_layernorm:
-            mixed, _ = self.linear_qkv(hidden_states)
-            groups = self.num_query_groups_per_partition
-            mixed = mixed.view(*mixed.shape[:2], groups, -1, d)
-            query, key, value, raw = triton_rope.split_and_rotate(mixed, table, eviction_channel)
-        else:
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
-            grouped = query.view(*key.shape[:3], -1, d)
-            query, key, raw = triton_rope.rotate(grouped, key, table, eviction_channel)
-        return Heads(query.view(*key.shape[:3], -1, d), key, value), raw
-
     def _rotate(
         self, rotary_pos_emb: Tensor | None, query: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """RoPE on query [s, b, g, r, d] and key [s, b, g, d]."""
+        """Apply RoPE to query [s, b, g, r, d] and key [s, b, g, d]."""
         if self.method.fused:
             from dms_train.kernels.layers import triton_rope
             from dms_train.kernels.layers.types import EvictionChannel
@@ -256,7 +264,7 @@ class DMSSelfAttention(SelfAttention):
         return turned.view(query.shape), key
 
     def _account(self, decided: Decided | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
-        """log(1 - alpha) by key, or None, and eviction statistics; recorded where asked for.
+        """Return log(1 - alpha) by key, or None, and eviction statistics; record them on request.
 
         `like` is any tensor [s, b, g, ...] of the layer.
         """
@@ -272,18 +280,8 @@ class DMSSelfAttention(SelfAttention):
             self.held = self.held.to(decided.held.device) + decided.held.sum(0)
         return decided.log_keep, decided.stats
 
-    def _decide(self, eviction_channel: Tensor) -> tuple[Tensor | None, Tensor]:
-        """`_account` of the decisions of DMS; in training by a kernel where kernels are fused."""
-        layer, step = self.method.layer, self._pass(None)
-        assert isinstance(layer, DMSLayer)
-        if self.method.fused and step.plan.eviction == "soft" and not step.recorded:
-            from dms_train.kernels.layers.triton_decide import decide
-
-            return decide(eviction_channel, self.method.spec, step.noise, self.documents)
-        return self._account(layer.decide(eviction_channel, step), eviction_channel)
-
     def _noise(self) -> LayerNoise | None:
-        """Of this rank's heads; None where the plan has none."""
+        """Return the noise of this rank's heads; None if the plan has none."""
         plan = self.method.plan
         if plan.eviction != "soft" or not plan.noise:
             return None
@@ -294,5 +292,12 @@ class DMSSelfAttention(SelfAttention):
 
 
 def _sum_ranks(x: Tensor, group: Any) -> Tensor:
-    """The sum over tensor-parallel ranks; its gradient is summed over them too."""
+    """Sum over tensor-parallel ranks; the gradient is summed over them, too."""
     return x if group.size() == 1 else all_reduce(x.contiguous(), group=group)
+
+
+def _layer_kernels() -> LayerKernels:
+    from dms_train.kernels.layers.triton_decide import decide, decide_merges
+    from dms_train.kernels.layers.triton_merge import merge
+
+    return LayerKernels(decide, decide_merges, merge)

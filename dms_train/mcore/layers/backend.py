@@ -29,16 +29,16 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerBackend(NamedTuple):
-    """What a decoder layer is built of.
+    """Components of a decoder layer.
 
     Attributes:
         name: `local` or `transformer_engine`.
-        reason: Why these were chosen.
+        reason: Reason for the choice.
         norm: Norms that are not fused with a linear layer.
         norm_linear: Projection out of the residual stream.
         row: Projection back into it.
-        fuses_norm: Whether `norm_linear` norms its input.
-        norm_name: Where `norm` comes from.
+        fuses_norm: Whether `norm_linear` normalises its input.
+        norm_name: Package that `norm` comes from.
     """
 
     name: str
@@ -50,22 +50,22 @@ class LayerBackend(NamedTuple):
     norm_name: str
 
     def describe(self, optimizer: Any) -> str:
-        """One line for the log; the optimizer is megatron's, or None."""
+        """Return one line for the log; the optimizer is Megatron's, or None."""
         text = f"{self.name} ({self.reason}), norms by {self.norm_name}"
         if optimizer is None:
             return text
-        # megatron takes it from whatever can be imported, whatever the layers are
+        # Megatron takes it from any package that can be imported, independent of the layers
         inner = type(optimizer_parts(optimizer)[0].optimizer)
         return f"{text}, optimizer {inner.__module__.partition('.')[0]} {inner.__name__}"
 
 
 def choose(wanted: str, device: torch.device) -> LayerBackend:
-    """The layers that a configured name stands for on a device.
+    """Choose the layers that a configured name stands for on a device.
 
     Args:
         wanted: `parallel.layers`; `auto` is Transformer Engine where it can be imported and the
             device is a GPU, megatron-core's own layers elsewhere.
-        device: Where the training computes.
+        device: Device of the training.
 
     Raises:
         ModelError: Transformer Engine is configured and cannot run.
@@ -87,7 +87,7 @@ def choose(wanted: str, device: torch.device) -> LayerBackend:
 
 
 def _missing(device: torch.device) -> str:
-    """Why Transformer Engine cannot run; empty where it can."""
+    """Say why Transformer Engine cannot run; empty if it can."""
     if device.type != "cuda":
         return f"Transformer Engine needs a GPU and training runs on the {device.type.upper()}"
     # without it megatron puts mocks in its place, so the import of its layers proves nothing
@@ -108,7 +108,7 @@ def _local(reason: str, device: torch.device) -> LayerBackend:
 
 
 def _apex_norm() -> type | None:
-    """NVIDIA's Apex, which comes with its containers only; `apex` on PyPI is another package."""
+    """Return the norm of NVIDIA's Apex, if installed; `apex` on PyPI is another package."""
     try:
         from apex.normalization import FusedRMSNorm
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a GPU does in fewer passes over memory than megatron's plain paths; a CPU keeps those.
+"""Fused operations on a GPU in place of Megatron's plain paths; a CPU keeps those.
 
 Megatron-core takes these from Apex or Transformer Engine and has slow substitutes for them. Torch
 has equivalents; where one of the two is importable nothing is replaced.
@@ -16,7 +16,7 @@ from dms_train.mcore import compat
 def apply(config: Any, device: torch.device, *, fused: bool) -> None:
     """Set what this device fuses in megatron's configuration, before a model is built.
 
-    `fused`: whether the kernels beside attention run (`kernels.dispatch.can_fuse`).
+    `fused`: whether the kernels around attention run (`kernels.dispatch.can_fuse`).
     """
     # megatron's name for its slot of an activation; the function in it is ours (see `layer_spec`)
     config.use_te_activation_func = fused
@@ -26,7 +26,7 @@ def apply(config: Any, device: torch.device, *, fused: bool) -> None:
 
 
 def fuse_adam(optimizer: Any) -> None:
-    """Let torch's AdamW update in one pass on a GPU; to be called again after loading its state.
+    """Let torch's AdamW update in one pass on a GPU; call it again after loading its state.
 
     The value in a checkpoint is that of the machine that wrote it.
     """

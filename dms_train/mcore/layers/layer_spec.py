@@ -1,4 +1,4 @@
-"""The ModuleSpec of a Llama-like block with our attention between chosen layers."""
+"""ModuleSpec of a Llama-like block with this package's attention."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from dms_train.mcore.layers.attention import CoreAttention, DMSSelfAttention, MethodState
+from dms_train.mcore.layers.attention import CoreAttention, MethodSelfAttention, MethodState
 from dms_train.mcore.layers.backend import LayerBackend
 
 
 def _swiglu() -> Callable[[Tensor], Tensor]:
-    """The activation as one kernel; megatron's slot for it takes functions too."""
+    """Return the activation as one kernel; Megatron's slot for it accepts functions."""
     from dms_train.kernels.layers.triton_swiglu import swiglu
 
     return swiglu
@@ -41,27 +41,29 @@ FUSED_NAMES = {
 }
 
 
-def layer_spec(method: MethodState, kit: LayerBackend, *, qk_layernorm: bool) -> ModuleSpec:
-    """One decoder layer."""
+def layer_spec(
+    method: MethodState, layer_backend: LayerBackend, *, qk_layernorm: bool
+) -> ModuleSpec:
+    """Describe one decoder layer."""
     inner, outer = (
-        kit.norm if qk_layernorm else IdentityOp,
-        IdentityOp if kit.fuses_norm else kit.norm,
+        layer_backend.norm if qk_layernorm else IdentityOp,
+        IdentityOp if layer_backend.fuses_norm else layer_backend.norm,
     )
     attention = ModuleSpec(
-        module=DMSSelfAttention,
+        module=MethodSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "method": method},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=kit.norm_linear,
+            linear_qkv=layer_backend.norm_linear,
             core_attention=partial(CoreAttention, method=method),
-            linear_proj=kit.row,
+            linear_proj=layer_backend.row,
             q_layernorm=inner,
             k_layernorm=inner,
         ),
     )
     mlp = MLPSubmodules(
-        linear_fc1=kit.norm_linear,
+        linear_fc1=layer_backend.norm_linear,
         activation_func=_swiglu() if method.fused else None,
-        linear_fc2=kit.row,
+        linear_fc2=layer_backend.row,
     )
     return ModuleSpec(
         module=TransformerLayer,
@@ -72,16 +74,19 @@ def layer_spec(method: MethodState, kit: LayerBackend, *, qk_layernorm: bool) ->
             pre_mlp_layernorm=outer,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={} if kit.fuses_norm else FUSED_NAMES,
+            sharded_state_dict_keys_map={} if layer_backend.fuses_norm else FUSED_NAMES,
         ),
     )
 
 
 def block_spec(
-    config: TransformerConfig, method: MethodState, kit: LayerBackend, vp_stage: int | None
+    config: TransformerConfig,
+    method: MethodState,
+    layer_backend: LayerBackend,
+    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline chunk and the final norm."""
+    """Describe the layers of this pipeline chunk and the final norm."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = get_num_layers_to_build(config, vp_stage, stage)
-    spec = layer_spec(method, kit, qk_layernorm=config.qk_layernorm)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=kit.norm)
+    spec = layer_spec(method, layer_backend, qk_layernorm=config.qk_layernorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=layer_backend.norm)

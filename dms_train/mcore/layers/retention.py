@@ -1,4 +1,4 @@
-"""Which KV heads keep how much, counted by the attention layers during an evaluation."""
+"""Counts of the tokens that KV heads keep, made by the attention during an evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _attentions(models: list[Any]) -> list[Any]:
 
 @contextmanager
 def counted(models: list[Any]) -> Iterator[None]:
-    """While open, every layer adds up the slots its KV heads hold at the last token."""
+    """Let every layer add up the slots that its KV heads hold at the last token."""
     for attention in _attentions(models):
         attention.held = torch.zeros((), dtype=torch.int64)
     try:
@@ -31,15 +31,15 @@ def counted(models: list[Any]) -> Iterator[None]:
 def kept(
     models: list[Any], view: ParallelView, shape: tuple[int, int], tokens: float
 ) -> tuple[tuple[float, ...], ...]:
-    """Share of the tokens that each KV head still holds at the end of a sample, on every rank.
+    """Compute the share of tokens that each KV head holds at the end of a sample, on every rank.
 
-    To be called within `counted`, after the pass; every rank calls it.
+    Every rank calls it within `counted`, after the pass.
 
     Args:
         models: This rank's chunks of the student.
-        view: This process among the others.
+        view: Sizes, ranks and groups of this process.
         shape: Layers and KV heads of the whole model.
-        tokens: Of all samples of the pass, all ranks together.
+        tokens: Number of tokens of all samples of the pass, on all ranks together.
 
     Returns:
         [layers][KV heads].

@@ -1,4 +1,4 @@
-"""Per-token losses behind a vocabulary-parallel output layer; on one rank `method.losses`' values.
+"""Per-token losses after a vocabulary-parallel output layer, equal to those of `method.losses`.
 
 The output layer and the loss are one differentiable function of the hidden states. It takes
 positions chunk by chunk: the logits of a chunk, their statistics, one exchange of a few numbers per
@@ -31,7 +31,7 @@ _TILE = 128  # positions
 
 
 class Projection(NamedTuple):
-    """What logits are made of.
+    """Factors of the logits.
 
     Attributes:
         hidden: [s, b, h], all positions, the same on every rank of the tensor-parallel group. Its
@@ -51,12 +51,12 @@ _RowLoss = Callable[[slice, Tensor, bool], Tensor]
 
 
 def valid_columns(width: int, vocab_size: int, shard: int) -> int:
-    """How many columns of a vocabulary shard are not padding."""
+    """Count the columns of a vocabulary shard that are no padding."""
     return max(0, min(width, vocab_size - width * shard))
 
 
 def _chunks(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Parts of nearly the same size, in whole tiles of a GPU's matrix products if there are any."""
+    """Divide into parts of nearly equal size, in whole tiles of a GPU's matrix products."""
     count = -(-rows * width // _CHUNK[device.type])
     size = -(-rows // max(count, 1))
     if size > _TILE:
@@ -105,7 +105,7 @@ def _apply(student: Projection, row_loss: _RowLoss) -> Tensor:
 
 
 def _from_all_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...], the same on all of them."""
+    """Gather [ranks, ...] on all ranks."""
     if group.size() == 1:
         return x[None]
     out = x.new_empty(group.size(), *x.shape)
@@ -120,11 +120,11 @@ def distillation_kl(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """KL per position, in nats times temperature squared.
+    """Compute the KL per position, in nats times temperature squared.
 
     Args:
         student: With gradients to both of its tensors.
-        teacher: Without.
+        teacher: Without gradients.
         divergence: Direction and temperature.
         vocab_size: Columns beyond it are padding and do not count.
         group: Tensor-parallel group the vocabulary is sharded over.
@@ -151,7 +151,7 @@ def distillation_kl(
 def next_token_loss(
     student: Projection, labels: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Cross-entropy float32 [s, b] in nats, equal on all ranks of the group.
+    """Compute the cross-entropy, float32 [s, b] in nats, equal on all ranks of the group.
 
     Args:
         student: With gradients to both of its tensors.
@@ -179,11 +179,11 @@ def next_token_loss(
 
 
 class OutputLosses(NamedTuple):
-    """What a token loss is made of: `method.token_losses.VocabularyLosses` on sharded logits.
+    """Inputs of a token loss: `method.token_losses.VocabularyLosses` on sharded logits.
 
     Attributes:
         student: With gradients to both of its tensors.
-        teacher: Without; None where no teacher runs.
+        teacher: Without gradients; None if no teacher runs.
         labels: int64 [b, s].
         vocab_size: Columns beyond it are padding and do not count.
         group: Tensor-parallel group the vocabulary is sharded over.
@@ -196,12 +196,12 @@ class OutputLosses(NamedTuple):
     group: dist.ProcessGroup
 
     def divergence(self, direction: str, temperature: float) -> Tensor:
-        """KL divergence [s, b] between student and teacher, times temperature squared."""
+        """Compute the KL divergence [s, b] of student and teacher, times temperature squared."""
         if self.teacher is None:
             raise ModelError("the loss needs a teacher and none is attached; set model.path")
         divergence = Divergence(direction, temperature)
         return distillation_kl(self.student, self.teacher, divergence, self.vocab_size, self.group)
 
     def cross_entropy(self) -> Tensor:
-        """Cross-entropy [s, b] of the student and the next token."""
+        """Compute the cross-entropy [s, b] of the student and the next token."""
         return next_token_loss(self.student, self.labels, self.vocab_size, self.group)

@@ -1,4 +1,4 @@
-"""Megatron parameters <-> Hugging Face tensors of a whole model, read both ways."""
+"""Mapping between Megatron parameters and Hugging Face tensors of a whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dms_train.method.layer import MethodLayer
 
 
 def entries(architecture: Architecture) -> Iterator[ParameterMap]:
-    """All parameters with global layer numbers, in the order of the forward pass."""
+    """Yield all parameters with global layer numbers, in the order of the forward pass."""
     yield ParameterMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for layer in range(architecture.num_layers):
         for entry in FAMILIES[architecture.family].layer_parameters:
@@ -28,13 +28,13 @@ def entries(architecture: Architecture) -> Iterator[ParameterMap]:
 
 
 def _group_rows(architecture: Architecture) -> tuple[int, int]:
-    """Query rows and key (or value) rows of one KV group."""
+    """Count the query rows and the key (or value) rows of one KV group."""
     heads_per_group = architecture.num_attention_heads // architecture.num_query_groups
     return heads_per_group * architecture.kv_channels, architecture.kv_channels
 
 
 def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Architecture) -> Tensor:
-    """The Megatron tensor from Hugging Face tensors: both full, or both one rank's part."""
+    """Make the Megatron tensor from Hugging Face tensors: all full, or all one rank's part."""
     if entry.layout == "plain":
         return tensors[0]
     if entry.layout == "gated":
@@ -45,7 +45,7 @@ def to_megatron(entry: ParameterMap, tensors: list[Tensor], architecture: Archit
 
 
 def to_hf(entry: ParameterMap, tensor: Tensor, architecture: Architecture) -> dict[str, Tensor]:
-    """Inverse of `to_megatron`: Hugging Face names and full tensors."""
+    """Invert `to_megatron`: return Hugging Face names and full tensors."""
     if entry.layout == "plain":
         parts: list[Tensor] = [tensor]
     elif entry.layout == "gated":
@@ -60,7 +60,7 @@ def to_hf(entry: ParameterMap, tensor: Tensor, architecture: Architecture) -> di
 def eviction_channel_rows(
     architecture: Architecture, method: MethodLayer, groups: int
 ) -> list[int]:
-    """Rows of `groups` KV groups' borrowed channels in a fused (local) q, k, v projection."""
+    """Return the rows of the eviction channels of `groups` KV groups in a local q, k, v matrix."""
     query, key = _group_rows(architecture)
     rows = method.channel_rows(query, key)
     return [group * (query + 2 * key) + row for group in range(groups) for row in rows]

@@ -1,4 +1,4 @@
-"""The GPT model of one pipeline chunk: student and frozen teacher in the same pass."""
+"""GPT model of one pipeline chunk: student and frozen teacher in the same pass."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from dms_train.mcore.layers import vocabulary_losses as vocab_losses
 from dms_train.mcore.layers.attention import MethodState
 from dms_train.mcore.layers.backend import LayerBackend
 from dms_train.mcore.layers.layer_spec import block_spec
-from dms_train.mcore.options import EVICTION_STATS, VOCABULARY_MULTIPLE, ParallelOptions
+from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 from dms_train.mcore.schedule.stage_tensor import StageState, pack, unpack
 from dms_train.method.documents import PackedDocuments
+from dms_train.method.eviction_stats import EVICTION_STATS
 
 _ROPE_RULE = (1.0, 4.0, 8192)  # low, high, original length: the only rule megatron-core supports
 
 
 def padded_vocab_size(architecture: Architecture) -> int:
-    """Rows of the embedding table, padding included."""
+    """Return the number of rows of the embedding table, padding included."""
     return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def transformer_config(architecture: Architecture, options: ParallelOptions) -> TransformerConfig:
-    """megatron-core's configuration of this architecture in this layout."""
+    """Make megatron-core's configuration of this architecture in this layout."""
     a = architecture
     dtype = torch.bfloat16 if options.params_dtype == "bf16" else torch.float32
     full = options.recompute_granularity == "full"
@@ -80,7 +81,7 @@ def transformer_config(architecture: Architecture, options: ParallelOptions) -> 
 
 
 def rope_arguments(architecture: Architecture) -> dict[str, Any]:
-    """GPTModel's arguments for RoPE scaling; ModelError for a rule that megatron-core lacks."""
+    """Return GPTModel's arguments for RoPE scaling; ModelError if megatron-core lacks the rule."""
     scaling = architecture.rope_scaling
     if scaling is None:
         return {}
@@ -98,20 +99,20 @@ def rope_arguments(architecture: Architecture) -> dict[str, Any]:
 
 
 class DMSModel(GPTModel):
-    """GPTModel whose `stage_tensor` carries student, teacher and eviction statistics."""
+    """GPTModel with student, teacher and eviction statistics in its `stage_tensor`."""
 
     def __init__(
         self,
         config: TransformerConfig,
         architecture: Architecture,
         method: MethodState,
-        kit: LayerBackend,
+        layer_backend: LayerBackend,
         vp_stage: int | None = None,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         super().__init__(
             config,
-            block_spec(config, method, kit, vp_stage),
+            block_spec(config, method, layer_backend, vp_stage),
             vocab_size=padded_vocab_size(architecture),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -131,13 +132,13 @@ class DMSModel(GPTModel):
 
     @property
     def teacher(self) -> DMSModel | None:
-        """The frozen teacher's chunk, when the loss of the current plan needs it."""
+        """The frozen teacher's chunk if the loss of the current plan needs it."""
         wanted = self.method.plan.token_loss.needs_teacher and not self.records_logits
         return self._teacher[0] if self._teacher and wanted else None
 
     @property
     def has_teacher(self) -> bool:
-        """Whether a teacher is attached, independent of the plan."""
+        """True if a teacher is attached, independent of the plan."""
         return bool(self._teacher)
 
     def set_teacher(self, teacher: DMSModel) -> None:
@@ -145,11 +146,11 @@ class DMSModel(GPTModel):
         self._teacher = [teacher.requires_grad_(requires_grad=False).eval()]
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Called by the schedules with the previous stage's tensor."""
+        """Take the previous stage's tensor; the schedules call it."""
         self._stage_input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings [s/tp, b, h] of tokens [b, s]."""
+        """Embed tokens [b, s] as [s/tp, b, h]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         return self.embedding(tokens, positions)
 
@@ -160,7 +161,7 @@ class DMSModel(GPTModel):
         noise_keys: Tensor | None,
         documents: PackedDocuments | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """This chunk's layers (and final norm); they add to the eviction statistics [b, 3]."""
+        """Run this chunk's layers (and final norm) and add up the eviction statistics."""
         config, count = self.config, len(self.decoder.layers)
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         frequencies = self.rotary_pos_emb.get_emb(hidden.shape[0] * shards)
@@ -196,13 +197,13 @@ class DMSModel(GPTModel):
         return run
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary-sharded logits [s, b, padded vocabulary / tp]."""
+        """Compute vocabulary-sharded logits [s, b, padded vocabulary / tp]."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
         return self.output_layer(hidden, weight=weight)[0]
 
     def _projection(self, hidden: Tensor) -> vocab_losses.Projection:
-        """What `logits` multiplies, for losses that make logits chunk by chunk."""
+        """Return the factors of `logits`, for losses that compute logits chunk by chunk."""
         # The output layer itself is not called.
         compat.run_forward_pre_hooks(self.output_layer)
         group, tied = self.pg_collection.tp, self.share_embeddings_and_output_weights
@@ -220,7 +221,7 @@ class DMSModel(GPTModel):
             return unpack(self._stage_input, has_teacher=teacher is not None)
         hidden = self.embed(tokens)
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # reentrant recomputation of layers behind a frozen embedding would drop all gradients
+            # reentrant recomputation of layers after a frozen embedding would drop all gradients
             hidden.requires_grad_()
         with torch.no_grad():
             t_hidden = None if teacher is None else teacher.embed(tokens)
@@ -234,19 +235,20 @@ class DMSModel(GPTModel):
         labels: Tensor,
         noise_keys: Tensor,
         documents: PackedDocuments | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """One pipeline chunk.
+    ) -> Tensor | tuple[Tensor | tuple[Tensor, ...], Tensor]:
+        """Run one pipeline chunk.
 
         Args:
             tokens: int64 [b, s].
             labels: int64 [b, s], used by the language-model loss.
             noise_keys: int64 [b], one per sample.
-            documents: Documents packed into the samples, for both models; None where a sample is
-                one document.
+            documents: Documents packed into the samples, for both models; None if a sample is one
+                document.
 
         Returns:
-            The stage tensor, or on the last stage (loss per position [s, b], eviction statistics
-            [b, 3] over all layers and heads); logits instead of losses while recording.
+            The stage tensor, or on the last stage (terms of the token loss [s, b], eviction
+            statistics [b, EVICTION_STATS] over all layers and heads); logits instead of the terms
+            while recording.
         """
         teacher = self.teacher
         state = self._input_state(tokens, teacher)
@@ -264,7 +266,9 @@ class DMSModel(GPTModel):
         eviction_stats = reduce_from_tensor_model_parallel_region(eviction_stats)
         return self._loss(hidden, t_hidden, labels), eviction_stats
 
-    def _loss(self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor) -> Tensor:
+    def _loss(
+        self, hidden: Tensor, t_hidden: Tensor | None, labels: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
         if self.records_logits:
             return self.logits(hidden)
         teacher = None
@@ -278,4 +282,4 @@ class DMSModel(GPTModel):
             vocab_size=self.architecture.vocab_size,
             group=self.pg_collection.tp,
         )
-        return self.method.plan.token_loss.per_token(losses, self.method.spec)
+        return self.method.plan.token_loss.per_token(losses, self.method.loss_options)

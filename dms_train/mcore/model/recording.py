@@ -1,4 +1,4 @@
-"""Decisions and logits of one text, gathered from all ranks: the self-test of an export."""
+"""Self-test of an export: decisions and logits of one text, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dms_train.mcore.schedule.step import run_schedule
 
 
 class Recording(NamedTuple):
-    """input_ids int64 [T], decision_logits float32 [layers, KV heads, T], logits [T, vocab]."""
+    """Tensors input_ids [T], decision_logits float32 [layers, KV heads, T], logits [T, vocab]."""
 
     input_ids: Tensor
     decision_logits: Tensor
@@ -44,7 +44,7 @@ def _attentions(models: list[Any]) -> list[Any]:
 def record(
     models: list[Any], chunks: list[Any], tokens: Tensor, config: Any, view: ParallelView
 ) -> Recording | None:
-    """Run tokens [T] once under the plan already set; the recording on rank 0, else None."""
+    """Run tokens [T] once under the present plan; return the recording on rank 0, else None."""
     batch = Batch(
         tokens=tokens[None],
         labels=tokens[None],
@@ -82,7 +82,7 @@ def _assemble(
     vocab_size: int,
     view: ParallelView,
 ) -> Recording | None:
-    """From each rank's heads and vocabulary columns to whole tensors on rank 0."""
+    """Join each rank's heads and vocabulary columns to whole tensors on rank 0."""
     mine = {
         "decided": {n: d[0][:, 0].t().float().cpu() for n, d in decided.items() if d},
         "logits": outputs[0][:, 0].float().cpu() if outputs else None,

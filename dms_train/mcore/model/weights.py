@@ -1,4 +1,4 @@
-"""Weights in and out of the sharded model, one Hugging Face tensor at a time."""
+"""Loading and gathering of sharded weights, one Hugging Face tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dms_train.mcore.model import mapping
 
 
 class WeightSource(Protocol):
-    """Anything that gives Hugging Face tensors by name.
+    """Source of Hugging Face tensors by name.
 
     Both functions raise HFError when a tensor cannot be used.
     """
@@ -47,7 +47,7 @@ class RandomWeights(WeightSource):
         self._output_std = std / (2 * architecture.num_layers) ** 0.5
 
     def get(self, name: str) -> Tensor:
-        """Norms are 1, biases 0, matrices normal; residual outputs scaled down by depth."""
+        """Return 1 for norms, 0 for biases, normal matrices; residual outputs scaled by depth."""
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape)
@@ -61,14 +61,14 @@ class RandomWeights(WeightSource):
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name with separate norms, in either implementation of the layers."""
+    """Return a parameter's name with separate norms, for either implementation of layers."""
     for plain, fused in FUSED_NAMES.items():
         name = name.replace(fused, plain)
     return name
 
 
 def global_names(chunk: Any) -> dict[str, Tensor]:
-    """Parameters of one model chunk by plain name with the global layer number."""
+    """Return the parameters of a model chunk by plain name with the global layer number."""
     named = {}
     for full, parameter in chunk.named_parameters():
         name = plain_name(full)
@@ -119,7 +119,7 @@ def load(
 
 
 def require_finite(chunks: list[Any], where: str) -> None:
-    """Refuse loaded weights that no step can be computed with; `where` leads the message.
+    """Refuse loaded weights that are not finite; `where` starts the message.
 
     Raises:
         ModelError: On every rank alike, with the first parameter that holds NaN or infinities.
@@ -185,15 +185,15 @@ def gather(
     view: ParallelView,
     read: Callable[[Any], Tensor] = lambda parameter: parameter.data,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full Hugging Face tensors on the CPU of rank 0, one Megatron parameter at a time.
+    """Yield full Hugging Face tensors on the CPU of rank 0, one Megatron parameter at a time.
 
     Every rank must exhaust the iterator; the others yield nothing.
 
     Args:
         chunks: This rank's unwrapped model chunks.
-        architecture: Of the model.
+        architecture: Architecture of the model.
         view: Parallel layout.
-        read: What to read of each parameter: its value, or its gradient in checks.
+        read: Function that returns a parameter's value, or its gradient in checks.
     """
     mine = {name: p for chunk in chunks for name, p in global_names(chunk).items()}
     owners = _owners(mine, read, view)
@@ -231,7 +231,7 @@ def _gather_tensor_parallel(
 def _owners(
     mine: dict[str, Any], read: Callable[[Any], Tensor], view: ParallelView
 ) -> dict[str, tuple[tuple[int, int], tuple[int, ...], torch.dtype]]:
-    """For each parameter: ((stage, rank) of the first owner, full padded shape, dtype)."""
+    """Return ((stage, rank) of the first owner, full padded shape, dtype) by parameter."""
     described = {}
     for name, parameter in mine.items():
         local = read(parameter)

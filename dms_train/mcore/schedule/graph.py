@@ -1,7 +1,7 @@
-"""The passes of a microbatch as a CUDA graph: one launch instead of thousands.
+"""Passes of a micro-batch as a CUDA graph: one launch instead of thousands.
 
 The host needs longer to launch the kernels of a layer one by one than a fast GPU needs to run them.
-A graph repeats the same kernels on the same memory, so it can run every microbatch of the same
+A graph repeats the same kernels on the same memory, so it can run every micro-batch of the same
 shape. Numbers that change from step to step are read from tensors (`MethodState.set_plan`).
 """
 
@@ -20,7 +20,7 @@ from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import ParallelOptions
 from dms_train.observe import log
 
-# Computes the passes of one microbatch with a token scale; the report of its loss.
+# Run the passes of one micro-batch with a token scale; return the report of its loss.
 Passes = Callable[[Batch, Tensor], Any]
 
 OPTION = "parallel.cuda_graph"
@@ -28,10 +28,10 @@ _EAGER_STEPS = 2  # kernels are compiled, plans chosen and constants made before
 
 
 class GraphInputs:
-    """Copies of a microbatch's tensors, at addresses that stay.
+    """Copies of the tensors of a micro-batch, at addresses that stay.
 
     Args:
-        batch: Microbatch without packed documents.
+        batch: Micro-batch without packed documents.
         scale: Token scale, float64 [].
     """
 
@@ -40,10 +40,10 @@ class GraphInputs:
         self.scale = scale.clone()
 
     def fill(self, batch: Batch, scale: Tensor) -> None:
-        """Copy the tensors of another microbatch.
+        """Copy the tensors of another micro-batch.
 
         Raises:
-            ModelError: They have other shapes.
+            ModelError: Its tensors have other shapes.
         """
         own, given = [self.scale, *self.batch[:4]], [scale, *batch[:4]]
         if [tensor.shape for tensor in own] != [tensor.shape for tensor in given]:
@@ -64,9 +64,9 @@ class _Captured(NamedTuple):
 
 
 class PassGraph:
-    """Runs the passes of microbatches eagerly in two steps, then captures and replays them.
+    """Runs the passes of micro-batches eagerly in two steps, then captures and replays them.
 
-    Gradients are added to megatron's buffers, which stay where they are. The reduction of the
+    Gradients are added to Megatron's buffers, whose addresses never change. The reduction of the
     gradients and the update of the weights are not part of the graph.
 
     Args:
@@ -84,7 +84,7 @@ class PassGraph:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Inside the block the GPU's work is queued on the stream that is captured.
+        """Queue the GPU's work inside the block on the captured stream.
 
         Autograd accumulates a gradient on the stream on which its parameter was first used, so the
         gradient buffers are built inside such a block, and passes run inside one.
@@ -105,7 +105,7 @@ class PassGraph:
         self._key = None
 
     def begin_step(self, computation: Hashable, microbatches: int) -> None:
-        """Begin a step; the graph of another computation is released."""
+        """Begin a step, and release the graph of another computation."""
         key = computation, microbatches
         if key != self._key:
             self.release()
@@ -113,15 +113,15 @@ class PassGraph:
         self._steps += 1
 
     def run(self, passes: Passes, batch: Batch, scale: Tensor) -> dict[str, Tensor]:
-        """Report of `passes`, for a call inside `stream`.
+        """Run or replay `passes` inside `stream`, and return their report.
 
         Args:
-            passes: Passes of a microbatch; the same computation in every call of a step.
-            batch: Microbatch on the device.
+            passes: Passes of a micro-batch; the same computation in every call of a step.
+            batch: Micro-batch on the device.
             scale: Token scale of the step, float64 [].
 
         Raises:
-            ModelError: The passes cannot be captured although they have to, or the shapes changed.
+            ModelError: The passes cannot be captured although that is required, or shapes changed.
         """
         if self._steps <= _EAGER_STEPS or self._obstacle:
             return passes(batch, scale)
@@ -153,13 +153,13 @@ class PassGraph:
 
 
 def choose_graph(options: ParallelOptions, view: ParallelView, *, fused: bool) -> PassGraph | None:
-    """Return what replays the passes of this layout, or None where they run eagerly.
+    """Return a graph for the passes of this layout, or None where they run eagerly.
 
     Args:
         options: Layout and `cuda_graph`.
-        view: Groups of this rank.
+        view: Process groups of this rank.
         fused: Whether the fused kernels run. Other kernels read the numbers of a step on the host,
-            so that a replay would repeat those of the captured step.
+            so a replay would repeat the numbers of the captured step.
 
     Raises:
         ModelError: `parallel.cuda_graph=always` in a layout that cannot be captured.
@@ -178,7 +178,7 @@ def choose_graph(options: ParallelOptions, view: ParallelView, *, fused: bool) -
 
 
 def require_gpu(device: torch.device) -> None:
-    """Raise ModelError where the training computes on another device."""
+    """Raise ModelError if training runs on another device."""
     if device.type != "cuda":
         name = device.type.upper()
         raise ModelError(f"{OPTION}=always: needs a GPU and training runs on the {name}; use auto")

@@ -1,4 +1,4 @@
-"""Gradient buckets, AdamW and its learning-rate schedule; megatron's own, configured here."""
+"""Configure Megatron's gradient buckets, AdamW and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dms_train.method.plan import LearningRate
 
 
 def mixed_precision(config: TransformerConfig, models: list[Any]) -> list[Any]:
-    """Megatron's 16-bit wrapper around this rank's model chunks, where configured."""
+    """Wrap this rank's model chunks in Megatron's 16-bit module where configured."""
     return [Float16Module(config, model) if config.bf16 else model for model in models]
 
 
 def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
-    """Gradient buckets with fp32 reduction around this rank's chunks.
+    """Wrap this rank's chunks in gradient buckets with fp32 reduction.
 
     With several copies the reduction overlaps the backward pass, and updated weights are gathered
-    while the next forward pass runs: `settle` before they are read elsewhere.
+    during the next forward pass. Call `wait_for_param_gather` before reading them elsewhere.
     """
     overlap = parallel_state.get_data_parallel_world_size() > 1
     ddp = DistributedDataParallelConfig(
@@ -52,7 +52,7 @@ def data_parallel(config: TransformerConfig, chunks: list[Any]) -> list[Any]:
     return wrapped
 
 
-def settle(chunks: list[Any]) -> None:
+def wait_for_param_gather(chunks: list[Any]) -> None:
     """Wait until every rank has the weights of the last update; all ranks call it."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
@@ -60,7 +60,7 @@ def settle(chunks: list[Any]) -> None:
 
 
 def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: list[Any]) -> Any:
-    """The distributed AdamW over the wrapped chunks."""
+    """Build the distributed AdamW over the wrapped chunks."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -79,7 +79,7 @@ def build_optimizer(options: OptimOptions, model: TransformerConfig, chunks: lis
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """Norm of the reduced gradients over all ranks."""
+    """Return the norm of the reduced gradients over all ranks."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
@@ -89,7 +89,7 @@ class _NotFinite(Exception):
 
 
 class Update(NamedTuple):
-    """The outcome of a step: the gradient norm before clipping, and whether weights changed."""
+    """Outcome of a step: the gradient norm before clipping, and whether weights changed."""
 
     grad_norm: float
     updated: bool
@@ -98,13 +98,13 @@ class Update(NamedTuple):
 def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
     """Clip and update, the same on every rank.
 
-    Megatron updates with gradients that are not finite unless a loss scaler checks them, and
-    bf16 and fp32 have none. Here neither weights nor optimizer change then.
+    Megatron applies gradients that are not finite unless a loss scaler checks them. bf16 and fp32
+    have no scaler, so this function leaves weights and optimizer unchanged instead.
 
     Args:
         optimizer: Megatron's, with gradients.
-        finite: Whether the loss is; called after the norm, when no GPU is busy any more, and
-            only when that is finite.
+        finite: Returns whether the loss is finite. It is called only if the norm is finite, and
+            after the norm, when the GPU is idle.
     """
     norms: list[float] = []
     measure = type(optimizer).get_grad_norm
@@ -126,7 +126,7 @@ def step(optimizer: Any, finite: Callable[[], bool]) -> Update:
 
 
 def build_scheduler(optimizer: Any, rate: LearningRate, weight_decay: float) -> Any:
-    """Megatron's scheduler; `set_step` makes it a function of the step alone."""
+    """Build Megatron's scheduler; `set_step` makes it a function of the step alone."""
     for group in optimizer.param_groups:
         # in megatron a group's own limits take precedence over the scheduler's
         group["max_lr"], group["min_lr"] = rate.max_lr, rate.min_lr

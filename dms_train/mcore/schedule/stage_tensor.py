@@ -1,10 +1,11 @@
-"""What pipeline stages exchange, packed into the one tensor that the schedules support.
+"""State exchanged by pipeline stages, packed into the one tensor that the schedules support.
 
     [student S/tp rows | teacher S/tp rows (if any) | 1 row of eviction statistics]      each row
     [b, hidden]
 
-The row of eviction statistics carries per-sample sums of this tensor-parallel rank's heads, exactly
-in fp32 whatever the dtype of the stage tensor; their gradients flow back through the same row.
+The row of eviction statistics holds the columns of `EvictionStats`: per-sample sums over the heads
+of this tensor-parallel rank. They stay exact fp32 values in any dtype of the stage tensor. Their
+gradients flow back through the same row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dms_train.mcore.options import EVICTION_STATS, EXACT_PARTS
+from dms_train.mcore.options import EXACT_PARTS
+from dms_train.method.eviction_stats import EVICTION_STATS
 
 
 class StageState(NamedTuple):
@@ -40,7 +42,7 @@ def _merge(parts: Tensor) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """fp32 [b, n] to [b, PARTS * n] whose parts add up exactly; gradients are merged back."""
+    """Split fp32 [b, n] into [b, PARTS * n] that adds up exactly; gradients are merged back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +68,7 @@ class _Merge(torch.autograd.Function):
 
 
 def pack(state: StageState) -> Tensor:
-    """One stage tensor from its parts."""
+    """Pack the parts into one stage tensor."""
     row = _Split.apply(state.eviction_stats, state.student.dtype)
     row = F.pad(row, (0, state.student.shape[-1] - row.shape[-1]))[None]
     parts = [state.student, *([] if state.teacher is None else [state.teacher]), row]
@@ -82,5 +84,5 @@ def unpack(tensor: Tensor, *, has_teacher: bool) -> StageState:
 
 
 def stage_seq_length(seq_length: int, *, has_teacher: bool, sequence_shards: int) -> int:
-    """The `seq_length` to announce to the schedules, which divide it by the sequence shards."""
+    """Return the `seq_length` for the schedules, which divide it by the sequence shards."""
     return seq_length * (2 if has_teacher else 1) + sequence_shards

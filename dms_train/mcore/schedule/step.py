@@ -1,7 +1,8 @@
-"""One pass of microbatches through megatron's pipeline schedules."""
+"""One pass of micro-batches through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from dms_train.data.batches import Batch
 from dms_train.hf.architecture import Architecture
-from dms_train.mcore.footprint import own_memory
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.schedule.graph import PassGraph
 from dms_train.mcore.schedule.stage_tensor import stage_seq_length
+from dms_train.mcore.schedule.statistics import DeviceTotals, StepStatistics
+from dms_train.method.base import MethodOptions
+from dms_train.method.eviction_stats import EvictionStats
 from dms_train.method.layer import MethodLayer
 from dms_train.method.noise import sample_keys
 
@@ -26,19 +29,23 @@ class PassContext(NamedTuple):
 
     Attributes:
         method: Method of the model.
+        options: Constants of the method and its training.
+        statistics: Slots of what a step measures.
         step: Global optimizer step, part of the noise key; a number or int64 [].
         target: alpha*, the share that must be evicted; a number or float64 [].
         architecture: Architecture of the model.
-        view: This rank's place in the layout.
+        view: This rank's position in the layout.
         seed: Seed of the run.
-        token_scale: Microbatches over all data ranks / loss tokens of the step, float64 [].
-        on_microbatch: Called before every microbatch.
-        share: Divides a microbatch's loss. Megatron's schedule divides by the number of
-            microbatches that it is called with.
-        graph: Replays the passes of a microbatch; None to run them eagerly.
+        token_scale: Micro-batches over all data ranks / loss tokens of the step, float64 [].
+        on_microbatch: Called before every micro-batch.
+        share: Divides a micro-batch's loss. Megatron's schedule divides by the number of
+            micro-batches that it is called with.
+        graph: Replays the passes of a micro-batch; None to run them eagerly.
     """
 
     method: MethodLayer
+    options: MethodOptions
+    statistics: StepStatistics
     step: int | Tensor
     target: float | Tensor
     architecture: Architecture
@@ -50,31 +57,8 @@ class PassContext(NamedTuple):
     graph: PassGraph | None = None
 
 
-class PassTotals(NamedTuple):
-    """Sums over all samples of a pass, the same on every rank.
-
-    `token_loss` and `aux_loss` are the two terms of the objective; `alpha`, `live` and `reads` are
-    per-decision means summed over samples. `positions` leaves the padding of packed samples out.
-    `memory_bytes` is that of the fullest process.
-    """
-
-    token_loss: float
-    aux_loss: float
-    alpha: float
-    live: float
-    reads: float
-    samples: float
-    positions: float
-    memory_bytes: float
-
-    @property
-    def loss(self) -> float:
-        """The objective."""
-        return self.token_loss + self.aux_loss
-
-
 def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
-    """The same batches where the training computes; on a GPU the host does not wait for it."""
+    """Copy batches to the device that trains, without waiting for a GPU."""
     if device.type != "cuda":
         return batches
 
@@ -85,29 +69,46 @@ def to_device(batches: list[Batch], device: torch.device) -> list[Batch]:
 
 
 def token_scale(batches: list[Batch], view: ParallelView) -> Tensor:
-    """Microbatches of the global batch over its loss positions, without waiting for the device."""
+    """Divide the micro-batches of a global batch by its loss positions, on the device."""
     count = torch.stack([batch.loss_mask.sum() for batch in batches]).sum().double()
     dist.all_reduce(count, group=view.dp_group)
     return len(batches) * view.dp_size / count.clamp(min=1.0)
 
 
+# Terms of the token loss [s, b], and eviction statistics [b, EVICTION_STATS].
+_Output = tuple[tuple[Tensor, ...], Tensor]
+
+
 def _loss_function(
     context: PassContext, batch: Batch
-) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
+) -> Callable[[_Output], tuple[Tensor, dict[str, Tensor]]]:
     a = context.architecture
     per_sample = a.num_layers * a.num_query_groups
     packed = batch.documents
     decisions = per_sample * (batch.tokens.shape[1] if packed is None else packed.tokens)
 
-    def loss(output: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, eviction_stats = output
-        token_loss = (losses.float() * batch.loss_mask.t()).sum() * context.token_scale
-        aux_loss = context.method.loss(eviction_stats, decisions, context.target)
-        alpha, live, reads, _ = eviction_stats.detach().double().unbind(1)
-        means = ((alpha / decisions).sum(), live.sum() / per_sample, reads.sum() / per_sample)
+    def mean(per_token: Tensor) -> Tensor:
+        return (per_token.float() * batch.loss_mask.t()).sum() * context.token_scale
+
+    def loss(output: _Output) -> tuple[Tensor, dict[str, Tensor]]:
+        terms = [mean(per_token) for per_token in output[0]]
+        token_loss = functools.reduce(torch.add, terms)
+        eviction_stats = EvictionStats.of(output[1])
+        aux_loss = context.method.loss(eviction_stats, decisions, context.target, context.options)
+        counted = EvictionStats.of(output[1].detach().double())
         # Own tensors: the schedule divides the returned loss in place.
-        report = torch.stack([token_loss.detach().double(), aux_loss.detach().double(), *means])
-        return (token_loss + aux_loss) / context.share, {"report": report}
+        report = {
+            name: term.detach().double()
+            for name, term in zip(context.statistics.terms, terms, strict=True)
+        }
+        report |= {
+            "aux_loss": aux_loss.detach().double(),
+            "alpha": (counted.alpha / decisions).sum(),
+            "live": counted.live.sum() / per_sample,
+            "reads": counted.reads.sum() / per_sample,
+        }
+        packed = context.statistics.pack(report)
+        return (token_loss + aux_loss) / context.share, {"report": packed}
 
     return loss
 
@@ -132,7 +133,7 @@ def run_schedule(
     has_teacher: bool,
     forward_only: bool,
 ) -> list[Any]:
-    """Call megatron's schedule on microbatches of one shape; the last stage's loss reports."""
+    """Call Megatron's schedule on micro-batches of one shape; return the loss reports, if any."""
     size, length = batches[0].tokens.shape
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     interleaved = len(chunks) > 1
@@ -160,12 +161,11 @@ def run_pass(
     *,
     has_teacher: bool,
     forward_only: bool,
-) -> Tensor:
-    """Forward (and backward) of this rank's microbatches.
+) -> DeviceTotals:
+    """Run the forward (and backward) passes of this rank's micro-batches.
 
     Returns:
-        The numbers of `PassTotals` over all ranks, float64 on this rank's device, so that the host
-        need not wait for them yet.
+        Statistics over all ranks, which the host need not wait for yet.
     """
 
     def passes(batches: list[Batch], context: PassContext) -> list[Any]:
@@ -192,20 +192,4 @@ def run_pass(
             reports.append(graph.run(one, batch, context.token_scale))
     if not forward_only:
         finalize_model_grads(chunks)
-    return _totals(reports, batches, context.view)
-
-
-def _totals(reports: list[Any], batches: list[Batch], view: ParallelView) -> Tensor:
-    # seven sums, then one place for each rank's memory, so that one collective brings everything
-    totals = torch.zeros(7 + view.world_size, dtype=torch.float64, device=view.device)
-    if view.reports and reports:
-        stacked = torch.stack([r["report"] for r in reports])
-        totals[:5] = stacked.sum(0)
-        totals[5] = sum(len(batch.samples) for batch in batches)
-        totals[6] = sum(batch.positions for batch in batches)
-    totals[7 + view.rank] = own_memory(view.device)
-    dist.all_reduce(totals)
-    microbatches = len(batches) * view.dp_size
-    totals[:2] /= microbatches
-    totals[7] = totals[7:].max()
-    return totals[:8]
+    return context.statistics.reduce([r["report"] for r in reports], batches, context.view)

@@ -1,4 +1,4 @@
-"""What DMC adds to the attention of a layer: merged keys and values, a mask, and losses.
+"""Attention of a layer under DMC: merged keys and values, a mask, and losses.
 
 Attention reads the states of `merge`, one of every token, with the mask of equation 10: 0 for the
 state of a query's own token, log(1 - alpha_{j+1}) for that of an earlier token j. That is the mask
@@ -7,63 +7,52 @@ of DMS with a window of 0 and a shift of 1. Shape letters are those of `method.l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dms_train.method import decisions
 from dms_train.method.accounting import slots_held_and_read
-from dms_train.method.base import MethodSpec
+from dms_train.method.base import MethodOptions, MethodSpec
 from dms_train.method.dmc.merge import merge
-from dms_train.method.dmc.spec import DMCSpec
+from dms_train.method.dmc.spec import DMCOptions, DMCSpec
 from dms_train.method.documents import PackedDocuments
-from dms_train.method.layer import Decided, Heads, LayerPass
+from dms_train.method.eviction_stats import EvictionStats
+from dms_train.method.layer import Decided, Heads, LayerKernels, LayerPass, MethodLayer
 from dms_train.method.losses import compression_hinge
 from dms_train.method.noise import LayerNoise
 from dms_train.method.visibility import align_to_keys
 
 SMALLEST_WEIGHT = 1e-6  # so that no average divides by 0
-Decide = Callable[
-    [Tensor, MethodSpec, LayerNoise | None, PackedDocuments | None], tuple[Tensor, Tensor, Tensor]
-]
-Merge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-class Kernels(NamedTuple):
-    """Fused forms of what a layer computes.
-
-    Attributes:
-        decide: Of relaxed decisions: from the activations, float32 [s, b, g], to alpha [s, b, g],
-            0 where a token has no predecessor, log(1 - alpha) by key and statistics.
-        merge: As `merge`.
-    """
-
-    decide: Decide
-    merge: Merge
+def _options(options: MethodOptions) -> DMCOptions:
+    assert isinstance(options, DMCOptions)
+    return options
 
 
-def borrowed(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
-    """Activations that decide and that weigh, both [..., g].
+def eviction_channels(query: Tensor, key: Tensor, channel: int) -> tuple[Tensor, Tensor]:
+    """Return the eviction channel of the key, which decides, and of the queries, which weighs.
 
     Args:
         query: [..., g, r, d] before RoPE.
         key: [..., g, d] before RoPE.
-        channel: The borrowed one.
+        channel: Index of the eviction channel.
+
+    Returns:
+        Both [..., g].
     """
     return key[..., channel], query[..., channel].mean(-1)
 
 
 def scaled(x: Tensor, channel: int, factor: float) -> Tensor:
-    """A copy of x [..., d] with the borrowed activations multiplied by `factor`."""
+    """Return a copy of x [..., d] with its eviction channel multiplied by `factor`."""
     mask = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
     mask[channel].fill_(factor)  # assigned, the number would be copied from the host
     return x * mask
 
 
 def weights(activation: Tensor, spec: DMCSpec) -> Tensor:
-    """Importance omega (section 3.1), in float32 (float64 stays)."""
+    """Compute the importance omega (section 3.1), in float32 (float64 stays)."""
     if spec.importance == "uniform":
         return torch.ones_like(activation, dtype=torch.promote_types(activation.dtype, torch.float))
     wide = activation if activation.dtype == torch.float64 else activation.float()
@@ -71,35 +60,36 @@ def weights(activation: Tensor, spec: DMCSpec) -> Tensor:
 
 
 def _begins(like: Tensor, documents: PackedDocuments | None) -> Tensor:
-    """Which tokens have no predecessor, bool [s, b or 1, 1], for a tensor [s, b, g]."""
+    """Mark the tokens without a predecessor, bool [s, b or 1, 1], for a tensor [s, b, g]."""
     numbers = torch.arange(len(like), device=like.device)[:, None]
     if documents is None:
         return (numbers == 0)[..., None]
     return (numbers == documents.first.t())[..., None]
 
 
-class DMCLayer:
-    """A decision of each KV head whether a token continues the slot of its predecessor."""
+class DMCLayer(MethodLayer):
+    """Decisions of each KV head whether a token continues the slot of its predecessor."""
 
-    def __init__(self, spec: MethodSpec, kernels: Kernels | None = None) -> None:
+    def __init__(self, spec: MethodSpec, kernels: LayerKernels | None = None) -> None:
         assert isinstance(spec, DMCSpec)
         self.spec: DMCSpec = spec
-        self.merge: Merge = merge if kernels is None else kernels.merge
-        self.decide = kernels.decide if kernels is not None and spec.independent_heads else None
+        self.merge = merge if kernels is None else kernels.merge
+        self.decide = None if kernels is None else kernels.decide_merges
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
-        """Merged heads with RoPE at each token's own position, and the decisions."""
-        spec, factor = self.spec, step.plan.neuron_scale
+        """Return merged heads with RoPE at each token's own position, and the decisions."""
+        spec, factor = self.spec, step.plan.channel_scale
         query, key, value = heads
-        deciding, weighing = borrowed(query, key, spec.channel)
+        deciding, weighing = eviction_channels(query, key, spec.channel)
         if factor != 1.0:
             query, key = (scaled(x, spec.channel, factor) for x in (query, key))
         if step.plan.eviction == "none":
             return Heads(*step.rotate(query, key), value), None
         if spec.heads == "shared":
             deciding, weighing = (self._shared(x, step) for x in (deciding, weighing))
-        if self.decide is not None and step.plan.eviction == "soft" and not step.recorded:
-            alpha, *rest = self.decide(deciding.float(), spec, step.noise, step.documents)
+        fused = _options(step.options).independent_heads and not step.recorded
+        if self.decide is not None and step.plan.eviction == "soft" and fused:
+            alpha, *rest = self.decide(deciding.float(), step.options, step.noise, step.documents)
             decided = Decided(*rest)
         else:
             alpha, decided = self._decide(deciding, step)
@@ -107,13 +97,13 @@ class DMCLayer:
         return Heads(*step.rotate(query, key), value), decided
 
     def _shared(self, activation: Tensor, step: LayerPass) -> Tensor:
-        """The model's first head in place of every one."""
+        """Replace every head by the first head of the model."""
         # multiplied on every rank, so that every rank takes part in the sum of the gradients
         first = step.sum_ranks(activation[..., :1] * float(step.first_rank))
         return first.expand_as(activation)
 
     def _decide(self, activation: Tensor, step: LayerPass) -> tuple[Tensor, Decided]:
-        """alpha [s, b, g], 0 where a token has no predecessor, and what follows from it."""
+        """Return alpha [s, b, g], 0 where a token has no predecessor, and the decisions."""
         spec, plan, documents = self.spec, step.plan, step.documents
         s, _, g = activation.shape
         begins = _begins(activation, documents)
@@ -125,7 +115,7 @@ class DMCLayer:
             noise = None if step.noise is None else self._noise(step.noise, s, g)
             alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
             alpha = alpha.masked_fill(begins, 0.0)
-            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+            counted = straight_through if step.options.alpha_in_loss == "hard_st" else alpha
             counted = counted.masked_fill(begins, 0.0)
         else:
             log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
@@ -133,66 +123,77 @@ class DMCLayer:
         held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
         if documents is not None:
             counted = counted * documents.is_token.t()[..., None]
-        total = counted.sum((0, 2))
-        own = self._own_loss(alpha, total, step)
-        stats = torch.stack([total, held.sum(1).float(), read.sum(1).float() / s, own], dim=-1)
+        alpha_sum = counted.sum((0, 2))
+        stats = EvictionStats(
+            alpha=alpha_sum,
+            live=held.sum(1).float(),
+            reads=read.sum(1).float() / s,
+            own_loss=self._own_loss(alpha, alpha_sum, step),
+        )
         by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
-        return alpha, Decided(by_key, stats, logits.detach(), held)
+        return alpha, Decided(by_key, torch.stack(stats, dim=-1), logits.detach(), held)
 
     def _noise(self, noise: LayerNoise, s: int, g: int) -> Tensor:
-        """[s, b, g], or [s, b, 1] of the model's first head where that decides."""
+        """Draw noise [s, b, g], or [s, b, 1] for the model's first head if it decides for all."""
         if self.spec.heads == "shared":
             return noise._replace(first_head=0).logistic(s, 1)
         return noise.logistic(s, g)
 
-    def _own_loss(self, alpha: Tensor, total: Tensor, step: LayerPass) -> Tensor:
-        """This rank's part of what the layer adds to the loss, [b], times its decisions.
+    def _own_loss(self, alpha: Tensor, alpha_sum: Tensor, step: LayerPass) -> Tensor:
+        """Compute this rank's part of what the layer adds to the loss, [b], times its decisions.
 
         Args:
             alpha: [s, b, g].
-            total: Sum of the decisions that the compression loss counts, [b].
+            alpha_sum: Sum of the decisions that the compression loss counts, [b].
             step: The pass.
         """
-        documents = step.documents
-        if self.spec.prior == "layer":
+        options, documents = _options(step.options), step.documents
+        if options.prior == "layer":
             length: int | Tensor = len(alpha) if documents is None else documents.tokens
-            mean = step.sum_ranks(total) / (step.heads * length)
+            mean = step.sum_ranks(alpha_sum) / (step.heads * length)
             short = (step.target - mean).clamp(min=0.0)
             return short * alpha.shape[-1] * length
-        if self.spec.consistency:
+        if options.consistency:
             mean = step.sum_ranks(alpha.sum(-1, keepdim=True)) / step.heads
             apart = (alpha - mean).abs().sum(-1)
             apart = apart if documents is None else apart * documents.is_token.t()
-            return self.spec.consistency * apart.sum(0)
-        return torch.zeros_like(total)
+            return options.consistency * apart.sum(0)
+        return torch.zeros_like(alpha_sum)
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
-        """The compression hinge, and the variant's own loss in the same form."""
-        own = stats[:, 3] / decisions
-        own = (own * decisions if self.spec.aux_form == "sum" else own).mean()
-        if self.spec.prior == "layer":
+    def loss(
+        self,
+        stats: EvictionStats,
+        decisions: int | Tensor,
+        target: float | Tensor,
+        options: MethodOptions,
+    ) -> Tensor:
+        """Compute the compression hinge, and the variant's own loss in the same form."""
+        form = options.aux_form
+        own: Tensor = stats.own_loss / decisions
+        own = (own * decisions if form == "sum" else own).mean()
+        if _options(options).prior == "layer":
             return own
-        return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form) + own
+        return compression_hinge(stats.alpha, decisions, target, form) + own
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a token continues its predecessor's slot, bool [..., g]."""
+        """Decide whether a token continues its predecessor's slot, bool [..., g]."""
         activation, _ = self.activations(query, key)
         return decisions.hard_decisions(decisions.eviction_logits(activation, self.spec))
 
     def activations(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """`borrowed` of the heads that decide, where all heads are at hand."""
-        deciding, weighing = borrowed(query, key, self.spec.channel)
+        """Return `eviction_channels` of the deciding heads, given all heads of a layer."""
+        deciding, weighing = eviction_channels(query, key, self.spec.channel)
         if self.spec.heads == "shared":
             deciding, weighing = (x[..., :1].expand_as(x) for x in (deciding, weighing))
         return deciding, weighing
 
     def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both with 0 in the borrowed channel of every head."""
+        """Return both with 0 in the eviction channel of every head."""
         channel = self.spec.channel
         return scaled(query, channel, 0.0), scaled(key, channel, 0.0)
 
     def channel_rows(self, query: int, size: int) -> list[int]:
-        """The channel of every query head and of the key."""
+        """Return the eviction channel of every query head and of the key."""
         return [first + self.spec.channel % size for first in range(0, query + size, size)]
 
 

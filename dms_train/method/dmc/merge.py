@@ -18,14 +18,14 @@ from torch import Tensor
 def merge(
     key: Tensor, value: Tensor, alpha: Tensor, weight: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values merged with those of the tokens before them; the reference.
+    """Merge keys and values with those of earlier tokens; the reference implementation.
 
     Args:
         key: [s, ..., d], before RoPE.
         value: [s, ..., d].
-        alpha: [s, ...], whether a token continues the slot of its predecessor; between 0 and 1.
-        weight: [s, ...], positive importance omega; 0 for what is no token.
-        width: Tokens that a slot averages.
+        alpha: [s, ...], degree to which a token continues the slot of its predecessor, 0 to 1.
+        weight: [s, ...], positive importance omega; 0 for padding.
+        width: Number of tokens that a slot averages.
 
     Returns:
         Both in their own dtype; sums are at least float32.

@@ -1,8 +1,8 @@
-"""The constants of Dynamic Memory Compression (arXiv:2403.09636).
+"""Constants of Dynamic Memory Compression (arXiv:2403.09636).
 
 Sections and appendices are those of the paper. Where it is silent, the public code of its authors
-decides: both borrowed channels are the same one, the offset is subtracted at inference too, keys
-are merged before RoPE.
+decides: queries and keys use the same eviction channel, the offset is subtracted at inference too,
+and keys are merged before RoPE.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _DECISIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DMCOptions(MethodOptions):
-    """The `method` block of a configuration.
+class DMCSpec(MethodSpec):
+    """Checked constants of Dynamic Memory Compression.
 
-    The borrowed channel of a key decides, that of the queries of its group weighs. Both are
-    cleared before RoPE.
+    The eviction channel of a key decides, and that of the queries of its group weighs the token.
+    Both are cleared before RoPE.
 
     Attributes:
         window: 0: a token that is merged into its successor is hidden at once.
         clear_after_rope: false.
-        merge_window: Newest tokens of a slot that its average is taken of.
-        importance: `query` weighs a token by sigmoid(mean borrowed activation of its queries +
-            importance_offset), `uniform` all alike.
-        importance_offset: So that weights start near 1.
+        merge_window: Number of newest tokens of a slot that its average covers.
+        importance: `query` weighs a token by sigmoid(mean activation of the eviction channel in
+            its queries + importance_offset), `uniform` weighs all tokens alike.
+        importance_offset: Offset with which weights start near 1.
         heads: `separate` decisions of each KV head, or `shared`: those of the first KV head of a
             layer hold for all (DMC-HardC).
-        consistency: Weight of the loss sum |alpha - mean over the heads of alpha| (DMC-C).
-        prior: Whether the compression loss asks for the ratio over all layers (`global`) or in
-            each (`layer`).
+
+    Raises:
+        ValueError: One line for every value that cannot be used.
     """
 
     kind: Annotated[str, OneOf("dmc")] = "dmc"
@@ -50,14 +50,58 @@ class DMCOptions(MethodOptions):
     importance: Annotated[str, OneOf("query", "uniform")]
     importance_offset: float
     heads: Annotated[str, OneOf("separate", "shared")]
+
+    full_name: ClassVar[str] = "Dynamic Memory Compression"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2403.09636"
+    verb: ClassVar[str] = "merged"
+    replaces_values: ClassVar[bool] = True
+    inference_fields: ClassVar[tuple[str, ...]] = (
+        "channel",
+        "alpha_scale",
+        "alpha_offset",
+        "merge_window",
+        "importance",
+        "importance_offset",
+        "heads",
+    )
+
+    def check(self, path: str) -> Iterator[str]:
+        """Yield one line for every constant that no model can be trained with."""
+        yield from super(DMCSpec, self).check(path)
+        if not math.isfinite(self.importance_offset):
+            yield f"{path}.importance_offset={self.importance_offset}: use a finite offset"
+
+    @property
+    def summary(self) -> str:
+        """Describe a retrofitted model, as the end of a sentence."""
+        return (
+            "each KV head decides for every token whether it takes a slot of the KV cache or is "
+            "averaged into the slot of the token before it"
+        )
+
+    @property
+    def governing_shift(self) -> int:
+        """Return 1: the decision of a token hides the token before it."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMCOptions(DMCSpec, MethodOptions):
+    """The `method` block of a configuration; further fields are those of its base classes.
+
+    Attributes:
+        consistency: Weight of the loss sum |alpha - mean over the heads of alpha| (DMC-C).
+        prior: Whether the compression loss asks for the ratio over all layers (`global`) or in
+            each (`layer`).
+    """
+
     consistency: Annotated[float, AtLeast(0)]
     prior: Annotated[str, OneOf("global", "layer")]
 
-    verb: ClassVar[str] = "merged"
-    replaces_values: ClassVar[bool] = True
+    spec_class: ClassVar[type[MethodSpec]] = DMCSpec
 
     def kept_bytes(self, sizes: LayerSizes) -> int:
-        """Decisions, what averages keys and values, and the masks that clear both channels.
+        """Count decisions, what averages keys and values, and the masks that clear both channels.
 
         The kernels keep keys and values as they are given, and the share of each of `merge_window`
         tokens in the average of every token. Torch operations keep keys, values and their sums in
@@ -85,50 +129,12 @@ class DMCOptions(MethodOptions):
         return self.heads == "separate" and self.prior == "global" and not self.consistency
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for every constant that no model can be trained with."""
+        """Yield one line for every constant that no model can be trained with."""
         yield from super(DMCOptions, self).check(path)
-        if not math.isfinite(self.importance_offset):
-            yield f"{path}.importance_offset={self.importance_offset}: use a finite offset"
         if self.consistency and self.heads == "shared":
             yield f"{path}.consistency={self.consistency}: use 0 with {path}.heads=shared"
         if self.consistency and self.prior == "layer":
             yield f"{path}.consistency={self.consistency}: use 0 with {path}.prior=layer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DMCSpec(DMCOptions, MethodSpec):
-    """Checked constants of Dynamic Memory Compression.
-
-    Fields are those of `DMCOptions`.
-
-    Raises:
-        ValueError: One line for every value that cannot be used.
-    """
-
-    full_name: ClassVar[str] = "Dynamic Memory Compression"
-    paper: ClassVar[str] = "https://arxiv.org/abs/2403.09636"
-    inference_fields: ClassVar[tuple[str, ...]] = (
-        "channel",
-        "alpha_scale",
-        "alpha_offset",
-        "merge_window",
-        "importance",
-        "importance_offset",
-        "heads",
-    )
-
-    @property
-    def summary(self) -> str:
-        """What a retrofitted model does, as the end of a sentence."""
-        return (
-            "each KV head decides for every token whether it takes a slot of the KV cache or is "
-            "averaged into the slot of the token before it"
-        )
-
-    @property
-    def governing_shift(self) -> int:
-        """1: what a token decides hides the token before it."""
-        return 1
 
 
 OPTIONS, SPEC = DMCOptions, DMCSpec

@@ -1,4 +1,4 @@
-"""What DMS adds to the attention of a layer: an eviction channel in the query, and a mask.
+"""Attention of a layer under DMS: an eviction channel in the query, and a mask.
 
 Shape letters are those of `method.layer`.
 """
@@ -10,32 +10,47 @@ from torch import Tensor
 
 from dms_train.method import decisions
 from dms_train.method.accounting import slots_held_and_read
-from dms_train.method.base import MethodSpec
-from dms_train.method.layer import Decided, Heads, LayerPass
+from dms_train.method.base import MethodOptions, MethodSpec
+from dms_train.method.eviction_stats import EvictionStats
+from dms_train.method.layer import Decided, Heads, LayerKernels, LayerPass, MethodLayer, Projection
 from dms_train.method.losses import compression_hinge
 from dms_train.method.visibility import align_to_keys
 
 
-class DMSLayer:
-    """A decision of each KV head about every token, read from its first query head."""
+class DMSLayer(MethodLayer):
+    """Decisions of each KV head about every token, read from its first query head."""
 
-    def __init__(self, spec: MethodSpec) -> None:
+    scale_on_device = True
+
+    def __init__(self, spec: MethodSpec, kernels: LayerKernels | None = None) -> None:
         self.spec = spec
+        self._kernels = kernels
 
     def prepare(self, heads: Heads, step: LayerPass) -> tuple[Heads, Decided | None]:
-        """Heads with RoPE and a scaled eviction channel; no decisions where nothing is evicted."""
+        """Return rotated heads with a scaled eviction channel, and the decisions if any."""
         channel = decisions.eviction_channel(heads.query, self.spec.channel)
         query, key = self.rotate(heads.query, heads.key, step)
         return Heads(query, key, heads.value), self.decide(channel, step)
 
+    def prepare_fused(
+        self, projection: Projection, step: LayerPass
+    ) -> tuple[Heads, Decided | None]:
+        """Do what `prepare` does; in training with a kernel for the decisions, too."""
+        spec = self.spec
+        heads, channel = projection.rotated(spec.channel, clear_after_rope=spec.clear_after_rope)
+        if self._kernels is None or step.plan.eviction != "soft" or step.recorded:
+            return heads, self.decide(channel, step)
+        made = self._kernels.decide(channel, step.options, step.noise, step.documents)
+        return heads, Decided(*made)
+
     def rotate(self, query: Tensor, key: Tensor, step: LayerPass) -> tuple[Tensor, Tensor]:
-        """RoPE with the eviction channel multiplied by the plan's factor.
+        """Apply RoPE with the eviction channel multiplied by the plan's factor.
 
         When the eviction channel is also cleared after RoPE, full and cleared queries are
         interpolated, so that every path through the eviction channel carries the factor once and
         none carries its square.
         """
-        spec, factor = self.spec, step.plan.neuron_scale
+        spec, factor = self.spec, step.plan.channel_scale
         if factor == 1.0:
             return step.rotate(query, key)
         if not spec.clear_after_rope:
@@ -50,7 +65,7 @@ class DMSLayer:
         return torch.lerp(cleared, whole, factor), key_turned
 
     def decide(self, eviction_channel: Tensor, step: LayerPass) -> Decided | None:
-        """From the borrowed activation [s, b, g]; None where the plan evicts nothing."""
+        """Decide from the eviction channel [s, b, g]; None when the plan evicts nothing."""
         spec, plan, documents = self.spec, step.plan, step.documents
         if plan.eviction == "none":
             return None
@@ -62,34 +77,39 @@ class DMSLayer:
         if plan.eviction == "soft":
             noise = None if step.noise is None else step.noise.logistic(s, g)
             alpha, log_keep, straight_through = decisions.relax(logits, noise, spec.tau)
-            counted = straight_through if spec.alpha_in_loss == "hard_st" else alpha
+            counted = straight_through if step.options.alpha_in_loss == "hard_st" else alpha
         else:
             log_keep = torch.zeros_like(logits).masked_fill(hard, float("-inf"))
             counted = hard.to(logits.dtype)
         held, read = slots_held_and_read(hard.permute(1, 2, 0), spec, documents)
         if documents is not None:
             counted = counted * documents.is_token.t()[..., None]
-        stats = torch.stack(
-            [counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s], dim=-1
-        )
+        alpha_sum, live, reads = counted.sum((0, 2)), held.sum(1).float(), read.sum(1).float() / s
+        stats = torch.stack([alpha_sum, live, reads], dim=-1)  # columns of `EvictionStats`
         by_key = align_to_keys(log_keep.permute(1, 2, 0), spec, keep=0.0, documents=documents)
         return Decided(by_key, stats, logits.detach(), held)
 
-    def loss(self, stats: Tensor, decisions: int | Tensor, target: float | Tensor) -> Tensor:
-        """The compression hinge."""
-        return compression_hinge(stats[:, 0], decisions, target, self.spec.aux_form)
+    def loss(
+        self,
+        stats: EvictionStats,
+        decisions: int | Tensor,
+        target: float | Tensor,
+        options: MethodOptions,
+    ) -> Tensor:
+        """Compute the compression hinge."""
+        return compression_hinge(stats.alpha, decisions, target, options.aux_form)
 
     def hard(self, query: Tensor, key: Tensor) -> Tensor:
-        """Evictions by deciding token, bool [..., g]."""
+        """Return the evictions by deciding token, bool [..., g]."""
         activation = decisions.eviction_channel(query, self.spec.channel)
         return decisions.hard_decisions(decisions.eviction_logits(activation, self.spec))
 
     def cleared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The query with 0 in its eviction channel, and the key as it is."""
+        """Return the query with 0 in its eviction channel, and the key as it is."""
         return decisions.scale_eviction_channel(query, self.spec.channel, 0.0), key
 
     def channel_rows(self, query: int, size: int) -> list[int]:
-        """The channel of the first query head."""
+        """Return the eviction channel of the first query head."""
         return [self.spec.channel % size]
 
 

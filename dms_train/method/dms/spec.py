@@ -1,9 +1,9 @@
-"""The constants of Dynamic Memory Sparsification (paper section 3 and appendix B)."""
+"""Constants of Dynamic Memory Sparsification (paper section 3 and appendix B)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar
 
 from dms_train.limits import AtLeast, OneOf
 from dms_train.method.base import LayerSizes, MethodOptions, MethodSpec
@@ -15,10 +15,10 @@ _FUSED_DECISION_VALUES = 1  # the logit alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DMSOptions(MethodOptions):
-    """The `method` block of a configuration.
+class DMSSpec(MethodSpec):
+    """Checked constants of Dynamic Memory Sparsification.
 
-    The borrowed channel is that of the first query head of each group.
+    The first query head of each group holds the eviction channel.
 
     Attributes:
         decision_shift: Token j is governed by the decision made at position j + shift (0 or 1).
@@ -26,6 +26,9 @@ class DMSOptions(MethodOptions):
             i - j > window.
         eviction: `delayed` decides when the token is written (or one later), `immediate` when it
             leaves the window.
+
+    Raises:
+        ValueError: One line for every value that cannot be used.
     """
 
     kind: Annotated[str, OneOf("dms")] = "dms"
@@ -33,28 +36,9 @@ class DMSOptions(MethodOptions):
     window: Annotated[int, AtLeast(1)]
     eviction: Annotated[str, OneOf("delayed", "immediate")]
 
-    verb: ClassVar[str] = "evicted"
-
-    def kept_bytes(self, sizes: LayerSizes) -> int:
-        """Decisions, and without kernels the mask that clears the eviction channel."""
-        decisions = sizes.samples * sizes.length * sizes.groups * _FP32
-        if sizes.fused:
-            return _FUSED_DECISION_VALUES * decisions
-        return _DECISION_VALUES * decisions + sizes.queries * sizes.head * sizes.width
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DMSSpec(DMSOptions, MethodSpec):
-    """Checked constants of Dynamic Memory Sparsification.
-
-    Fields are those of `DMSOptions`.
-
-    Raises:
-        ValueError: One line for every value that cannot be used.
-    """
-
     full_name: ClassVar[str] = "Dynamic Memory Sparsification"
     paper: ClassVar[str] = "https://arxiv.org/abs/2506.05345"
+    verb: ClassVar[str] = "evicted"
     inference_fields: ClassVar[tuple[str, ...]] = (
         "channel",
         "alpha_scale",
@@ -67,21 +51,30 @@ class DMSSpec(DMSOptions, MethodSpec):
 
     @property
     def summary(self) -> str:
-        """What a retrofitted model does, as the end of a sentence."""
+        """Describe a retrofitted model, as the end of a sentence."""
         return (
             "each KV head decides for every token whether the token is evicted from the KV cache "
             f"once it is more than {self.window} tokens back"
         )
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`; what was stored before there were other methods has no `kind`."""
-        return super(DMSSpec, cls).from_dict({"kind": "dms", **values})
-
     @property
     def governing_shift(self) -> int:
         """Distance from a key to the decision that governs it, in tokens."""
         return self.decision_shift + (self.window if self.eviction == "immediate" else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DMSOptions(DMSSpec, MethodOptions):
+    """The `method` block of a configuration; fields are those of its base classes."""
+
+    spec_class: ClassVar[type[MethodSpec]] = DMSSpec
+
+    def kept_bytes(self, sizes: LayerSizes) -> int:
+        """Count decisions, and without kernels the mask that clears the eviction channel."""
+        decisions = sizes.samples * sizes.length * sizes.groups * _FP32
+        if sizes.fused:
+            return _FUSED_DECISION_VALUES * decisions
+        return _DECISION_VALUES * decisions + sizes.queries * sizes.head * sizes.width
 
 
 OPTIONS, SPEC = DMSOptions, DMSSpec

@@ -75,7 +75,7 @@ CASES = {
         done="`experiment=huge`",
         arrange=train("experiment=huge"),
         kind="config error",
-        facts=("experiment=huge", "ablation", "demo"),
+        facts=("experiment=huge", "demo", "paper"),
     ),
     "wrong-type": Case(
         done="`optim.lr=fast`",
@@ -188,10 +188,10 @@ CASES = {
         facts=("method.preset=dmz", "method=dms_fastdms", "method=dms_nvidia", "choose"),
     ),
     "kl-temperature": Case(
-        done="`method.kl_temperature=0`",
-        arrange=train("method.kl_temperature=0"),
+        done="`loss.kl_temperature=0`",
+        arrange=train("loss.kl_temperature=0"),
         kind="config error",
-        facts=("method.kl_temperature=0.0",),
+        facts=("loss.kl_temperature=0.0",),
     ),
     "unknown-stage": Case(
         done="`stage.run=[zero_neuron,retrofti]`",

@@ -17,7 +17,6 @@ from dms_train.app.start_point import StartPoint
 from dms_train.config.build import ConfigError
 from dms_train.mcore.checkpoints import checksums
 from dms_train.mcore.checkpoints import state as checkpoint_state
-from dms_train.method.spec import spec_of
 from dms_train.training.state import TrainState
 from tests.support import configs
 
@@ -38,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "common.pt").write_bytes(common.getvalue())
     state = {
         **TrainState(step=7).to_dict(),
-        "spec": spec_of(configs.config(**TRAINED).method).to_dict(),
+        "spec": configs.config(**TRAINED).method.to_dict(),
         "architecture": asdict(configs.architecture()),
     }
     checkpoint_state.seal(folder, state, checksums.records(folder.iterdir()))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.attention import __main__ as attention
+from benchmarks.__main__ import main
 from benchmarks.attention import accuracy as attention_accuracy
+from benchmarks.attention import main as attention
 from benchmarks.attention import peers as attention_peers
 from benchmarks.attention import train_cases
 from benchmarks.attention.shapes import Shape, make_inputs
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("results")
-    assert attention.main(["--device", "cpu", "--output", str(out)]) == 0
+    assert main(["attention", "--device", "cpu", "--output", str(out)]) == 0
     (file,) = out.glob("*/attention.json")
     return json.loads(file.read_text())
 
@@ -119,7 +120,7 @@ def test_every_recorded_case_is_one_that_is_run() -> None:
 
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        attention.main(["--sections", "train,prefil"])
+        main(["attention", "--sections", "train,prefil"])
     assert exit_.value.code == 2
     assert "prefil: choose from train, prefill, decode" in capsys.readouterr().err
 
@@ -139,8 +140,8 @@ def test_peers_compute_the_same_function(monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_accuracy_of_the_cpu_backend(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--accuracy", "--cases", "40", "--device", "cpu", "--output", str(tmp_path)]
-    assert attention.main(command) == 0
+    words = ["--cases", "40", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(["attention", "accuracy", *words]) == 0
     (file,) = tmp_path.glob("*/accuracy.json")
     record = json.loads(file.read_text())
     assert len(record["backends"]["blockwise"]) == 40

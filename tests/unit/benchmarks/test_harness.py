@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[harness]'")
 
-from benchmarks.harness.__main__ import main
+from benchmarks.__main__ import main
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
 from tests.unit.evaluation.conftest import SPEC, write_model
 
@@ -18,12 +18,13 @@ def test_both_models_answer_alike(tmp_path, spec, capsys):
     write_exam_tokenizer(tmp_path / "tokenizer")
     write_model(tmp_path / "model", spec, 0, tmp_path / "tokenizer")
     words = [
-        *(str(tmp_path / "model"), "--output", str(tmp_path / "out" / "harness.json")),
+        *("harness", str(tmp_path / "model"), "--device", "cpu", "--output", str(tmp_path / "out")),
         *("--documents", "4", "--prompt-tokens", "60", "--new-tokens", "12", "--choices", "3"),
         *("--repeats", "1", "--batch-size", "4", "--dtype", "float32"),
     ]
     assert main(words) == 0
-    record = json.loads((tmp_path / "out" / "harness.json").read_text())
+    (file,) = tmp_path.glob("out/*/harness.json")
+    record = json.loads(file.read_text())
     cases = record["cases"]
     assert [cases[name]["requests"] for name in ("generate", "choices", "rolling")] == [4, 12, 4]
     assert cases["generate"]["equal_texts"] == 1
@@ -37,12 +38,13 @@ def test_both_models_answer_alike(tmp_path, spec, capsys):
 
 
 def test_a_shape_is_exported_with_random_weights(tmp_path):
-    output = tmp_path / "harness.json"
     words = [
-        *("small", "--output", str(output), "--documents", "2", "--prompt-tokens", "40"),
+        *("harness", "small", "--device", "cpu", "--output", str(tmp_path)),
+        *("--documents", "2", "--prompt-tokens", "40"),
         *("--new-tokens", "6", "--choices", "2", "--repeats", "1", "--batch-size", "2"),
     ]
     assert main([*words, "--dtype", "float32"]) == 0
-    cases = json.loads(output.read_text())["cases"]
+    (file,) = tmp_path.glob("*/harness.json")
+    cases = json.loads(file.read_text())["cases"]
     assert cases["generate"]["equal_texts"] == 1
     assert cases["choices"]["largest_difference"] < 1e-4

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import packed_attention
+from benchmarks.__main__ import main
 from benchmarks.attention.shapes import make_inputs
-from benchmarks.packed_attention import __main__ as packed_attention
 from dms_train.kernels.train_attention import reference
 
 CPU = torch.device("cpu")
 
 
 def test_every_pack_is_timed_beside_one_document(tmp_path: Path) -> None:
-    assert packed_attention.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert main(["packed_attention", "--device", "cpu", "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/packed_attention.json")
     for case in json.loads(file.read_text())["cases"]:
         names = [row["name"] for row in case["rows"]]

@@ -12,6 +12,7 @@ import torch
 from benchmarks.attention import page as performance_page
 from benchmarks.attention import prefill_cases, train_cases
 from benchmarks.serve.models import random_model
+from dms_train.evaluation.errors import EvaluationError
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.kernels.prefill import sparse
@@ -43,7 +44,7 @@ def record(*, valid: bool | None = True) -> dict[str, Any]:
     return {
         "device": "Some GPU",
         "versions": {"torch": "2.11.0"},
-        "command": "python -m benchmarks.attention",
+        "command": "python -m benchmarks attention",
         "ceilings": {"copy_bytes_per_s": 4e12, "gemm_flops_per_s": 7e14, "gemm_edge": 8192},
         "train": [{**case, "rows": rows, "ratios": train_cases.ratios(rows)}],
         "recorded": [],
@@ -51,13 +52,18 @@ def record(*, valid: bool | None = True) -> dict[str, Any]:
     }
 
 
+def stored(results: Path, run: dict[str, Any]) -> None:
+    (results / "some_gpu").mkdir()
+    (results / "some_gpu" / "attention.json").write_text(json.dumps(run))
+
+
 def test_the_page_is_filled_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     begin, end = "<!-- begin results -->", "<!-- end results -->"
     page.write_text(f"above\n{begin}\nold\n{end}\nbelow\n")
-    (tmp_path / "attention.json").write_text(json.dumps(record()))
+    stored(tmp_path, record())
     for _ in range(2):
-        assert performance_page.main([str(tmp_path), "--page", str(page)]) == 0
+        performance_page.write(tmp_path, page)
     text = page.read_text()
     assert text.startswith(f"above\n{begin}\n")
     assert text.endswith(f"{end}\nbelow\n")
@@ -84,13 +90,13 @@ def test_the_table_names_the_attention_that_the_engine_takes(
     assert prefill_cases.engine_takes(ratio) == ("dense" if dense else "kept tokens")
 
 
-def test_an_invalid_run_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_run_is_not_shown(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text("as it was")
-    (tmp_path / "attention.json").write_text(json.dumps(record(valid=False)))
-    assert performance_page.main([str(tmp_path), "--page", str(page)]) == 1
+    stored(tmp_path, record(valid=False))
+    with pytest.raises(EvaluationError, match="some_gpu: the run is invalid"):
+        performance_page.write(tmp_path, page)
     assert page.read_text() == "as it was"
-    assert "invalid" in capsys.readouterr().out
 
 
 def test_points_lie_at_their_arithmetic_intensity() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_memory import __main__ as plan_memory
+from benchmarks.plan_memory import main as plan_memory
 from benchmarks.train_step.shapes import Case
 from dms_train.config.gpus import GPUS, calibration, read_calibration
 from dms_train.config.memory import of_stage

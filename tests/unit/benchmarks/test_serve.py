@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.serve import __main__ as serve
+from benchmarks.__main__ import main
+from benchmarks.serve import main as serve
 from benchmarks.serve import ours, peer, throughput
 from benchmarks.serve.case import Case, measure
 from benchmarks.serve.models import MEMORY, WINDOW, random_model
@@ -21,13 +22,14 @@ from dms_train.inference.errors import InferenceError
 from dms_train.inference.options import EngineOptions
 
 NEW = 9
+OPTIONS = ("--device", "cpu", "--new-tokens", str(NEW))
 MODES = ("default", "graphs for decoding")
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_way_is_measured_and_decisions_evict(tmp_path: Path) -> None:
-    words = ["small", "--device", "cpu", "--new-tokens", str(NEW), "--output", str(tmp_path)]
-    assert serve.main(words) == 0
+    words = ["serve", "small", *OPTIONS, "--output", str(tmp_path)]
+    assert main(words) == 0
     (file,) = tmp_path.glob("*/serve.json")
     cases = json.loads(file.read_text())["cases"]
     found = {(case["engine"], case["sequences"]): case for case in cases}
@@ -75,8 +77,8 @@ def test_what_is_measured_before_a_failure_is_kept(
     replaced = {**PEER_ROW, "engine": "vLLM 8"}
     kept = {**replaced, "context": 8}
     file.write_text(json.dumps({"cases": [kept, replaced]}))
-    words = ["small", "--device", "cpu", "--new-tokens", str(NEW), "--output", str(tmp_path)]
-    assert serve.main([*words, "--peer", str(program)]) == 1
+    words = ["serve", "small", *OPTIONS, "--output", str(tmp_path)]
+    assert main([*words, "--peer", str(program)]) == 1
     cases = json.loads(file.read_text())["cases"]
     assert kept in cases
     assert replaced not in cases
@@ -132,7 +134,7 @@ def test_both_engines_get_the_same_share_of_memory(monkeypatch: pytest.MonkeyPat
 
 
 def test_many_sequences_forks_and_chains_are_measured(tmp_path: Path) -> None:
-    assert throughput.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert main(["serve", "throughput", "--device", "cpu", "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/throughput.json")
     record = json.loads(file.read_text())
     dense, dms = record["memory"]
@@ -160,7 +162,8 @@ def test_the_latency_model_stands_beside_what_was_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     record = ROOT / "benchmarks" / "results" / "nvidia_h200" / "serve.json"
-    assert serve.main(["--predicted", str(record)]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--predicted", str(record)])
     lines = capsys.readouterr().out.splitlines()
     page = (ROOT / "docs" / "performance" / "serving.md").read_text().splitlines()
     assert set(lines) <= set(page)
@@ -176,13 +179,13 @@ def test_a_device_whose_speeds_are_not_known_is_refused(
 ) -> None:
     record = tmp_path / "serve.json"
     record.write_text(json.dumps({"device": "Some CPU", "cases": []}))
-    assert serve.main(["--predicted", str(record)]) == 2
+    assert main(["serve", "--predicted", str(record)]) == 2
     assert "Some CPU: its speeds are not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["Llama-9"], ["small", "--new-tokens", "1"]])
 def test_bad_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        serve.main(words)
+        main(["serve", *words])
     assert ended.value.code == 2
     assert words[-1] in capsys.readouterr().err

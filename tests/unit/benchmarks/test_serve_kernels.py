@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from benchmarks.__main__ import main
 from benchmarks.serve import kernels
 from benchmarks.serve.case import Case
 from benchmarks.serve.kernels import Kernel
@@ -77,7 +78,8 @@ def test_the_table_has_a_row_for_each_part_and_for_all(tmp_path, capsys) -> None
     }
     stored = tmp_path / "kernels.json"
     stored.write_text(json.dumps({"parts": parts, "copy_bytes_s": 4e12}))
-    assert kernels.main(["--table", str(stored)]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "kernels", "--table", str(stored)])
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| attention | 2 | 10.0 | 1.0 | 10.00 |",
         "| sampling | 1 | 5.0 | - | - |",
@@ -103,12 +105,12 @@ def test_all_sequences_decode_or_are_too_long_to_do_so_together(longest: int) ->
 @pytest.mark.parametrize("words", [["--sequences", "0"], ["--context", "33000"]])
 def test_sizes_that_do_not_fit_are_refused(words, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        kernels.main(words)
+        main(["serve", "kernels", *words])
     assert ended.value.code == 2
     assert " ".join(words) in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(tmp_path, capsys) -> None:
-    assert kernels.main(["--output", str(tmp_path)]) == 2
+    assert main(["serve", "kernels", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1

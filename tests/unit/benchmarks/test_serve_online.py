@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.__main__ import main
 from benchmarks.serve import online, online_peer
 from benchmarks.serve.models import MEMORY
 from benchmarks.serve.traffic import MIXES, Arrival, Lengths, arrivals, poisson_times, recorded
@@ -122,8 +123,9 @@ def test_both_ways_serve_the_same_requests(tmp_path: Path, monkeypatch: pytest.M
         yield from ()
 
     monkeypatch.setattr(online, "_peers", peers)
-    words = ["small", "--device", "cpu", "--mix", "toy", "--rates", "20", "--seconds", "0.5"]
-    assert online.main([*words, "--output", str(tmp_path)]) == 0
+    words = ["serve", "online", "small", "--device", "cpu", "--mix", "toy", "--rates", "20"]
+    words += ["--seconds", "0.5"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/online.json")
     record = json.loads(file.read_text())
     work = arrivals(poisson_times(20.0, 0.5, 0), MIXES["toy"], 512, 0)
@@ -139,7 +141,7 @@ def test_both_ways_serve_the_same_requests(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("words", [["Llama-9"], ["--rates", "1,x"], ["--lengths", "/absent"]])
 def test_bad_options_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        online.main(words)
+        main(["serve", "online", *words])
     assert ended.value.code == 2
 
 
@@ -152,7 +154,8 @@ def test_a_peer_of_another_python_is_started(tmp_path: Path) -> None:
     args = argparse.Namespace(
         peer=str(program), rates="2,4", seconds=3.0, seed=5, sequences=6, lengths=None, mix="toy"
     )
-    (case,) = online._peers("small", torch.device("cuda"), args)
+    args.device = torch.device("cuda")
+    (case,) = online._peers("small", args)
     arguments = "small --rates 2,4 --seconds 3.0 --seed 5 --mix toy"
     assert case == {"engine": "other", "arguments": arguments}
 

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.train_step import __main__ as train_step
+from benchmarks.__main__ import main
+from benchmarks.tables import table
 from benchmarks.train_step import kernel_times, peer
+from benchmarks.train_step import main as train_step
 from benchmarks.train_step import page as train_step_page
+from benchmarks.train_step import tables as train_step_tables
 from benchmarks.train_step.case import parallel_options
 from benchmarks.train_step.shapes import Case, Layout, parse_layout
 
@@ -84,7 +87,7 @@ def test_ratios_compare_the_same_setting_only() -> None:
         row("dms", 0.9, layout=Layout(dp=2)),
         row("distill", 0.1, subject="peer"),
     ]
-    assert list(train_step.ratio_lines(rows)) == [
+    assert list(train_step_tables.ratio_lines(rows)) == [
         "qwen2.5-1.5b dp1 (auto): dms / distill = 1.080",
         "qwen2.5-1.5b dp1 (auto): distill / lm = 1.250",
     ]
@@ -123,7 +126,7 @@ def test_cases_name_whether_passes_are_replayed() -> None:
 
 def test_what_the_peer_cannot_do_is_refused_before_anything_runs(capsys) -> None:
     with pytest.raises(SystemExit):
-        train_step.main(["--cases", "peer:lm,peer:dms"])
+        main(["train_step", "--cases", "peer:lm,peer:dms"])
     assert "teacher + KL + DMS in layout dp1: not supported" in capsys.readouterr().err
 
 
@@ -189,4 +192,5 @@ def test_a_tiny_case_is_measured(subject: str, kind: str, layout: str) -> None:
     assert "failed" not in row, row["failed"]
     assert row["last_loss"] != row["first_loss"]
     assert row["profile"]["kernels"]
-    assert train_step.line(row).count("|") == train_step.HEAD[0].count("|")
+    head, _, line = table(train_step_tables.COLUMNS, [row]).splitlines()
+    assert line.count("|") == head.count("|")

@@ -40,9 +40,10 @@ def test_the_page_is_filled_between_its_markers(tmp_path: Path) -> None:
     page.write_text("above\n<!-- begin results -->\nold\n<!-- end results -->\nbelow\n")
     rows = [row("dp1", "distill", 0.5), row("dp2", "distill", 0.54), row("tp2_sp", "dms", 0.6)]
     record = {"device": "Some GPU", "rows": [*rows, {**rows[0], "failed": "out of memory"}]}
-    (tmp_path / "train_step.json").write_text(json.dumps(record))
+    (tmp_path / "some_gpu").mkdir()
+    (tmp_path / "some_gpu" / "train_step.json").write_text(json.dumps(record))
     for _ in range(2):
-        assert train_step_page.main([str(tmp_path), "--page", str(page)]) == 0
+        train_step_page.write(tmp_path, page)
     text = page.read_text()
     assert "old" not in text
     assert "out of memory" not in text

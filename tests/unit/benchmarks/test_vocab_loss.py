@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.vocab_loss import __main__ as vocab_loss
+from benchmarks import vocab_loss
+from benchmarks.__main__ import main
 
 
 def test_every_way_gives_what_the_plain_one_gives(tmp_path: Path) -> None:
-    assert vocab_loss.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert main(["vocab_loss", "--device", "cpu", "--output", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("*/vocab_loss.json")
     cases = json.loads(file.read_text())["cases"]
     assert [case["loss"] for case in cases] == list(vocab_loss.WAYS)

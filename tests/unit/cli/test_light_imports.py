@@ -61,9 +61,9 @@ print(*sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
 DATA = """
 import sys
 from dms_train.data_prep import prepare
-assert prepare.main(["countdown", "--out", sys.argv[1], "--documents", "150",
+assert prepare.main(["exam-sheets", "--out", sys.argv[1], "--sheets", "150",
                      "--document-tokens", "192"]) == 0
-print("loaded:", *sorted({"torch", "megatron.core", "transformers", "hydra"} & set(sys.modules)))
+print("loaded:", *sorted({"torch", "megatron.core", "hydra"} & set(sys.modules)))
 """
 
 

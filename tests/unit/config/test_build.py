@@ -114,7 +114,7 @@ def test_a_value_of_a_wrong_type_is_one_line_for_every_key(key: str, value: obje
     architecture["rope_scaling"] = {**scaling, "original_max_position_embeddings": 8192}
     given = configs.mapping(model__architecture=architecture)
     if key in DMC_KEYS:
-        given["method"] = PRESETS["dmc"].to_dict()
+        given["method"] = dataclasses.asdict(PRESETS["dmc"])
     target = given
     *blocks, name = key.split(".")
     for block in blocks:

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.word_tokenizer import write_word_tokenizer
 from dms_train.data.manifest import read_manifest
 from dms_train.data.reader import ShardReader
-from dms_train.data_prep.lab_words import WORDS
 from dms_train.data_prep.prepare import main
-from dms_train.data_prep.token_documents import write_word_tokenizer
+
+WORDS = ("<eod>", *(f"w{number}" for number in range(1, 60)))
 
 
 @pytest.fixture

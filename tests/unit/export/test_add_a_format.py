@@ -20,13 +20,12 @@ from dms_train.export.writer import write_export
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import read_format, read_spec, read_target_cr
 from dms_train.hf.tensors import expected_shapes
-from dms_train.method.spec import spec_of
 from tests.unit.export.conftest import ARCHITECTURE
 
 config = compose(["experiment=tiny_retrofit", "method=dms_sidecar"])
 assert config.stage.export.format == "sidecar", config.stage.export.format
 assert not [line for line in check_ranges(config, ARCHITECTURE) if "method" in line]
-spec = spec_of(config.method)
+spec = config.method.spec
 out = Path(sys.argv[1])
 weights = [(name, torch.zeros(shape)) for name, shape in expected_shapes(ARCHITECTURE).items()]
 write_export(

@@ -83,7 +83,7 @@ def random_weights() -> Callable[..., Weights]:
 
 def small_spec(preset: str, window: int = 4) -> DMSSpec:
     """A preset with a window that short sequences leave."""
-    return PRESETS[preset].override(window=window)
+    return PRESETS[preset].override(window=window).spec
 
 
 @pytest.fixture(scope="session")

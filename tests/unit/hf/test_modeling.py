@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
 from dms_train.families import FAMILIES
+from tests.support.shipped import shipped_module
 
 PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
 
 
 def classes(family):
     """The configuration and the model class that an export of this family defines."""
-    import transformers
-
-    code = importlib.import_module("dms_train.export.code.modeling_dms")
-    settings = importlib.import_module("dms_train.export.code.configuration_dms")
     prefix = FAMILIES[family].classes
-    config = settings.config_with_dms(getattr(transformers, f"{prefix}Config"))
-    native = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    attention = code.attention_with_dms(getattr(native, f"{prefix}Attention"))
-    return config, code.model_with_dms(getattr(native, f"{prefix}ForCausalLM"), config, attention)
+    code = shipped_module(f"modeling_{family}_dms", family)
+    return getattr(code, f"{prefix}ConfigDMS"), getattr(code, f"{prefix}ForCausalLMDMS")
 
 
 def build(family, weights, architecture, spec, *, flat=False):
@@ -35,7 +28,6 @@ def build(family, weights, architecture, spec, *, flat=False):
     )
     keys = FORMATS["nvidia" if flat else "dms"].config_keys(model)
     values = {**to_hf_config(architecture), **keys}
-    values.pop("auto_map")
     values.pop("model_type")
     config_class, model_class = classes(family)
     model = model_class(config_class(**values, attn_implementation="eager"))
@@ -218,7 +210,7 @@ def test_a_dense_config_is_refused(architecture):
 
 @pytest.mark.parametrize("key", [{"dms_separate_alpha": True}, {"dms_alpha_per": "layer"}])
 def test_other_variants_are_refused(key):
-    code = importlib.import_module("dms_train.export.code.configuration_dms")
+    code = shipped_module("configuration_dms")
     with pytest.raises(ValueError, match=next(iter(key))):
         code.dms_numbers(classes("qwen3")[0](dms_window_size=512, **key))
 

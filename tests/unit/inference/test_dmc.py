@@ -24,7 +24,7 @@ from tests.support import plain_dmc
 from tests.unit.inference.conftest import random_ids, tiny_architecture, varied_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HARD = StepPlan(eviction="hard", neuron_scale=0.0)
+HARD = StepPlan(eviction="hard", channel_scale=0.0)
 CASES = {
     "llama": ("llama", {"preset": "dmc"}),
     "qwen2": ("qwen2", {"preset": "dmc", "channel": 0, "importance": "uniform"}),

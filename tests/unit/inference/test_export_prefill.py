@@ -40,7 +40,7 @@ def model(folder, load, monkeypatch):
     def _model(family, preset, blocks=True, **overrides):
         m = load(folder(family, small_spec(preset, **overrides)))
         if blocks:
-            code = sys.modules[cache_class(m).__module__]
+            code = sys.modules[sys.modules[type(m).__mro__[1].__module__].block_queries.__module__]
             monkeypatch.setattr(code, "BLOCK_SCORES", 1)
             monkeypatch.setattr(code, "BLOCK_QUERIES", BLOCK)
         return m

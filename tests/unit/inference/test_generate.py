@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from benchmarks.word_tokenizer import write_word_tokenizer
 from dms_train.cli.generate import main
-from dms_train.data_prep.token_documents import write_word_tokenizer
 from tests.unit.inference.conftest import small_spec
 
 

@@ -14,13 +14,15 @@ if torch.cuda.is_available():
 
 from dms_train.kernels.layers import triton_decide, triton_merge
 from dms_train.method.base import LayerSizes
-from dms_train.method.dmc.attention import DMCLayer, Kernels
+from dms_train.method.dmc.attention import DMCLayer
 from dms_train.method.dmc.merge import merge
-from dms_train.method.layer import Heads
+from dms_train.method.layer import Heads, LayerKernels
 from dms_train.method.noise import LayerNoise
 from dms_train.method.spec import PRESETS
 from tests.support.eviction_channel_cases import documents, layer_pass
 from tests.support.live_memory import saved_bytes
+
+KERNELS = LayerKernels(triton_decide.decide, triton_decide.decide_merges, triton_merge.merge)
 
 
 @pytest.mark.parametrize("hard", [True, False], ids=["hard", "soft"])
@@ -55,12 +57,12 @@ def test_a_layer_of_kernels_computes_what_the_layer_of_torch_computes(packed: bo
     where = documents(s, torch.device("cpu"))[0] if packed else None
     results = []
     for kernels, dtype in (
-        (Kernels(triton_decide.decide_merges, triton_merge.merge), torch.float32),
+        (KERNELS, torch.float32),
         (None, torch.float64),
     ):
         inputs = [x.to(dtype).requires_grad_() for x in given]
         layer = DMCLayer(spec, kernels)
-        heads, decided = layer.prepare(Heads(*inputs), layer_pass(noise, where, g))
+        heads, decided = layer.prepare(Heads(*inputs), layer_pass(spec, noise, where, g))
         assert decided is not None
         found = [*heads, decided.log_keep, decided.stats[:, :3]]
         draws = torch.Generator().manual_seed(4)
@@ -74,11 +76,10 @@ def test_a_layer_of_kernels_computes_what_the_layer_of_torch_computes(packed: bo
 @pytest.mark.parametrize("changes", [{}, {"merge_window": 3}], ids=["12", "3"])
 def test_the_plan_counts_what_a_layer_keeps_of_the_method(changes: dict, fused: bool) -> None:
     spec = PRESETS["dmc"].override(**changes)
-    kernels = Kernels(triton_decide.decide_merges, triton_merge.merge)
-    layer = DMCLayer(spec, kernels if fused else None)
+    layer = DMCLayer(spec, KERNELS if fused else None)
     s, b, g, r, d = 40, 2, 3, 2, 16
     shapes = ((s, b, g, r, d), (s, b, g, d), (s, b, g, d))
     heads = Heads(*(torch.ones(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes))
-    step = layer_pass(LayerNoise(torch.zeros(b, dtype=torch.int64), 1, 0), None, g)
+    step = layer_pass(spec, LayerNoise(torch.zeros(b, dtype=torch.int64), 1, 0), None, g)
     sizes = LayerSizes(samples=b, length=s, groups=g, queries=r, head=d, width=2, fused=fused)
     assert saved_bytes(lambda: layer.prepare(heads, step), heads) == spec.kept_bytes(sizes)

@@ -13,6 +13,7 @@ from dms_train.families import FAMILIES
 from dms_train.kernels.train_attention import reference
 from dms_train.kernels.train_attention.reference import dms_attention
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.layers.attention import MethodSelfAttention, MethodState
 from dms_train.method.dms.attention import DMSLayer
 from dms_train.method.noise import logistic_noise, sample_keys
 from dms_train.method.plan import StepPlan
@@ -56,7 +57,7 @@ def query(d: int = 4) -> Tensor:
 
 
 def rotated(engine: McoreEngine, q: Tensor, factor: float) -> Tensor:
-    engine._method.set_plan(StepPlan(neuron_scale=factor))
+    engine._method.set_plan(StepPlan(channel_scale=factor))
     layer, step = engine._method.layer, attention_of(engine)._pass(rope(engine))
     assert isinstance(layer, DMSLayer)
     return layer.rotate(q, q[..., 0, :], step)[0]
@@ -101,7 +102,7 @@ def explicit_context(
     engine: McoreEngine, hidden: Tensor, keys: Tensor, plan: StepPlan, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Output of the core attention and eviction statistics, from the projections on."""
-    attention, spec = attention_of(engine, layer), engine.spec
+    attention, spec = attention_of(engine, layer), engine._method.options
     q, k, v = (x.detach() for x in attention.get_query_key_value_tensors(hidden))
     grouped = q.view(S, B, 4, 2, -1)
     x = spec.alpha_scale * grouped[..., 0, spec.channel] - spec.alpha_offset
@@ -138,7 +139,7 @@ def test_a_layer_attends_according_to_its_decisions(
     build: Build, family: str, preset: str, eviction: str
 ) -> None:
     engine = build(family, preset, trains=False, alpha_offset=0.5)
-    plan = StepPlan(neuron_scale=0.0, eviction=eviction)
+    plan = StepPlan(channel_scale=0.0, eviction=eviction)
     engine._method.set_plan(plan)
     layer = 1
     attention = attention_of(engine, layer)
@@ -155,10 +156,18 @@ def test_a_layer_attends_according_to_its_decisions(
     assert alpha_sum.max() < 4 * S
 
 
+def decide(attention: MethodSelfAttention) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """log(1 - alpha) by key and statistics of decisions with logits of -offset."""
+    channel = torch.zeros(S, B, 4)
+    return attention._account(
+        attention.method.layer.decide(channel, attention._pass(None)), channel
+    )
+
+
 def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build) -> None:
     engine = build("llama", "dms", trains=False)
     engine._method.set_plan(StepPlan())
-    log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
+    log_keep, eviction_stats = decide(attention_of(engine))
     assert log_keep is None
     assert eviction_stats.tolist() == [[0.0, 4 * S, 4 * (S + 1) / 2]] * B
 
@@ -166,8 +175,8 @@ def test_without_evictions_the_side_sums_are_those_of_a_dense_cache(build: Build
 @pytest.mark.parametrize("preset", PRESETS)
 def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) -> None:
     engine = build("llama", preset, trains=False)
-    engine._method.set_plan(StepPlan(neuron_scale=0.0, eviction="all"))
-    log_keep, eviction_stats = attention_of(engine)._decide(torch.zeros(S, B, 4))
+    engine._method.set_plan(StepPlan(channel_scale=0.0, eviction="all"))
+    log_keep, eviction_stats = decide(attention_of(engine))
     assert log_keep is not None
     shift, window = engine.spec.decision_shift, engine.spec.window
     assert (log_keep[..., : S - shift] == -torch.inf).all()
@@ -179,23 +188,23 @@ def test_evicting_everything_leaves_a_sliding_window(build: Build, preset: str) 
 
 def test_noise_belongs_to_the_global_sample_and_step(build: Build) -> None:
     engine = build("llama", "dms", trains=False)
-    engine._method.set_plan(StepPlan(eviction="soft", neuron_scale=0.0))
+    engine._method.set_plan(StepPlan(eviction="soft", channel_scale=0.0))
     attention = attention_of(engine)
     keys = sample_keys(7, 3, torch.tensor([4, 9]))
     attention.noise_keys = keys
-    both, _ = attention._decide(torch.zeros(S, B, 4))
+    both, _ = decide(attention)
     attention.noise_keys = keys.flip(0)
-    swapped, _ = attention._decide(torch.zeros(S, B, 4))
+    swapped, _ = decide(attention)
     assert torch.equal(both.flip(0), swapped)
     attention.noise_keys = sample_keys(7, 4, torch.tensor([4, 9]))
-    later, _ = attention._decide(torch.zeros(S, B, 4))
+    later, _ = decide(attention)
     assert not torch.equal(both, later)
 
 
 def test_tokens_after_a_position_do_not_change_its_logits(build: Build) -> None:
     engine = build("llama", "dms", trains=False, alpha_offset=0.5)
     tokens = tiny.batch(3, 1).tokens[0]
-    plan = StepPlan(neuron_scale=0.0, eviction="hard")
+    plan = StepPlan(channel_scale=0.0, eviction="hard")
     whole, shorter = engine.record(plan, tokens), engine.record(plan, tokens[:15])
     assert whole is not None
     assert shorter is not None
@@ -214,7 +223,7 @@ def test_the_engine_attends_with_the_configured_backend(
 
     monkeypatch.setattr(reference, "dms_attention", counted)
     tokens = tiny.batch(3, 1).tokens[0]
-    plan = StepPlan(neuron_scale=0.0, eviction="hard")
+    plan = StepPlan(channel_scale=0.0, eviction="hard")
     expected = build("llama", "dms", trains=False, kernels="reference").record(plan, tokens)
     assert calls == [4, 4]  # the window, in each of two layers
     chosen = build("llama", "dms", trains=False).record(plan, tokens)
@@ -222,3 +231,30 @@ def test_the_engine_attends_with_the_configured_backend(
     assert expected is not None
     assert chosen is not None
     torch.testing.assert_close(expected.logits, chosen.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compiles the kernels")
+@pytest.mark.parametrize("eviction", ["soft", "hard", "none"])
+@pytest.mark.parametrize(
+    ("family", "preset"),
+    [("llama", "dms"), ("qwen3", "dms_nvidia"), ("llama", "dmc"), ("qwen3", "dmc_hardc")],
+)
+def test_a_layer_with_fused_kernels_computes_what_torch_computes(
+    build: Build, family: str, preset: str, eviction: str
+) -> None:
+    pytest.importorskip("triton")
+    engine = build(family, preset, trains=False, alpha_offset=0.5)
+    plan = StepPlan(channel_scale=0.25, eviction=eviction)
+    attention = attention_of(engine)
+    attention.noise_keys = sample_keys(7, 3, torch.tensor([4, 9]))
+    hidden = torch.randn(S, B, 32, generator=torch.Generator().manual_seed(2))
+    fused = MethodState(engine._method.options, engine._attend, fused_on=torch.device("cpu"))
+    results = []
+    for method in (engine._method, fused):
+        method.set_plan(plan)
+        attention.method = attention.core_attention.method = method
+        with torch.no_grad():
+            out, _ = attention(hidden, rotary_pos_emb=method.rope(rope(engine)))
+        results.append((out, attention.eviction_stats))
+    for plain, kernels in zip(*results, strict=True):
+        torch.testing.assert_close(kernels, plain, rtol=1e-4, atol=1e-5)

@@ -25,8 +25,8 @@ from dms_train.method.spec import PRESETS
 from tests.support import tiny
 
 DMS_PRESETS = ("dms", "dms_nvidia", "dms_fastdms")
-ZEROED = StepPlan(neuron_scale=0.0, eviction="none", loss="lm")
-HARD = StepPlan(neuron_scale=0.0, eviction="hard", loss="lm")
+ZEROED = StepPlan(channel_scale=0.0, eviction="none", loss="lm")
+HARD = StepPlan(channel_scale=0.0, eviction="hard", loss="lm")
 RATE = LearningRate(max_lr=1e-3, min_lr=1e-3, steps=10, warmup_steps=0, style="constant")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIGMOID = 1 / (1 + math.exp(5))
@@ -51,12 +51,14 @@ class Facts(NamedTuple):
 
 def counted_alpha(engine: McoreEngine) -> tuple[float, float]:
     """Over 2**20 draws with eviction channels of exactly zero."""
-    engine._method.set_plan(StepPlan(neuron_scale=0.0, eviction="soft"))
+    engine._method.set_plan(StepPlan(channel_scale=0.0, eviction="soft"))
     attention = engine._models[0].decoder.layers[0].self_attention
     length, samples, heads = 2048, 128, 4
     attention.noise_keys = sample_keys(7, 0, torch.arange(samples))
     with torch.no_grad():
-        _, eviction_stats = attention._decide(torch.zeros(length, samples, heads))
+        channel = torch.zeros(length, samples, heads)
+        decided = attention.method.layer.decide(channel, attention._pass(None))
+        _, eviction_stats = attention._account(decided, channel)
     means = eviction_stats[:, 0].double() / (length * heads)
     return means.mean().item(), (means.std() / math.sqrt(samples)).item()
 
@@ -65,7 +67,7 @@ def zeroing_steps(engine: McoreEngine, count: int = 3) -> None:
     engine.begin_stage(RATE)
     for step in range(count):
         factor = 1 - (step + 1) / (count + 1)
-        plan = StepPlan(step=step, stage_step=step, neuron_scale=factor, loss="lm")
+        plan = StepPlan(step=step, stage_step=step, channel_scale=factor, loss="lm")
         engine.train_step(plan, [tiny.batch(2 * step)])
 
 
@@ -240,7 +242,7 @@ def test_a_step_that_does_not_decide_leaves_the_eviction_channel_at_zero(
     zeroing_steps(engine)
     rows = mapping.eviction_channel_rows(engine.architecture, engine._method.layer, 4)
     engine.reset_eviction_channel()
-    engine.train_step(StepPlan(step=3, neuron_scale=0.0, loss="lm"), [tiny.batch(20)])
+    engine.train_step(StepPlan(step=3, channel_scale=0.0, loss="lm"), [tiny.batch(20)])
     for parameter in projections(engine):
         assert (parameter[rows] == 0).all()
 
@@ -250,6 +252,6 @@ def test_a_retrofit_step_moves_the_eviction_channel(build: Build) -> None:
     rows = mapping.eviction_channel_rows(engine.architecture, engine._method.layer, 4)
     engine.reset_eviction_channel()
     engine.begin_stage(RATE)
-    plan = StepPlan(neuron_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
+    plan = StepPlan(channel_scale=0.0, eviction="soft", target_cr=4.0, loss="lm")
     engine.train_step(plan, [tiny.batch(0, 8)])
     assert all(p[rows].abs().max() > 0 for p in projections(engine))

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "layer_prior": ("llama", {"prior": "layer"}, {}),
     "dmc_c": ("llama", {"preset": "dmc_c"}, {}),
     "dmc_hardc": ("llama", {"preset": "dmc_hardc"}, {}),
-    "zeroing": ("llama", {}, {"eviction": "none", "neuron_scale": 0.25}),
+    "zeroing": ("llama", {}, {"eviction": "none", "channel_scale": 0.25}),
 }
 
 
@@ -37,7 +37,7 @@ def test_a_step_is_that_of_the_formulas(view: ParallelView, case: str) -> None:
     spec = PRESETS[constants.pop("preset")].override(**constants)
     assert isinstance(spec, DMCSpec)
     plan = StepPlan(
-        **{"step": 3, "eviction": "soft", "neuron_scale": 0.0, "target_cr": 8.0, **planned}
+        **{"step": 3, "eviction": "soft", "channel_scale": 0.0, "target_cr": 8.0, **planned}
     )
     a = tiny.architecture(family, num_layers=2)
     student = tiny.SmallKeyChannels(a, 1, spec.channel, factor=0.002)
@@ -71,10 +71,10 @@ def test_the_reset_makes_every_decision_minus_the_offset_and_every_weight_alike(
     a = tiny.architecture(family, num_layers=2)
     options = TrainEngineOptions(parallel=ParallelOptions(), optim=OptimOptions(lr=1e-3), seed=SEED)
     engine = McoreEngine(a, spec, view, options, RandomWeights(a, 1, 0.2))
-    tokens, plan = tiny.batch(3, 1).tokens[0], StepPlan(neuron_scale=0.0)
+    tokens, plan = tiny.batch(3, 1).tokens[0], StepPlan(channel_scale=0.0)
     before = engine.record(plan, tokens)
     engine.reset_eviction_channel()
-    after = engine.record(StepPlan(neuron_scale=0.0, eviction="hard"), tokens)
+    after = engine.record(StepPlan(channel_scale=0.0, eviction="hard"), tokens)
     assert before is not None
     assert after is not None
     assert (after.decision_logits == -spec.alpha_offset).all()

@@ -50,13 +50,13 @@ def outcome(
 @pytest.mark.parametrize(
     ("family", "preset", "recompute", "plan"),
     [
-        ("llama", "dms", None, {"eviction": "soft", "neuron_scale": 0.0}),
-        ("llama", "dms_nvidia", "full", {"eviction": "soft", "neuron_scale": 0.0, "packed": True}),
-        ("qwen3", "dms", None, {"eviction": "none", "neuron_scale": 0.3, "packed": True}),
-        ("qwen2", "dms_nvidia", "selective", {"eviction": "soft", "neuron_scale": 0.0}),
-        ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "neuron_scale": 0.0}),
-        ("qwen3", "dms_nvidia", None, {"eviction": "none", "neuron_scale": 0.3}),
-        ("llama", "dms", "full", {"eviction": "hard", "neuron_scale": 0.0}),
+        ("llama", "dms", None, {"eviction": "soft", "channel_scale": 0.0}),
+        ("llama", "dms_nvidia", "full", {"eviction": "soft", "channel_scale": 0.0, "packed": True}),
+        ("qwen3", "dms", None, {"eviction": "none", "channel_scale": 0.3, "packed": True}),
+        ("qwen2", "dms_nvidia", "selective", {"eviction": "soft", "channel_scale": 0.0}),
+        ("qwen3", "dms_fastdms", "full", {"eviction": "soft", "channel_scale": 0.0}),
+        ("qwen3", "dms_nvidia", None, {"eviction": "none", "channel_scale": 0.3}),
+        ("llama", "dms", "full", {"eviction": "hard", "channel_scale": 0.0}),
     ],
 )
 def test_a_step_is_the_same(

@@ -76,14 +76,14 @@ def test_the_steps_of_a_stage_are_one_computation(name: str) -> None:
     ],
 )
 def test_plans_that_compute_something_else_need_another_graph(other: dict) -> None:
-    method, plan = state("dms", CPU), StepPlan(eviction="soft", neuron_scale=0.0)
+    method, plan = state("dms", CPU), StepPlan(eviction="soft", channel_scale=0.0)
     assert method.computation(replace(plan, **other)) != method.computation(plan)
 
 
 def test_the_factor_of_merges_is_part_of_their_computation() -> None:
     pytest.importorskip("triton")
     method = state("dmc", CPU)
-    zeroing, after = StepPlan(neuron_scale=0.5), StepPlan(neuron_scale=0.0)
+    zeroing, after = StepPlan(channel_scale=0.5), StepPlan(channel_scale=0.0)
     assert method.computation(zeroing) != method.computation(after)
 
 
@@ -113,12 +113,12 @@ def test_layouts_that_cannot_be_captured_run_eagerly_or_are_refused(
 def test_fused_layers_read_the_numbers_of_a_step_at_addresses_that_stay() -> None:
     pytest.importorskip("triton")
     plain, fused = state("dms", None), state("dms", CPU)
-    tensors = fused.step, fused.target, fused.neuron_scale
+    tensors = fused.step, fused.target, fused.channel_scale
     for step, ratio, factor in ((3, 2.0, 0.25), (70_000, 5.0, 0.0)):
-        plan = StepPlan(step=step, target_cr=ratio, neuron_scale=factor)
+        plan = StepPlan(step=step, target_cr=ratio, channel_scale=factor)
         for each in (plain, fused):
             each.set_plan(plan)
-        assert (plain.step, plain.target, plain.neuron_scale) == (step, 1 - 1 / ratio, factor)
+        assert (plain.step, plain.target, plain.channel_scale) == (step, 1 - 1 / ratio, factor)
         assert [x.item() for x in tensors] == [step, 1 - 1 / ratio, factor]
     assert fused.step is tensors[0]
 

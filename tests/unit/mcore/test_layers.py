@@ -33,10 +33,10 @@ def test_names_of_parameters_and_of_checkpoints_meet(family: str, view: Parallel
 
 @pytest.mark.parametrize("wanted", ["auto", "local"])
 def test_a_cpu_trains_with_megatrons_own_layers(wanted: str) -> None:
-    kit = layers.choose(wanted, CPU)
-    assert not kit.fuses_norm
-    assert kit.norm is layers.RMSNorm
-    assert kit.describe(None).startswith("local (")
+    layer_backend = layers.choose(wanted, CPU)
+    assert not layer_backend.fuses_norm
+    assert layer_backend.norm is layers.RMSNorm
+    assert layer_backend.describe(None).startswith("local (")
 
 
 def test_auto_takes_transformer_engine_where_it_can_be_imported(

@@ -18,7 +18,8 @@ from dms_train.mcore.schedule.step import token_scale
 from dms_train.method.dms.spec import DMSSpec
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
-from tests.support import plain_objective, tiny
+from dms_train.method.token_losses import TOKEN_LOSSES, LossOptions
+from tests.support import parity_runs, plain_objective, tiny
 
 LENGTH, SEED = 40, 11
 BAR = 1e-5  # of float32 beside float64, relative to the largest value
@@ -26,7 +27,9 @@ LLAMA3 = RopeScaling(factor=32.0)
 # Loss positions of each sample; the microbatches of two hold 40, 5, 0 and 23 of them.
 POSITIONS = (40, 0, 2, 3, 0, 0, 22, 1)
 
-Case = tuple[str, dict[str, Any], dict[str, Any]]  # family, of the spec, of the plan
+KL = ("kl_direction", "kl_temperature")
+# family, changes of the method, changes of the plan and of the loss
+Case = tuple[str, dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
     "cr1_step0": ("llama", {}, {"step": 0, "target_cr": 1.0}),
     "cr8_step0": ("llama", {}, {"step": 0, "target_cr": 8.0}),
@@ -34,16 +37,16 @@ CASES: dict[str, Case] = {
     "cr8_step100000": ("llama", {}, {"step": 100_000, "target_cr": 8.0}),
     "reverse_kl": (
         "llama",
-        {"kl_direction": "student_teacher"},
-        {"step": 5, "target_cr": 1.0},
+        {},
+        {"step": 5, "target_cr": 1.0, "kl_direction": "student_teacher"},
     ),
-    "warm_kl": ("llama", {"kl_temperature": 2.0}, {"step": 6, "target_cr": 1.0}),
+    "warm_kl": ("llama", {}, {"step": 6, "target_cr": 1.0, "kl_temperature": 2.0}),
     "sum": ("llama", {"aux_form": "sum"}, {"step": 7, "target_cr": 8.0}),
     "immediate": ("llama", {"eviction": "immediate"}, {"step": 8, "target_cr": 8.0}),
     "nvidia": ("qwen3", {"preset": "dms_nvidia"}, {"step": 2, "target_cr": 8.0}),
     "fastdms": ("qwen2", {"preset": "dms_fastdms"}, {"step": 4, "target_cr": 8.0}),
     "next_token": ("llama", {}, {"step": 9, "target_cr": 8.0, "loss": "lm"}),
-    "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "neuron_scale": 0.25}),
+    "zeroing": ("llama", {}, {"step": 1, "eviction": "none", "channel_scale": 0.25}),
 }
 
 
@@ -92,11 +95,12 @@ class Step:
         constants = {"preset": "dms", "window": 4, "alpha_offset": 0.5, **constants}
         self.spec = PRESETS[constants.pop("preset")].override(**constants)
         self.architecture = architecture(family)
-        whole = {"eviction": "soft", "neuron_scale": 0.0, **planned, **changes}
+        whole = {"eviction": "soft", "channel_scale": 0.0, **planned, **changes}
+        self.loss = LossOptions(**{key: whole.pop(key) for key in KL if key in whole})
         self.plan = StepPlan(**whole)
         student, self.teacher = sources(self.architecture, self.spec)
         options = TrainEngineOptions(
-            parallel=ParallelOptions(), optim=OptimOptions(lr=1e-3), seed=SEED
+            parallel=ParallelOptions(), optim=OptimOptions(lr=1e-3), seed=SEED, loss=self.loss
         )
         self.engine = McoreEngine(self.architecture, self.spec, view, options, student)
         self.engine.attach_teacher(self.teacher)
@@ -105,7 +109,8 @@ class Step:
     def exact(self, given: list[Batch]) -> plain_objective.Outcome:
         teacher = {name: self.teacher.get(name) for name in self.student}
         return plain_objective.outcome(
-            self.architecture, self.spec, self.plan, self.student, teacher, given, SEED
+            *(self.architecture, self.spec, self.plan, self.student, teacher, given, SEED),
+            loss=self.loss,
         )
 
     def found(self, given: list[Batch]) -> plain_objective.Outcome:
@@ -142,6 +147,27 @@ def test_one_step_is_the_plain_objective(view: ParallelView, case: str) -> None:
     assert_same(step.found(given[:1]), step.exact(given[:1]))
 
 
+def test_a_mixed_loss_is_the_sum_of_its_terms_and_reports_each(
+    view: ParallelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOKEN_LOSSES, "mixed", parity_runs.MIXED)
+    given = batches()
+    kl, next_token = Step(view, "cr8_step3"), Step(view, "cr8_step3", loss="lm")
+    step = Step(view, "cr8_step3", loss="mixed")
+    totals = step.engine.forward_backward(step.plan, given)
+    gradients = step.engine.hf_gradients()
+    parts = [kl.exact(given), next_token.exact(given)]
+    assert tuple(totals.terms) == ("kl", "next_token")
+    assert totals.terms["kl"] == pytest.approx(parts[0].token_loss, rel=BAR)
+    assert totals.terms["next_token"] == pytest.approx(0.25 * parts[1].token_loss, rel=BAR)
+    assert totals.loss == pytest.approx(sum(totals.terms.values()) + parts[0].aux_loss, rel=BAR)
+    # both gradients hold that of the compression loss
+    lm_alone = Step(view, "cr8_step3", loss="lm", target_cr=1.0).exact(given).gradients
+    for name, gradient in parts[0].gradients.items():
+        expected = gradient + 0.25 * lm_alone[name]
+        assert (gradients[name] - expected).abs().max() < BAR * expected.abs().max(), name
+
+
 def test_without_loss_positions_the_gradient_is_that_of_the_compression_loss(
     view: ParallelView,
 ) -> None:
@@ -158,7 +184,7 @@ def test_an_untouched_student_does_not_differ_from_a_teacher_of_its_weights(
     view: ParallelView, case: str
 ) -> None:
     """Both run the same model: the same RoPE, norms and biases."""
-    step = Step(view, case, eviction="none", neuron_scale=1.0, target_cr=1.0)
+    step = Step(view, case, eviction="none", channel_scale=1.0, target_cr=1.0)
     step.engine.load_hf(step.teacher)
     totals = step.engine.forward_backward(step.plan, batches())
     assert totals.token_loss == pytest.approx(0.0, abs=1e-12)

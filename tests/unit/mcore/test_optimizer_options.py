@@ -18,7 +18,7 @@ from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.groups import ParallelView
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.plan import LearningRate, StepPlan
-from dms_train.method.spec import PRESETS, spec_of
+from dms_train.method.spec import PRESETS
 from dms_train.training.state import TrainState
 from tests.support import configs, tiny
 
@@ -165,7 +165,7 @@ def test_the_configuration_of_a_run_is_what_the_optimizer_runs_with(
     prepared = Prepared(
         config=config,
         architecture=architecture,
-        spec=spec_of(config.method),
+        spec=config.method.spec,
         start=start,
         stages=[],
         folder=tmp_path,

@@ -27,7 +27,7 @@ def gradients(view: ParallelView, family: str, loss: Any, *, fused: bool) -> dic
     engine = McoreEngine(architecture, spec, view, options, RandomWeights(architecture, 1, 0.2))
     engine.attach_teacher(RandomWeights(architecture, 2, 0.2))
     engine._config.gradient_accumulation_fusion = fused
-    plan = StepPlan(eviction="none", neuron_scale=0.0, loss=loss)
+    plan = StepPlan(eviction="none", channel_scale=0.0, loss=loss)
     engine.forward_backward(plan, tiny.microbatches(0, 1, groups=2))
     return engine.hf_gradients()
 

@@ -10,7 +10,7 @@ import torch
 from dms_train.data.batches import Batch
 from dms_train.mcore.engine import McoreEngine
 from dms_train.mcore.groups import ParallelView
-from dms_train.mcore.layers.attention import DMSSelfAttention
+from dms_train.mcore.layers.attention import MethodSelfAttention
 from dms_train.method.plan import StepPlan
 from tests.support import plain_objective, tiny
 from tests.unit.mcore.test_one_step import LENGTH, SEED, Step, assert_same
@@ -117,7 +117,7 @@ def test_an_evaluation_counts_slots_of_documents(view: ParallelView) -> None:
 
 def test_bf16_weights_run_nearly_the_same_step(build: Callable[..., McoreEngine]) -> None:
     """The wrapper that turns inputs into bf16 leaves the documents as they are."""
-    plan = StepPlan(eviction="soft", neuron_scale=0.0, target_cr=4.0, loss="lm", noise=False)
+    plan = StepPlan(eviction="soft", channel_scale=0.0, target_cr=4.0, loss="lm", noise=False)
     found = []
     for dtype in ("fp32", "bf16"):
         totals = build("llama", "dms", dtype, alpha_offset=0.5).forward_backward(plan, packs())
@@ -133,13 +133,13 @@ def test_without_packing_no_layer_sees_documents(
 ) -> None:
     """An unpacked pass hands the kernels no bounds, so it takes the code it always took."""
     step, seen = Step(view, "cr8_step3"), []
-    attend = DMSSelfAttention.forward
+    attend = MethodSelfAttention.forward
 
     def forward(self, *args, **kwargs):
         seen.append(self.documents)
         return attend(self, *args, **kwargs)
 
-    monkeypatch.setattr(DMSSelfAttention, "forward", forward)
+    monkeypatch.setattr(MethodSelfAttention, "forward", forward)
     step.engine.forward_backward(step.plan, [tiny.batch(0, length=LENGTH)])
     assert seen == [None] * 4  # two layers of student and teacher
     step.engine.forward_backward(step.plan, packs()[:1])

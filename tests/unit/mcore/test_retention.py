@@ -9,7 +9,7 @@ from dms_train.method.accounting import live_slots
 from dms_train.method.plan import StepPlan
 from tests.support import tiny
 
-HARD = StepPlan(eviction="hard", neuron_scale=0.0, loss="lm")
+HARD = StepPlan(eviction="hard", channel_scale=0.0, loss="lm")
 
 
 def test_kept_is_what_the_decisions_of_every_sample_leave(build):

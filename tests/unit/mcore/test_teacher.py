@@ -39,7 +39,7 @@ def kept_bytes(built: McoreEngine, loss: Any) -> int:
         kept.append(x)
         return x
 
-    plan = StepPlan(step=3, eviction="soft", neuron_scale=0.0, target_cr=4.0, loss=loss)
+    plan = StepPlan(step=3, eviction="soft", channel_scale=0.0, target_cr=4.0, loss=loss)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         built.forward_backward(plan, tiny.microbatches(0, 1, groups=1))
     return sum({s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, kept)}.values())

@@ -40,8 +40,8 @@ def test_annealing_takes_the_fewest_steps_that_reach_the_target(
         assert before < target - 1e-9
 
 
-def test_neuron_falls_linearly_to_exactly_zero() -> None:
-    factors = [schedule.neuron_scale(step, 2000) for step in range(2002)]
+def test_the_channel_scale_falls_linearly_to_exactly_zero() -> None:
+    factors = [schedule.channel_scale(step, 2000) for step in range(2002)]
     assert factors[0] == 1.0
     assert factors[100] == pytest.approx(0.95)
     assert factors[1000] == 0.5
@@ -51,7 +51,7 @@ def test_neuron_falls_linearly_to_exactly_zero() -> None:
 
 
 def test_a_ramp_without_steps_is_already_zero() -> None:
-    assert schedule.neuron_scale(0, 0) == 0.0
+    assert schedule.channel_scale(0, 0) == 0.0
 
 
 @pytest.mark.parametrize(("ratio", "share"), [(1.0, 0.0), (2.0, 0.5), (4.0, 0.75), (8.0, 0.875)])

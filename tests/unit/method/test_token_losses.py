@@ -10,9 +10,9 @@ from dms_train.method.token_losses import TOKEN_LOSSES, token_loss
 
 def test_only_distillation_needs_a_teacher() -> None:
     assert {name for name, loss in TOKEN_LOSSES.items() if loss.needs_teacher} == {"distill"}
-    assert {name: loss.metric for name, loss in TOKEN_LOSSES.items()} == {
-        "distill": "kl",
-        "lm": "lm",
+    assert {name: loss.terms for name, loss in TOKEN_LOSSES.items()} == {
+        "distill": ("kl",),
+        "lm": ("lm",),
     }
 
 

@@ -17,8 +17,8 @@ from tests.support.training_loop import (
     OPTIONS,
     STEPS,
     FakeParts,
+    components,
     only,
-    parts,
     restored,
     run,
     timeline,
@@ -102,7 +102,7 @@ def test_checkpoints_carry_the_position_and_the_provenance(tmp_path: Path) -> No
         "consumed_samples": 9 * BATCH,
         "loaded_cr": 1.0,
         "target_cr": 3.0,
-        "neuron_scale": 0.0,
+        "channel_scale": 0.0,
         "eviction_enabled": True,
         "skipped_steps": 0,
         "skipped_in_a_row": 0,
@@ -202,6 +202,6 @@ def test_a_checkpoint_being_written_is_finished_before_the_run_fails(tmp_path: P
     fakes.skips = {6, 7, 8}
     fakes.finish_save = lambda *, wait: waited.append(wait)  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match="skipped step 3 in a row"):
-        loop.run(build_stages(OPTIONS, 0), TrainState(), parts(fakes, tmp_path))
+        loop.run(build_stages(OPTIONS, 0), TrainState(), components(fakes, tmp_path))
     assert len(fakes.plans) == 9
     assert waited[-1]

@@ -34,7 +34,7 @@ def test_reported_rows_name_what_the_stage_measures(tmp_path: Path) -> None:
     for step, values in run(tmp_path).of("log"):
         rows.setdefault(step, {}).update(values)
     assert rows[1]["train/lm"] == 0.75
-    assert rows[3]["train/neuron_scale"] == pytest.approx(2 / 3)
+    assert rows[3]["train/channel_scale"] == pytest.approx(2 / 3)
     assert rows[7]["train/kl"] == 0.75
     assert rows[7]["train/target_cr"] == 2.0
     assert rows[7]["train/cr"] == 1.5

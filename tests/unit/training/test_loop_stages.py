@@ -16,8 +16,8 @@ from tests.support.training_loop import (
     OPTIONS,
     STEPS,
     FakeParts,
+    components,
     only,
-    parts,
     run,
 )
 
@@ -28,7 +28,7 @@ def test_stages_run_in_order_with_the_plans_of_their_steps(tmp_path: Path) -> No
     assert [plan.step for plan in plans] == list(range(STEPS))
     assert [plan.stage_step for plan in plans] == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert [plan.loss for plan in plans] == ["lm"] * 2 + ["distill"] * 12
-    factors = [plan.neuron_scale for plan in plans]
+    factors = [plan.channel_scale for plan in plans]
     assert factors == pytest.approx([1, 1, 2 / 3, 1 / 3, 0] + [0] * 9)
     assert factors[4] == 0.0
     assert [plan.eviction for plan in plans] == ["none"] * 5 + ["soft"] * 9
@@ -106,14 +106,14 @@ def test_an_export_from_before_the_reset_is_not_final_after_it(tmp_path: Path) -
 def test_hold_keeps_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     fakes = FakeParts()
     state = TrainState(eviction_enabled=True, target_cr=6.0)
-    loop.run(build_stages(only("hold"), 0, 6.0), state, parts(fakes, tmp_path))
+    loop.run(build_stages(only("hold"), 0, 6.0), state, components(fakes, tmp_path))
     assert [plan.target_cr for plan in fakes.plans] == [6.0] * 3
 
 
 def test_a_retrofit_continues_from_the_ratio_of_the_loaded_checkpoint(tmp_path: Path) -> None:
     fakes = FakeParts()
     state = TrainState(eviction_enabled=True, loaded_cr=2.0, target_cr=2.0)
-    loop.run(build_stages(only("retrofit"), 0, 2.0), state, parts(fakes, tmp_path))
+    loop.run(build_stages(only("retrofit"), 0, 2.0), state, components(fakes, tmp_path))
     assert [plan.target_cr for plan in fakes.plans] == [2.5, 3.0, 3.5, 4.0]
 
 
@@ -166,7 +166,7 @@ def test_evaluations_use_the_inference_rule_at_stage_ends_and_intervals(tmp_path
         (12, "hard", 4.0),
         (14, "hard", 4.0),
     ]
-    scales = [plan.neuron_scale for plan, _ in fakes.of("evaluate")]
+    scales = [plan.channel_scale for plan, _ in fakes.of("evaluate")]
     assert scales == pytest.approx([1, 1 / 3, 0, 0, 0, 0, 0])
     assert all(batches == ["valid"] for _, batches in fakes.of("evaluate"))
 

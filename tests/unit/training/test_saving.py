@@ -120,7 +120,7 @@ def test_a_save_waits_for_the_one_before(workspace: Workspace) -> None:
     workspace.save(4)
     workspace.save(5)
     assert workspace.steps == [4]
-    workspace.saver.settle(5)
+    workspace.saver.finish_pending_save(5)
     assert workspace.steps == [4, 5]
 
 
@@ -143,7 +143,7 @@ def test_old_ones_are_removed_only_when_a_new_one_is_complete(workspace: Workspa
     for step in (2, 3, 4):
         workspace.save(step)
         assert len(workspace.steps) >= min(step - 1, 2)
-    workspace.saver.settle(4)
+    workspace.saver.finish_pending_save(4)
     assert workspace.steps == [1, 3, 4]
 
 
@@ -152,7 +152,7 @@ def test_what_an_interrupted_save_left_is_removed(workspace: Workspace) -> None:
     left.mkdir()
     workspace.save(4)
     assert not left.exists()
-    workspace.saver.settle(4)
+    workspace.saver.finish_pending_save(4)
     assert workspace.steps == [4]
 
 

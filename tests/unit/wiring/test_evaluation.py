@@ -409,7 +409,7 @@ def test_an_option_of_a_validation_acts(
 def test_a_run_validates_with_the_options_of_its_stage(built: Callable[..., Built]) -> None:
     values = {"samples": 2, "max_problems": 3, "max_tokens": 4, "window_only": True}
     run = built(**{f"stage.validate.{name}": value for name, value in values.items()})
-    given = run.parts.validator.options
+    given = run.components.validator.options
     assert {name: getattr(given, name) for name in values} == values
 
 

@@ -39,6 +39,7 @@ from tests.support.wiring_reads import (
     layers,
     llama3_frequency,
     loaded,
+    loss,
     losses,
     max_lr,
     megatron,
@@ -56,6 +57,7 @@ from tests.support.wiring_reads import (
     spec,
     stages,
     tokens,
+    training,
     weights,
 )
 
@@ -156,11 +158,7 @@ WIRES: dict[str, Wire] = {
             ("alpha_offset", 4.0),
             ("window", 6),
             ("clear_after_rope", True),
-            ("alpha_in_loss", "hard_st"),
             ("tau", 0.5),
-            ("aux_form", "sum"),
-            ("kl_direction", "student_teacher"),
-            ("kl_temperature", 2.0),
             ("decision_shift", 0),
             ("eviction", "immediate"),
         )
@@ -172,10 +170,14 @@ WIRES: dict[str, Wire] = {
             ("importance", "uniform"),
             ("importance_offset", 2.0),
             ("heads", "shared"),
-            ("consistency", 1.0),
-            ("prior", "layer"),
         )
     },
+    "method.alpha_in_loss": Wire("hard_st", training("alpha_in_loss")),
+    "method.aux_form": Wire("sum", training("aux_form")),
+    "method.consistency": Wire(1.0, training("consistency"), others=DMC),
+    "method.prior": Wire("layer", training("prior"), others=DMC),
+    "loss.kl_direction": Wire("student_teacher", loss("kl_direction")),
+    "loss.kl_temperature": Wire(2.0, loss("kl_temperature")),
     "method.preset": Wire("dms_nvidia", spec("preset"), others={"stage.run": ["zero_neuron"]}),
     "stage.run": Wire(["zero_neuron"], lambda b: list(stages(b))),
     "stage.pretrain.steps": Wire(5, lambda b: len(plans("pretrain")(b)), others=PRETRAIN),
@@ -230,7 +232,7 @@ WIRES: dict[str, Wire] = {
     "data.seq_length": Wire(24, lambda b: b.batches[0].tokens.shape[1]),
     "data.micro_batch_size": Wire(2, lambda b: len(b.batches[0].tokens)),
     "data.global_batch_size": Wire(8, lambda b: len(b.batches)),
-    "data.global_batch_size (of the loop)": Wire(8, lambda b: b.parts.global_batch_size),
+    "data.global_batch_size (of the loop)": Wire(8, lambda b: b.components.global_batch_size),
     "data.packing": Wire(True, lambda b: b.batches[0].documents is not None),
     "parallel.tensor_model_parallel_size": Wire(2, megatron("tensor_model_parallel_size")),
     "parallel.pipeline_model_parallel_size": Wire(
@@ -253,7 +255,7 @@ WIRES: dict[str, Wire] = {
         "bf16", lambda b: next(b.engine._models[0].parameters()).dtype, torch.bfloat16
     ),
     "parallel.params_dtype (of the self-test)": Wire(
-        "bf16", lambda b: b.parts.exporter.params_dtype
+        "bf16", lambda b: b.components.exporter.params_dtype
     ),
     "parallel.recompute_granularity": Wire(
         "full", lambda b: b.engine._models[0].decoder.config.recompute_granularity
@@ -275,9 +277,9 @@ WIRES: dict[str, Wire] = {
     "observe.tensorboard": Wire(True, sinks, ["JsonlSink", "TensorBoardSink"]),
     "observe.wandb": Wire("offline", sinks, ["JsonlSink", "WandbSink"]),
     "observe.progress": Wire(
-        True, lambda b: type(b.parts.reporter.progress).__name__, "LineProgress"
+        True, lambda b: type(b.components.reporter.progress).__name__, "LineProgress"
     ),
-    "observe.peak_tflops": Wire(989.0, lambda b: b.parts.reporter.compute.peak_tflops),
+    "observe.peak_tflops": Wire(989.0, lambda b: b.components.reporter.compute.peak_tflops),
     "run.seed (of the noise)": Wire(77, noise, expected_noise),
     "run.seed (of the data)": Wire(
         77,
@@ -290,16 +292,16 @@ WIRES: dict[str, Wire] = {
         SCRATCH,
     ),
     "run.load": Wire(loaded, embedding, other_embedding),
-    "run.max_skipped_steps": Wire(7, lambda b: b.parts.skips.max_consecutive),
+    "run.max_skipped_steps": Wire(7, lambda b: b.components.skips.max_consecutive),
     "run.save_interval": Wire(1, saves, [f"step_{step:08d}" for step in range(1, 9)]),
-    "run.async_save": Wire(False, lambda b: b.parts.saver.options.async_save),
+    "run.async_save": Wire(False, lambda b: b.components.saver.options.async_save),
     "run.keep_checkpoints": Wire(4, kept, others=EVERY_STEP),
     "run.eval_interval": Wire(1, lambda b: len(b.recorded.of("evaluate")), 8),
-    "run.eval_samples": Wire(6, lambda b: len(b.parts.eval_batches)),
-    "run.log_interval": Wire(9, lambda b: b.parts.reporter.log_interval),
+    "run.eval_samples": Wire(6, lambda b: len(b.components.eval_batches)),
+    "run.log_interval": Wire(9, lambda b: b.components.reporter.log_interval),
     "run.dir": Wire(
         lambda assets: str(assets.model.parent / "elsewhere"),
-        lambda b: str(b.parts.saver.folder.parent),
+        lambda b: str(b.components.saver.folder.parent),
     ),
     "kernels": Wire("reference", lambda b: b.engine._attend.__module__.rpartition(".")[2]),
 }
@@ -366,15 +368,15 @@ def test_the_teacher_is_the_original_and_the_student_is_what_run_load_names(
 def test_a_retrofit_continues_from_the_ratio_of_what_run_load_names(
     built: Callable[..., Built], tmp_path: Path, kind: str
 ) -> None:
-    state = TrainState(eviction_enabled=True, target_cr=2.5, neuron_scale=0.0)
+    state = TrainState(eviction_enabled=True, target_cr=2.5, channel_scale=0.0)
     source = built()
-    student = source.parts.exporter.export("cr", state.to_dict())
+    student = source.components.exporter.export("cr", state.to_dict())
     if kind == "export":
         student = student / "hf"
     else:
         student = tmp_path / "checkpoint"
-        source.parts.saver.engine.save(
-            student, {**state.to_dict(), **source.parts.saver.provenance}
+        source.components.saver.engine.save(
+            student, {**state.to_dict(), **source.components.saver.provenance}
         )
     run = built(**{"run.load": str(student), "stage.run": ["retrofit", "hold"]})
     found = [plan.target_cr for plan in plans("retrofit")(run)]

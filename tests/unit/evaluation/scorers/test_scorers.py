@@ -23,8 +23,6 @@ FORMS = {
     "letter": "<think>B?</think>\nAnswer: %s",
     "contains": " %s.",
     "sheet": "Divide.\nThe final answer is %s.\n",
-    "countdown": "12 - 1 = 11 : 11 4 > 15 7 44 ! ANS %s",
-    "words": "* 9 = 54 + 7 = 0 ! ANS %s",
 }
 
 
@@ -35,13 +33,10 @@ def checker():
 
 
 def document(*gold: str) -> Document:
-    details = {"numbers": [4, 1, 4, 3], "target": 44}  # of Countdown
-    return Document(id="0", question="q", gold=gold, details=details)
+    return Document(id="0", question="q", gold=gold)
 
 
 def in_form(scorer: str, gold: tuple[str, ...]) -> str:
-    if scorer == "words":  # all answers in one list
-        gold = (" , ".join(gold),)
     return "".join(FORMS[scorer] % answer for answer in gold)
 
 
@@ -79,8 +74,6 @@ def test_gold_answers_of_published_files_are_accepted(name, file, rows, checker)
     )
     assert accepted == rows
 
-
-COUNTDOWN = "4 * 3 , 12 - 1 , 11 * 4"
 
 # Scorer, gold, text: wrong, cut off, malformed, or not where it is asked for.
 REFUSED = [
@@ -126,25 +119,6 @@ REFUSED = [
     ("sheet", "15", "Divide: c = 15"),
     ("sheet", "15", "The final ans"),
     ("sheet", "-3", "The final answer is 3."),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1"),  # not all numbers
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 * 4 , 44"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 + 4"),
-    ("countdown", COUNTDOWN, "ANS 11 * 4"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 4 * 12 , 48 - 4"),  # 4 twice, 1 never
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 x 4"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 - 1 , 11 * 4 ANS"),
-    ("countdown", COUNTDOWN, "ANS 4 * 3 , 12 * 1 , 11 * 4"),
-    ("countdown", COUNTDOWN, "ANS 4 - 4 , 3 - 1 , 0 / 2"),
-    ("countdown", COUNTDOWN, f"ANS {'9' * 5000} + 1"),  # more digits than int() takes
-    ("countdown", COUNTDOWN, "4 * 3 , 12 - 1 , 11 * 4"),
-    ("countdown", COUNTDOWN, ""),
-    ("words", "17", "0 ! ANS 71"),
-    ("words", "17", "0 ! ANS 1 7"),
-    ("words", "17", "0 ! ANS 17 , 17"),
-    ("words", "17", "0 ! ANS 17 ANS"),
-    ("words", "17", "0 ! ANS 17 ANS 18"),
-    ("words", "17", "0 ! 17"),
-    ("words", "17", ""),
 ]
 
 
@@ -210,47 +184,3 @@ def test_numbers_of_a_sheet_are_compared_as_numbers(checker):
 def test_references_count_each(checker):
     (marks,) = SCORERS["contains"].marks(document("ABCDE", "FGHIJ"), ["abcde, X"], checker)
     assert marks.score == 0.5
-
-
-@pytest.mark.parametrize(
-    ("numbers", "target", "answer"),
-    [
-        ([4, 1, 4, 3], 44, "4 * 3 , 12 - 1 , 4 * 11"),  # another order
-        ([4, 1, 4, 3], 44, "12 - 1 , 4 * 3"),  # not yet there, and used too much
-        ([20, 5, 3, 2], 10, "20 / 5 , 4 * 3 , 12 - 2"),
-        ([20, 5, 3, 2], 10, "20 / 3 , 6 + 2 , 8 + 5"),  # a division with a rest
-        ([20, 5, 2], 100, "20 * 5 , 100 * 2"),  # above 100
-        ([1, 5, 2], 10, "5 * 1 , 5 * 2"),
-        ([1, 5, 2], 10, "2 - 1 , 1 + 5"),
-        ([3, 5, 2], 4, "3 - 5 , 2 + 2"),  # below 1
-    ],
-)
-def test_countdown_is_played_again(checker, numbers, target, answer):
-    found = Document(
-        id="0", question="q", gold=("-",), details={"numbers": numbers, "target": target}
-    )
-    (marks,) = SCORERS["countdown"].marks(found, [f"! ANS {answer}"], checker)
-    assert marks.correct == (answer in ("4 * 3 , 12 - 1 , 4 * 11", "20 / 5 , 4 * 3 , 12 - 2"),)
-
-
-@pytest.mark.parametrize(
-    ("text", "correct"),
-    [
-        ("ANS 7 3 , 4", (True, True)),
-        ("R 5 ANS 1 . ANS 7  3 ,\n4 ", (True, True)),  # the last one counts
-        ("ANS 4 , 7 3", (False, False)),  # another order
-        ("ANS 7 3", (True, False)),
-        ("ANS , 4", (False, True)),
-        ("ANS 73 , 4", (False, True)),
-        ("ANS 7 3 , 4 , 5", (False, False)),  # more than was asked for
-        ("ANS 7 3 , 4 .", (True, False)),
-        ("7 3 , 4", (False, False)),
-        ("ANSWER 7 3 , 4", (False, False)),
-        ("", (False, False)),
-    ],
-)
-def test_words_are_compared_part_by_part(checker, text, correct):
-    (marks,) = SCORERS["words"].marks(document("7 3", "4"), [text], checker)
-    assert marks.correct == correct
-    assert (marks.verdict == "correct") == all(correct)
-    assert (marks.verdict == "no_answer") == (marks.answers == (None, None))

@@ -1,1 +1,0 @@
-"""Exports of the `ablation_*` experiments, evaluated: `python -m benchmarks.ablations`."""

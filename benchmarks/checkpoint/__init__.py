@@ -1,1 +1,0 @@
-"""Seconds that training waits for a checkpoint: `python -m benchmarks.checkpoint`."""

@@ -1,1 +1,0 @@
-"""Problems that a model solves greedily: `python -m benchmarks.exam`."""

@@ -1,1 +1,0 @@
-"""Speed and resumption of `dms-data openr1`: `python -m benchmarks.openr1_rows`."""

@@ -1,1 +1,0 @@
-"""Kept tokens per position and head: `python -m benchmarks.retention`."""

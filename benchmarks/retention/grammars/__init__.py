@@ -1,8 +1,0 @@
-"""Types of the words of a task's texts: one module for each task."""
-
-from __future__ import annotations
-
-from benchmarks.retention.grammars import countdown
-from benchmarks.retention.grammars.base import Grammar
-
-GRAMMARS: dict[str, Grammar] = {"countdown": countdown.GRAMMAR}

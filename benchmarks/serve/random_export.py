@@ -1,0 +1,70 @@
+"""An export of a public shape with random weights, whose tokenizer has a word for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.serve.models import random_model
+from benchmarks.word_tokenizer import EOD, write_word_tokenizer
+from dms_train.export.writer import write_export
+from dms_train.inference.models.decoder import Decoder
+
+_KEPT = 0.125  # of the tokens beyond the window
+
+
+def write_random_export(shape: str, directory: Path, device: torch.device) -> None:
+    """Write a DMS export.
+
+    Args:
+        shape: Model, one of `benchmarks.serve.models.SHAPES`.
+        directory: Folder of the export.
+        device: Device on which weights are drawn.
+    """
+    model = random_model(shape, _KEPT, device, torch.bfloat16)
+    write_export(
+        directory,
+        architecture=model.architecture,
+        spec=model.spec,
+        cr_factor=None,
+        target_cr=1 / _KEPT,
+        dtype=torch.bfloat16,
+        export_format="dms",
+        weights=_named(model.decoder),
+        source_dir=None,
+        selftest=None,
+        provenance={},
+    )
+    words = (EOD, *(f"w{number}" for number in range(1, model.architecture.vocab_size)))
+    write_word_tokenizer(directory, words)
+
+
+def _named(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights by the names that Llama has for them."""
+    a = decoder.architecture
+    key_rows = a.num_query_groups * a.kv_channels
+    yield "model.embed_tokens.weight", decoder.embed_tokens.weight
+    for number, layer in enumerate(decoder.decoder_layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        rows = (a.num_attention_heads * a.kv_channels, key_rows, key_rows)
+        query, key, value = attention.qkv_proj.weight.split(rows)
+        gate, up = mlp.gate_up_proj.weight.chunk(2)
+        named = {
+            "self_attn.q_proj": query,
+            "self_attn.k_proj": key,
+            "self_attn.v_proj": value,
+            "self_attn.o_proj": attention.o_proj.weight,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": mlp.down_proj.weight,
+            "input_layernorm": layer.input_layernorm.weight,
+            "post_attention_layernorm": layer.post_attention_layernorm.weight,
+        }
+        for name, weight in named.items():
+            yield f"model.layers.{number}.{name}.weight", weight
+    yield "model.norm.weight", decoder.norm.weight
+    if not a.tie_word_embeddings:
+        yield "lm_head.weight", decoder.lm_head.weight

@@ -1,0 +1,88 @@
+"""The Python files of an export.
+
+The modules of `export/shipped` that end in the name of the method are copied as they are. They
+import each other, torch and transformers, and nothing of this package. Two short files are added,
+which define the classes of the model family.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dms_train.families import FAMILIES
+from dms_train.hf.typed import typed
+
+_SHIPPED = Path(__file__).parent / "shipped"
+_CONFIGURATION = '''"""Configuration of {classes} models with {METHOD}, for transformers."""
+
+from transformers import {classes}Config
+
+from .configuration_{method} import {METHOD}Config
+
+
+class {classes}Config{METHOD}({METHOD}Config, {classes}Config):
+    """{classes}Config with {METHOD}."""
+
+    model_type = "{method}_{family}"
+'''
+_MODELING = '''"""{classes} models with {METHOD}, for transformers."""
+
+from transformers.models.{family}.modeling_{family} import {classes}Attention, {classes}ForCausalLM
+
+# transformers 4 copies only the files that this one imports, not those that they import.
+{imports}
+from .configuration_{family}_{method} import {classes}Config{METHOD}
+
+
+class {classes}Attention{METHOD}({METHOD}Attention, {classes}Attention):
+    """{classes}Attention with {METHOD}."""
+
+
+class {classes}ForCausalLM{METHOD}({METHOD}ForCausalLM, {classes}ForCausalLM):
+    """{classes}ForCausalLM with {METHOD}."""
+
+    config_class = {classes}Config{METHOD}
+    attention_class = {classes}Attention{METHOD}
+'''
+
+
+@typed
+def shipped_code(family: str, method: str) -> dict[str, str]:
+    """Return the code files of a family's export: file name to source text.
+
+    Args:
+        family: Model family.
+        method: Name of the method. Without code for transformers there are no files.
+    """
+    copied = {
+        file.name: file.read_text("utf-8") for file in sorted(_SHIPPED.glob(f"*_{method}.py"))
+    }
+    if not copied:
+        return {}
+    names = {
+        "family": family,
+        "classes": FAMILIES[family].classes,
+        "method": method,
+        "METHOD": method.upper(),
+        "imports": "\n".join(f"from .{Path(name).stem} import *  # noqa: F403" for name in copied),
+    }
+    return {
+        **copied,
+        f"configuration_{family}_{method}.py": _CONFIGURATION.format(**names),
+        f"modeling_{family}_{method}.py": _MODELING.format(**names),
+    }
+
+
+@typed
+def transformers_keys(family: str, method: str) -> dict[str, Any]:
+    """Return the keys of config.json with which transformers finds `shipped_code`."""
+    classes, name = FAMILIES[family].classes, method.upper()
+    return {
+        "architectures": [f"{classes}ForCausalLM{name}"],
+        "use_cache": True,
+        "auto_map": {
+            "AutoConfig": f"configuration_{family}_{method}.{classes}Config{name}",
+            "AutoModelForCausalLM": f"modeling_{family}_{method}.{classes}ForCausalLM{name}",
+        },
+    }

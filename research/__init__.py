@@ -1,0 +1,1 @@
+"""Experiments with small teachers, run from a checkout: `python -m research NAME`."""

@@ -1,0 +1,68 @@
+"""Types of the arguments of the lab's commands."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    return _number(text, 1)
+
+
+def duration(text: str) -> float:
+    """Parse seconds, 0 or more."""
+    found = float(text)
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return found
+
+
+def seed(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    return _number(text, 0)
+
+
+def picture(text: str) -> Path:
+    """Parse the name of a file that matplotlib can write."""
+    path = Path(text)
+    if path.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text}: give a name that ends in .svg or .png")
+    return path
+
+
+def choice(names: Iterable[str]) -> Callable[[str], str]:
+    """Return a parser of one of some names."""
+
+    def chosen(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(names)}")
+        return text
+
+    return chosen
+
+
+def list_of(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
+    """Return a parser of different values between commas."""
+
+    def parsed(text: str) -> tuple[Value, ...]:
+        found = tuple(kind(part) for part in text.split(",") if part)
+        if not found:
+            raise argparse.ArgumentTypeError("nothing is named")
+        if len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{text}: a value is repeated")
+        return found
+
+    return parsed
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)

@@ -1,0 +1,1 @@
+"""Kept tokens per position and head: `python -m research retention`."""

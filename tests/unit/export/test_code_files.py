@@ -1,0 +1,120 @@
+"""The code of an export: files copied as they are, which import only each other and public modules.
+
+A change of these files changes every export that is written from then on. The digests below make
+such a change deliberate.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from pathlib import Path
+
+import pytest
+
+import dms_train.export
+from dms_train.export.code_files import shipped_code, transformers_keys
+from dms_train.families import FAMILIES
+
+ALLOWED = {
+    "__future__",
+    "dataclasses",
+    "importlib",
+    "inspect",
+    "torch",
+    "transformers",
+    "typing",
+}
+DIGESTS: dict[str, str] = {
+    "configuration_dmc.py": "aa3ca3450510fbef",
+    "configuration_dms.py": "2c34f62c64ab592a",
+    "configuration_llama_dmc.py": "efc398054bf24854",
+    "configuration_llama_dms.py": "9a593148075f6528",
+    "generation_dms.py": "8d18c51dc7a3cf95",
+    "modeling_dmc.py": "41785e796e33bd5b",
+    "modeling_dms.py": "268d3d14e51becee",
+    "modeling_llama_dmc.py": "2e7a563c6d6ce431",
+    "modeling_llama_dms.py": "c280fdeb9acb0d0b",
+    "pages_dms.py": "62df795b9931dcee",
+    "pool_dms.py": "8cb6d62f31289779",
+}
+SHIPPED = Path(dms_train.export.__file__).parent / "shipped"
+
+
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def imports(text):
+    """(level, module) of every import."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+
+
+def test_every_shipped_file_is_the_recorded_one():
+    found = {
+        name: digest(text)
+        for method in ("dmc", "dms")
+        for name, text in shipped_code("llama", method).items()
+    }
+    assert found == DIGESTS
+
+
+def test_the_folder_holds_what_is_shipped_and_exports_hold_it_unchanged():
+    shipped = {file.name: file.read_text() for file in SHIPPED.glob("*.py")}
+    assert shipped.pop("__init__.py") == ""
+    for family in FAMILIES:
+        code = shipped_code(family, "dms") | shipped_code(family, "dmc")
+        assert {name: code[name] for name in shipped} == shipped
+        own = {f"{kind}_{family}_{m}.py" for kind in ("configuration", "modeling") for m in METHODS}
+        assert set(code) - set(shipped) == own
+
+
+METHODS = ("dms", "dmc")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_import_is_shipped_or_public(family, method):
+    files = shipped_code(family, method)
+    for name, text in files.items():
+        for level, module in imports(text):
+            if level:
+                assert f"{module}.py" in files, f"{name} imports .{module}"
+            else:
+                assert module.partition(".")[0] in ALLOWED, f"{name} imports {module}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_modelling_file_names_every_shipped_file(method):
+    """transformers 4 copies only what the modelling file itself imports."""
+    files = shipped_code("llama", method)
+    modeling = f"modeling_llama_{method}.py"
+    named = {f"{module}.py" for level, module in imports(files[modeling]) if level}
+    assert named == set(files) - {modeling}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_json_names_classes_that_the_files_define(family):
+    classes = FAMILIES[family].classes
+    assert transformers_keys(family, "dms") == {
+        "architectures": [f"{classes}ForCausalLMDMS"],
+        "use_cache": True,
+        "auto_map": {
+            "AutoConfig": f"configuration_{family}_dms.{classes}ConfigDMS",
+            "AutoModelForCausalLM": f"modeling_{family}_dms.{classes}ForCausalLMDMS",
+        },
+    }
+    for method in METHODS:
+        keys, files = transformers_keys(family, method), shipped_code(family, method)
+        for reference in keys["auto_map"].values():
+            module, _, name = reference.partition(".")
+            defined = [n.name for n in ast.parse(files[f"{module}.py"]).body if hasattr(n, "name")]
+            assert name in defined
+
+
+def test_a_method_without_code_for_transformers_ships_none():
+    assert shipped_code("llama", "other") == {}
