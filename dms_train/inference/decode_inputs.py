@@ -92,7 +92,7 @@ class PackedInputs:
 
     @property
     def limited(self) -> bool:
-        """Whether there are limits."""
+        """True if there are limits."""
         return self.fields.shape[1] == LIMITED_FIELDS
 
     @property

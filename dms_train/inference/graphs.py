@@ -175,9 +175,7 @@ class DecodeGraphs:
         fields = DecodeInputs.of(devices.sent(inputs.fields[0], logits.device))
         tokens = torch.empty_like(fields.rows)
         self._kernels.sample(
-            logits.to(
-                self._decoder.lm_head.weight.dtype
-            ),  # the dtype of the logits of captured steps
+            logits.to(self._decoder.lm_head.weight.dtype),  # the dtype of captured steps
             fields.temperature,
             fields.keys,
             fields.rows,

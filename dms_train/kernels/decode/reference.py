@@ -34,7 +34,7 @@ from dms_train.kernels.decode.types import (
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on x [..., d] in float64; cos and sin broadcast to it."""
+    """Apply RoPE to x [..., d] in float64; cos and sin broadcast to it."""
     first, second = x.double().chunk(2, -1)
     return x.double() * cos.double() + torch.cat([-second, first], -1) * sin.double()
 
@@ -81,7 +81,7 @@ def append(
 
 
 def _normalise(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension, in float64."""
+    """Apply RMSNorm over the last dimension, in float64."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight.double()
 
 
@@ -143,7 +143,7 @@ def _own_page(cache: PagedCache, row: int, head: int, slot: int) -> bool:
 
 
 def _pop(cache: PagedCache) -> int:
-    """A free page; 0 if there is none."""
+    """Pop a free page; 0 if there is none."""
     free = cache.free
     free.left.sub_(1)
     left = int(free.left)
@@ -168,7 +168,7 @@ def _store(cache: PagedCache, row: int, head: int, claim: tuple[int, bool], pair
 
 
 def _bound(cache: PagedCache, row: int, head: int, slot: int) -> None:
-    """Lowest and highest keys of the page whose last token lies in a slot."""
+    """Write minimum and maximum keys of the page whose last token lies in a slot."""
     assert cache.bounds is not None
     page = cache.table[row, head, slot // cache.page_slots]
     keys = cache.pages[page, 0, : slot % cache.page_slots + 1]
@@ -248,12 +248,12 @@ def choose(
     scale: float,
     scores: Tensor,
 ) -> None:
-    """Mark the token of each KV list that leaves after a step, if any.
+    """Mark the token that each KV list evicts after a step, if any.
 
     Args:
         cache: With positions; its ring of one entry is written.
-        choice: Which token.
-        step: Whose tokens were appended last.
+        choice: Selects the token.
+        step: Step whose tokens were appended last.
         query: [b, h * g, d] with RoPE.
         scale: Factor on the products of queries and keys.
         scores: Float [r, h, s], attention received so far; updated for SUMMED.
@@ -285,7 +285,7 @@ def choose(
 def _chosen(
     choice: Choice, i: int, time: int, score: list[float], position: list[int]
 ) -> int | None:
-    """The slot of the token that leaves the KV list of sequence `i`."""
+    """Return the slot of the token that leaves the KV list of sequence `i`."""
     limit, recent = int(choice.limit[i]), int(choice.recent[i])
     held = range(len(score))
     if choice.kind == OLDEST:
@@ -298,7 +298,7 @@ def _chosen(
 
 
 def live_slots(cache: PagedCache, row: int, head: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a KV list, float64 [length, d] each, slot by slot."""
+    """Return keys and values of a KV list, float64 [length, d] each, slot by slot."""
     length, size = int(cache.lengths[row, head]), cache.page_slots
     used = -(-length // size)
     pages = cache.pages[cache.table[row, head, :used].long()].to(_readable(cache.pages)).double()

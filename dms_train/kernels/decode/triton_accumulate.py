@@ -1,7 +1,7 @@
 """DMC for one new token per sequence: decision, importance and merge in one kernel.
 
-What it leaves is a step for `triton_append`: the borrowed channels are cleared, key and value are
-those of the merged state, and the signal says that the state of the token before is overwritten.
+The result is a step for `triton_append`: the eviction channels are cleared, key and value belong to
+the merged state, and the signal tells whether it overwrites the state of the previous token.
 `method.dmc.merge` is the same in torch operations.
 
 Shape letters: r cache rows, h KV heads, b sequences, g query heads per KV head, m tokens that a
@@ -21,7 +21,7 @@ from dms_train.kernels.launch import can_overlap
 
 @triton.jit
 def _at_channel(first, second, half, CHANNEL: tl.constexpr, HALF: tl.constexpr):
-    """The borrowed channel of heads in two halves of their channels, [any, D_PAD / 2]."""
+    """Return the eviction channel of heads in two halves of their channels, [any, D_PAD / 2]."""
     side = first if CHANNEL < HALF else second
     at = CHANNEL if CHANNEL < HALF else CHANNEL - HALF
     return tl.sum(tl.where(half[None, :] == at, side, 0.0), 1)
@@ -112,19 +112,7 @@ def _accumulate_kernel(
 def accumulate(
     step: Step, newest: NewestTokens, merging: MergeRule, norms: HeadNorms | None = None
 ) -> Step:
-    """Merge one token per sequence with those before it.
-
-    The host does not wait; safe inside a CUDA graph.
-
-    Args:
-        step: The tokens, before norms.
-        newest: Of the layer; the tokens are added.
-        merging: How they decide and weigh.
-        norms: RMSNorm of every head; None if there is none.
-
-    Returns:
-        The step to append, with norms applied and `signal` int8 [b, h].
-    """
+    """Merge one token per sequence in one kernel; see `DecodeKernels.accumulate`."""
     b, heads, d = step.query.shape
     h = step.key.shape[1]
     query, key, value = (

@@ -1,9 +1,9 @@
-"""One query token per sequence over the live slots of a paged cache, in one kernel.
+"""Attention of one query token per sequence over a paged cache, in one kernel.
 
-The tiles of slots of all KV lists are concatenated and divided into as many equal parts as there
-are programs, so KV lists of unequal length are balanced. Every program computes its part from the
-lengths, which are on the device only. If several programs share a KV list, the one that finishes
-last merges their results. `triton_tiles` is what a program does with the tiles of one KV list.
+The tiles of slots of all KV lists are concatenated and divided into equal parts, one per program,
+which balances KV lists of unequal length. Every program computes its part from the lengths, which
+are on the device only. If several programs share a KV list, the last one to finish merges their
+results. `triton_tiles` attends to the tiles of one KV list.
 
 Shape letters: b sequences, h KV heads, g query heads per KV head, d head size.
 """
@@ -31,11 +31,11 @@ from dms_train.kernels.decode.types import (
 from dms_train.kernels.launch import can_overlap
 
 _LOG2E = 1.4426950408889634
-_FEW_LISTS = 16  # of an evicting policy; a program of theirs has few tiles
+_FEW_LISTS = 16  # KV lists of an evicting policy with which a program has few tiles
 
 
 def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> AttentionTuning:
-    """AttentionTuning for a head size and bytes per channel of the cache: 16 KB of keys at a time.
+    """Return the tuning for a head size and bytes per channel: 16 KB of keys at a time.
 
     FP8 bytes are unpacked between load and product; programs of two warps hide that latency better
     than half as many programs of four.
@@ -43,8 +43,8 @@ def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> Attenti
     Args:
         d: Head size.
         itemsize: Bytes of a channel.
-        few_tiles: Whether a program has few. Then a third one on its way gains nothing, and its
-            memory keeps programs of the next kernels from starting.
+        few_tiles: Whether a program has few tiles. Then a third tile in flight gains nothing, and
+            its memory keeps programs of the next kernels from starting.
     """
     tile = max(16, min(128, 2**14 // (triton.next_power_of_2(d) * itemsize)))
     if itemsize == 1:
@@ -55,14 +55,7 @@ def default_tuning(d: int, itemsize: int, *, few_tiles: bool = False) -> Attenti
 def attention_workspace(
     query: Tensor, cache: PagedCache, tuning: AttentionTuning | None = None, *, evicts: bool = False
 ) -> AttentionWorkspace:
-    """Workspace for queries like [b, h * g, d].
-
-    Args:
-        query: Of a step.
-        cache: What it attends.
-        tuning: Of the launch; None takes the default.
-        evicts: Whether a policy keeps KV lists shorter than their sequences.
-    """
+    """Allocate scratch memory; see `PagedAttention.attention_workspace`."""
     b, all_heads, d = query.shape
     heads = cache.lengths.shape[1]
     kv_lists, device = b * heads, query.device
@@ -94,7 +87,7 @@ def _share(
     OVERLAP: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """This program's part of all tiles; with OVERLAP it waits for the kernel before.
+    """Return this program's part of all tiles; with OVERLAP, wait for the previous kernel.
 
     Returns:
         Its first tile, its end, the KV list of its first tile, that KV list's first tile, the
@@ -137,7 +130,7 @@ def _fetch_tile(
     KV_LISTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Bring this program's first tile into the L2 cache while the kernel before still runs.
+    """Fetch this program's first tile into the L2 cache while the previous kernel runs.
 
     That kernel may change a length by one and add a page, so that the tile may be another one. The
     numbers are read past the L1 cache, where they would stay.
@@ -172,7 +165,7 @@ def _merge(
     D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Output of a KV list, [R, D], from `count` parts that follow each other."""
+    """Merge `count` consecutive parts into the output of a KV list, [R, D]."""
     piece, member = tl.arange(0, CHUNK)[:, None], tl.arange(0, R_PAD)[None, :]
     channel = tl.arange(0, D_PAD)[None, None, :]
     peak = tl.full([R_PAD], LOWEST, tl.float32)
@@ -321,24 +314,7 @@ def attend(
     logits: SlotLogits | None = None,
     readers: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the live slots, float32 inside.
-
-    The host does not wait; safe inside a CUDA graph.
-
-    Args:
-        query: [b, h * g, d] with RoPE, contiguous.
-        cache: What is attended; pages in the query's dtype or FP8.
-        rows: Integers [b]; -1 for none, whose output is 0.
-        scale: Factor on the scores.
-        memory: Made for such queries.
-        output: Where the result goes; None makes a tensor.
-        logits: Where scores go; None for nowhere. Those behind a KV list stay as they are.
-        readers: int32 [r, h, p], query heads that read a page of the table, as bits; None for all
-            of them. Not with FP8.
-
-    Returns:
-        [b, h * g, d].
-    """
+    """Attend to the live slots in one kernel; see `PagedAttention.attend`."""
     b, all_heads, d = query.shape
     h = cache.lengths.shape[1]
     group, tuning = all_heads // h, memory.tuning

@@ -1,4 +1,4 @@
-"""What the host learns after a decode step, written into its memory by one kernel."""
+"""Results of a decode step, written into host memory by one kernel."""
 
 from __future__ import annotations
 
@@ -42,12 +42,7 @@ def _report_kernel(
 
 
 def report_status(parts: list[Tensor], out: Tensor) -> None:
-    """Concatenate up to five tensors; safe inside a CUDA graph.
-
-    Args:
-        parts: int32, one-dimensional, on the device.
-        out: int32 [sum of their lengths], contiguous; pinned on the host, or on the device.
-    """
+    """Concatenate tensors in one kernel; see `DecodeKernels.report_status`."""
     missing = _PARTS - len(parts)
     device = parts[0].device
     overlap = can_overlap(device)

@@ -75,7 +75,7 @@ class PagedCache(NamedTuple):
         ring: int32 [r, h, w + 1]; token t lies in slot `ring[t % (w + 1)] // 2`. An odd entry means
             that t is evicted when it leaves the window. The ring covers the last w + 1 tokens
             only. With CHOSEN, w is 0, and an odd entry is `2 * slot + 1` of the token to evict.
-        exponents: int8 [r, h, p, 2] for FP8 pages: a stored key is `key * 2**-e`, likewise a value.
+        exponents: int8 [r, h, p, 2] for FP8 pages, of keys and of values: stored is `key * 2**-e`.
         free: Source of new pages.
         positions: int32 [r, h, p * s], position of the token in each slot; None if not kept.
         bounds: [n, 2, d], minimum and maximum of each channel of the keys of a page, from which no
@@ -307,7 +307,7 @@ class NewestTokens(NamedTuple):
 
 
 class MergeRule(NamedTuple):
-    """How DMC decides about merges and weighs the merged tokens.
+    """Rule by which DMC decides about merges and weighs the merged tokens.
 
     Attributes:
         channel: Eviction channel, 0 .. d - 1.

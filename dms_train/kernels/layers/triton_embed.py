@@ -1,4 +1,4 @@
-"""The first kernel of a decode step: embeddings, ready for the first RMSNorm, and RoPE's angles.
+"""First kernel of a decode step: embeddings, input of the first RMSNorm, and RoPE angles.
 
 Shape letters: m tokens, k channels, d head size.
 """
@@ -68,19 +68,7 @@ def embed(
     cos: Tensor,
     sin: Tensor,
 ) -> None:
-    """Start a step: embeddings, prepared for the first RMSNorm, and the angles of RoPE.
-
-    Args:
-        tokens: int64 [m]; -1 for the newest token of the cache row.
-        position: int64 [m].
-        rows: int64 [m], cache rows; -1 for a place that is not used.
-        tables: What is looked up.
-        norm: [k], the first norm's weight.
-        residual: [m, k]; written.
-        after: Of the residual stream; written.
-        cos: [m, d]; written.
-        sin: [m, d]; written.
-    """
+    """Start a step in one kernel; see `LayerKernels.embed`."""
     m, width = residual.shape
     d = cos.shape[-1]
     _embed_kernel[(m, triton.cdiv(width, ROWS))](

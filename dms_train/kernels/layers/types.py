@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 # Top-p adds up the weights of tokens as integers: exp(score - best score) times this power of two,
-# rounded. Their sums are exact, whatever their order.
+# rounded. Their sums are exact in any order.
 WEIGHT_BITS = 42
 
 
