@@ -211,7 +211,7 @@ class Limits(NamedTuple):
 class WindowRule:
     """Evict tokens that leave a window of newest tokens.
 
-    The kernels decide in prompts as well. This is the only rule with pages in FP8.
+    The kernels decide in prompts as well. This rule and `MergeRule` also run on pages in FP8.
 
     Attributes:
         evicts: NEVER, EVERY token that leaves the window, or those MARKED by the model's decisions.
