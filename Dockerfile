@@ -1,5 +1,5 @@
 # The container of docs/guides/cluster.md: torch, CUDA and Triton of the image, everything else as pinned;
-# with the extras hf, progress and serve, and wandb.
+# with the extras train and serve, and wandb.
 #   docker build -t dms-train .
 FROM nvcr.io/nvidia/pytorch:26.02-py3
 # The image's own constraints would forbid the versions below.
@@ -9,6 +9,6 @@ COPY . .
 # --no-deps keeps the torch and numpy of the image.
 RUN pin() { grep -iE "^($1)==" constraints.txt; } \
  && pip install --no-cache-dir --no-deps $(pin megatron-core) \
- && pip install --no-cache-dir $(pin 'hydra-core|safetensors|tokenizers|transformers|wandb|rich') \
+ && pip install --no-cache-dir $(pin 'hydra-core|safetensors|tokenizers|transformers|psutil|wandb|rich') \
  && pip install --no-cache-dir $(pin 'starlette|uvicorn|pydantic|prometheus_client|jinja2') \
  && pip install --no-cache-dir --no-deps .

@@ -18,7 +18,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[hf,track,plot,progress,serve,data,harness,dev,docs]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[all,dev,docs]'
 	$(BIN)/python -m pip install --no-deps --target $(VENV)/transformers4 $(TRANSFORMERS_4)
 	touch $(STAMP)
 

@@ -210,7 +210,7 @@ def draw(ours: Trace, dense: Trace, token_bytes: int, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise InferenceError("the figure needs matplotlib; install dms-train[plot]") from None
+        raise InferenceError("the figure needs matplotlib; install dms-train[eval]") from None
     figure = Figure(figsize=(8, 4.8), layout="constrained", dpi=110)
     axes = figure.add_subplot()
     lines = (

@@ -19,10 +19,10 @@ NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 class Limit(Protocol):
-    """What a value must satisfy."""
+    """Condition that a value must satisfy."""
 
     def refusal(self, value: Any) -> str | None:
-        """How to change `value` so that it can be used; None if it can."""
+        """Return how to change `value` so that it can be used; None if it can."""
         ...
 
 
@@ -36,7 +36,7 @@ class OneOf:
         object.__setattr__(self, "choices", choices)
 
     def refusal(self, value: Any) -> str | None:
-        """The choices."""
+        """Return the choices, unless `value` is one of them."""
         if value in self.choices:
             return None
         names = ("null" if choice is None else str(choice) for choice in self.choices)
@@ -56,7 +56,7 @@ class Matches:
     words: str
 
     def refusal(self, value: str) -> str | None:
-        """The form."""
+        """Return the form, unless `value` has it."""
         return None if re.fullmatch(self.pattern, value) else f"use {self.words}"
 
 
@@ -67,7 +67,7 @@ class AtLeast:
     least: float
 
     def refusal(self, value: float) -> str | None:
-        """The limit."""
+        """Return the limit, unless `value` keeps it."""
         if value == math.inf:
             return "use a finite number"
         return None if value >= self.least else f"use at least {self.least}"
@@ -80,7 +80,7 @@ class Below:
     limit: float
 
     def refusal(self, value: float) -> str | None:
-        """The limit."""
+        """Return the limit, unless `value` keeps it."""
         return None if value < self.limit else f"use a number below {self.limit}"
 
 
@@ -89,7 +89,7 @@ class Positive:
     """A finite number above 0."""
 
     def refusal(self, value: float) -> str | None:
-        """The limit."""
+        """Return the limit, unless `value` keeps it."""
         if value == math.inf:
             return "use a finite number"
         return None if value > 0 else "use a number above 0"
@@ -102,14 +102,14 @@ class Share:
     below_one: bool = False
 
     def refusal(self, value: float) -> str | None:
-        """The limits."""
+        """Return the limits, unless `value` keeps them."""
         if 0 <= value < 1 or (value == 1 and not self.below_one):
             return None
         return f"use a number from 0 to {'below ' if self.below_one else ''}1"
 
 
 def problems(options: Any, path: str = "") -> Iterator[str]:
-    """One line for every value of a dataclass, and of those inside it, that cannot be used.
+    """Yield one line for every unusable value of a dataclass and of those inside it.
 
     Limits are only tried once every value has the type of its field.
 
@@ -122,7 +122,7 @@ def problems(options: Any, path: str = "") -> Iterator[str]:
 
 
 def wrong_types(options: Any, path: str = "") -> Iterator[str]:
-    """The lines of `problems` about types alone."""
+    """Yield the lines of `problems` about types alone."""
     for here, value, hint in _values(options, path):
         expected = _expected(value, hint)
         if expected is not None:
@@ -132,7 +132,7 @@ def wrong_types(options: Any, path: str = "") -> Iterator[str]:
 
 
 def _values(options: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and type of every field."""
+    """Yield key, value and type of every field."""
     hints = typing.get_type_hints(type(options), include_extras=True)
     for item in fields(options):
         here = f"{path}.{item.name}" if path else item.name

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,8 @@ from torch import Tensor
 from dms_train.cli.errors import run_main
 from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import ANSWER_PATTERN
-from dms_train.evaluation.problems import Sheet, read_problems, solved
+from dms_train.evaluation.problems import count_correct, greedy_params, prompt_text, read_problems
+from dms_train.evaluation.tasks.base import Document
 from dms_train.hf.tokenizer_files import read_chat_tokenizer
 from dms_train.inference.texts import until
 
@@ -57,26 +56,23 @@ def greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[i
     return [row[length : length + max_tokens] for row, length in ends]
 
 
-def solve_run(run: Path, sheets: list[Sheet], max_tokens: int, device: str) -> dict[str, Any]:
+def solve_run(run: Path, sheets: list[Document], max_tokens: int, device: str) -> dict[str, Any]:
     """Solve sheets with a run's final export; return the hits and its last evaluation."""
     from transformers import AutoModelForCausalLM
 
     export = run / _EXPORT
     tokenizer = read_chat_tokenizer(export)
     model = AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True).to(device).eval()
-    prompts = [tokenizer.encode(sheet.prompt, add_special_tokens=False) for sheet in sheets]
+    prompts = [tokenizer.encode(prompt_text(sheet), add_special_tokens=False) for sheet in sheets]
     texts = [tokenizer.decode(ids) for ids in greedy(model, prompts, max_tokens)]
-    pattern = re.compile(ANSWER_PATTERN)
-    hits = []
-    for sheet, text in zip(sheets, texts, strict=True):
-        stop = () if sheet.stop is None else (sheet.stop,)
-        hits.append(solved(until(text, stop), sheet.answers, pattern))
+    stops = [greedy_params(sheet, max_tokens).stop for sheet in sheets]
+    texts = [until(text, stop) for text, stop in zip(texts, stops, strict=True)]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     valid = [row for row in rows if "eval/cr" in row][-1]
     tokens = [row["train/tokens"] for row in rows if "train/tokens" in row][-1]
     return {
-        "hits": hits,
-        "problems": [len(sheet.answers) for sheet in sheets],
+        "hits": count_correct(sheets, texts),
+        "problems": [len(sheet.gold) for sheet in sheets],
         "kl": valid["eval/kl"],
         "cr_factor": valid["eval/cr"],
         "train_tokens": tokens,

@@ -6,28 +6,26 @@ python -m research exam MODEL PROBLEMS.jsonl ...
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from dms_train.cli.errors import run_main
-from dms_train.evaluation.measure import Exam, solve
-from dms_train.evaluation.options import ANSWER_PATTERN
-from dms_train.evaluation.problems import read_problems
+from dms_train.evaluation.problems import ProblemSet, evaluate_accuracy, read_problems
+from dms_train.evaluation.scorers.sheet import SheetScorer
 from dms_train.hf.directory import resolve
 
 
 def _run(args: argparse.Namespace) -> None:
     directory = resolve(args.model)
     for path in args.problems:
-        exam = Exam(
-            sheets=read_problems(path, args.max_problems),
-            pattern=re.compile(ANSWER_PATTERN),
+        problems = ProblemSet(
+            documents=read_problems(path, args.max_problems),
+            scorer=SheetScorer(),
             max_tokens=args.max_tokens,
             max_num_seqs=args.max_num_seqs,
         )
-        accuracy = solve(directory, exam, {"device": args.device}).accuracy
-        problems = sum(len(sheet.answers) for sheet in exam.sheets)
-        print(f"{path}: {accuracy} of {problems} problems", flush=True)
+        share = evaluate_accuracy(directory, problems, {"device": args.device}).share
+        count = sum(len(document.gold) for document in problems.documents)
+        print(f"{path}: {share} of {count} problems", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,10 +28,10 @@ log "1/2  exam sheets to train on, and problems that no sheet holds"
 dms-data exam-sheets --out "$OUT/data" --sheets 3300 --document-tokens 320 --n-max 2
 dms-data exam-problems --out "$OUT/data/problems.jsonl" --sheets 200 --n 2
 
-log "2/2  retrofit to CR $CR, export, validate: $(steps 6) zeroing steps instead of the paper's 2,000," \
+log "2/2  retrofit to CR $CR, export, validate_export: $(steps 6) zeroing steps instead of the paper's 2,000," \
   "$(steps 42) a CR unit instead of 100, $(steps 130) of cool-down"
 dms-train experiment=demo "method=$METHOD" "${METHOD_VALUES[@]}" run.dir="$OUT" "run.seed=$SEED" "data.paths=[$OUT/data/train]" \
-  stage.validate.problems="$OUT/data/problems.jsonl" stage.validate.window_only=true \
+  stage.validate_export.problems="$OUT/data/problems.jsonl" stage.validate_export.window_only=true \
   stage.zero_neuron.steps="$(steps 6)" stage.retrofit.steps_per_cr="$(steps 42)" \
   stage.hold.steps="$(steps 130)" stage.retrofit.target_cr="$CR"
 

@@ -25,12 +25,12 @@ from benchmarks.records import Table, folder_of
 from benchmarks.train_step.case import parallel_options
 from benchmarks.train_step.main import run_case
 from benchmarks.train_step.shapes import SHAPES, Case, parse_layout
-from dms_train.config import gpus
-from dms_train.config.activations import Microbatch
-from dms_train.config.gpus import GPUS, Calibration, read_calibration
-from dms_train.config.memory import PipelineStage, of_stage
-from dms_train.config.step_time import step_time, work_of
 from dms_train.method.spec import PRESETS
+from dms_train.planning import gpus
+from dms_train.planning.activations import Microbatch
+from dms_train.planning.gpus import GPUS, Calibration, read_calibration
+from dms_train.planning.memory import PipelineStage, of_stage
+from dms_train.planning.step_time import step_time, work_of
 from dms_train.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from benchmarks.serve.models import architecture
 from benchmarks.serve.tables import best
 from benchmarks.tables import Column, field, table
 from dms_train.config.build import ConfigError
-from dms_train.config.decode_latency import decode_step
-from dms_train.config.gpus import GPUS, Gpu
+from dms_train.planning.decode_latency import decode_step
+from dms_train.planning.gpus import GPUS, Gpu
 
 _ENGINES = ("DMS", "dense")  # with 16-bit weights and cache, as the model counts
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.tables import Column, field, table
 from benchmarks.train_step.shapes import QWEN_32B, SHAPES, Case
-from dms_train.config.flops import forward_flops_per_token
-from dms_train.config.memory import parameter_count
+from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.memory import parameter_count
 from dms_train.tables import markdown_table
 
 GPUS, TP, PP = 256, 8, 2

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.records import ROOT
 from dms_train.cli.config_source import compose
-from dms_train.config.flops import forward_flops_per_token
 from dms_train.hf.architecture import Architecture, RopeScaling
+from dms_train.planning.flops import forward_flops_per_token
 
 METHODS = ("dms", "dmc")  # with a teacher and relaxed decisions
 KINDS = ("lm", "distill", *METHODS)

@@ -12,7 +12,6 @@ from dms_train.app.preparation import Prepared
 from dms_train.app.samples import batch_source, datasets, selftest_tokens
 from dms_train.app.task_evaluation import TaskEvaluator
 from dms_train.app.watch import RunWatch
-from dms_train.config.flops import forward_flops_per_token
 from dms_train.config.schema import RunConfig
 from dms_train.data.tokens import TokenSamples
 from dms_train.mcore.engine import McoreEngine
@@ -21,6 +20,7 @@ from dms_train.observe import log
 from dms_train.observe.metrics import Compute, Means, Throughput
 from dms_train.observe.progress import open_progress
 from dms_train.observe.sinks import Sink, open_sinks
+from dms_train.planning.flops import forward_flops_per_token
 from dms_train.training.loop import TrainerComponents
 from dms_train.training.reporting import Reporter
 from dms_train.training.saving import Saver
@@ -74,7 +74,7 @@ def trainer_components(
         source=source,
         exporter=exporter,
         validator=_validator(prepared, valid),
-        evaluator=TaskEvaluator(folder=prepared.folder, options=config.stage.evaluate),
+        evaluator=TaskEvaluator(folder=prepared.folder, options=config.stage.run_tasks),
         reporter=reporter,
         watch=watch,
         saver=saver,
@@ -95,7 +95,7 @@ def _validator(prepared: Prepared, samples: TokenSamples | None) -> ModelValidat
         folder=prepared.folder,
         teacher=prepared.start.model_dir,
         samples=samples,
-        options=prepared.config.stage.validate,
+        options=prepared.config.stage.validate_export,
         since=prepared.since,
     )
 

@@ -21,22 +21,22 @@ from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
 from dms_train.mcore.model.weights import WeightSource
 from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.base import MethodSpec
-from dms_train.method.spec import PRESETS, options_from
+from dms_train.method.spec import DEFAULT_METHOD, PRESETS, options_from
 from dms_train.observe.log import logger
 from dms_train.training.options import ExportOptions
 from dms_train.training.state import TrainState
 
-_SELFTEST_TOKENS = 128  # behind the window, so that evictions show
+_SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
 
 
 @contextmanager
 def open_engine(
     architecture: Architecture, spec: MethodSpec, dtype: str, source: WeightSource | None
 ) -> Iterator[McoreEngine]:
-    """An engine without optimizer; the parallel groups exist inside the block.
+    """Yield an engine without optimizer; the parallel groups exist inside the block.
 
     Args:
-        architecture: Of the model.
+        architecture: Architecture of the model.
         spec: Constants of the method.
         dtype: `fp32` or `bf16`.
         source: Initial weights; None when they are loaded inside the block.
@@ -63,7 +63,7 @@ def import_model(
         out: Folder to write; must not exist.
         dtype: `fp32` or `bf16`.
         revision: Hub revision; ignored for directories.
-        download: Whether the hub may be accessed over the network.
+        download: True if the hub may be accessed over the network.
 
     Raises:
         FileExistsError: `out` exists.
@@ -81,7 +81,7 @@ def import_model(
     leftovers = source.require(architecture)
     if leftovers is not None:
         logger().warning(leftovers)
-    with open_engine(architecture, spec or PRESETS["dms"].spec, dtype, source) as engine:
+    with open_engine(architecture, spec or PRESETS[DEFAULT_METHOD].spec, dtype, source) as engine:
         engine.save_weights(out, {**state.to_dict(), **run_provenance(architecture, model)})
 
 
@@ -131,7 +131,7 @@ def export_checkpoint(
 
 
 def _random_tokens(engine: McoreEngine, wanted: int | None) -> torch.Tensor:
-    """Random ids: a checkpoint alone has no text. They exercise every row all the same."""
+    """Return random ids, because a checkpoint alone has no text. They cover every embedding row."""
     longest = engine.architecture.max_position_embeddings
     length = min(wanted or engine.spec.window + _SELFTEST_TOKENS, longest)
     generator = torch.Generator().manual_seed(0)

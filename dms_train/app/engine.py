@@ -14,7 +14,7 @@ from dms_train.training.stages import Stage
 
 
 def build_engine(prepared: Prepared, view: ParallelView) -> McoreEngine:
-    """Student at its start, and the teacher where the loss of a remaining stage needs it."""
+    """Build the student, and the teacher if the loss of a remaining stage needs it."""
     config, start = prepared.config, prepared.start
     options = TrainEngineOptions(
         parallel=config.parallel,

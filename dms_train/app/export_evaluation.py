@@ -15,10 +15,15 @@ from dms_train.data.tokens import build_valid_samples
 from dms_train.evaluation import report
 from dms_train.evaluation.devices import require_memory, resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.findings import Findings, export_spec, require_replay, validate
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.problems import check_prompts, read_problems
+from dms_train.evaluation.validation import (
+    ValidationResult,
+    export_spec,
+    require_selftest,
+    validate,
+)
 from dms_train.export.card import add_evaluation
 from dms_train.hf.directory import read_architecture, resolve
 from dms_train.mcore import groups
@@ -29,39 +34,39 @@ EXPORT = Path("exports") / "final" / "hf"  # in a run folder: what a run evaluat
 
 
 def check_evaluation(config: RunConfig, start: StartPoint, *, compresses: bool) -> None:
-    """Refuse a `validate` stage that cannot be run, before the training.
+    """Refuse a stage `validate_export` that cannot be run, before the training.
 
     Args:
         config: The configuration.
-        start: Where the run starts; its tokenizer is the export's.
-        compresses: Whether the student will evict tokens when it is exported.
+        start: Start of the run; its tokenizer is the export's.
+        compresses: True if the student will evict tokens when it is exported.
 
     Raises:
         ConfigError: The export will evict nothing.
         EvaluationError: The problems file or the device cannot be used.
         FileNotFoundError: There is no problems file.
     """
-    if "validate" not in config.stage.run:
+    if "validate_export" not in config.stage.run:
         return
     if not compresses:
         raise ConfigError(
-            "stage.run: validate needs a student that evicts; run zero_neuron, retrofit or hold "
-            "before export, or give a retrofitted one as run.load"
+            "stage.run: validate_export needs a student that evicts; run zero_neuron, retrofit or "
+            "hold before export, or give a retrofitted one as run.load"
         )
-    resolve_device(config.stage.validate.device)
-    problems, directory = config.stage.validate.problems, start.tokenizer_dir
+    resolve_device(config.stage.validate_export.device)
+    problems, directory = config.stage.validate_export.problems, start.tokenizer_dir
     if problems is not None and directory is not None:
-        sheets = read_problems(Path(problems), config.stage.validate.max_problems)
-        check_prompts(sheets, directory, start.architecture)
+        documents = read_problems(Path(problems), config.stage.validate_export.max_problems)
+        check_prompts(documents, directory, start.architecture)
 
 
 def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> EvaluationTarget:
-    """The two models of an evaluation, after checks that load no weights.
+    """Return the two models of an evaluation, after checks that load no weights.
 
     Args:
         export: Directory of the export.
         teacher: Directory of the original model.
-        options: What to measure, and on which device.
+        options: Measurements and device.
 
     Raises:
         EvaluationError: Not an export, no such device, too little memory on it, or problems that do
@@ -78,8 +83,8 @@ def evaluation_target(export: Path, teacher: Path, options: ValidateOptions) -> 
         require_memory(model, target.device)
     architecture = read_architecture(teacher)
     if options.problems is not None:
-        sheets = read_problems(Path(options.problems), options.max_problems)
-        check_prompts(sheets, export, architecture)
+        documents = read_problems(Path(options.problems), options.max_problems)
+        check_prompts(documents, export, architecture)
     return target
 
 
@@ -90,13 +95,13 @@ def evaluate_export(
     *,
     folder: Path,
     since: float,
-) -> Findings:
+) -> ValidationResult:
     """Measure an export, write the report to `folder` and print its tables.
 
     Args:
         target: From `evaluation_target`.
         samples: Validation text, at least `options.samples` samples; None to leave it out.
-        options: What to measure.
+        options: Measurements.
         folder: Receives `metrics.json`, `report.md` and pictures. Where it is a run folder, the
             curves of the training are drawn too.
         since: `time.monotonic()` when the process began.
@@ -106,33 +111,33 @@ def evaluate_export(
         FileNotFoundError: The export has no self-test.
         ValueError: A model is damaged.
     """
-    found = validate(target, samples, options, logger().info, since)
-    for line in report.write(found, folder, folder / METRICS_FILE):
+    result = validate(target, samples, options, logger().info, since)
+    for line in report.write(result, folder, folder / METRICS_FILE):
         logger().warning(line)
-    sys.stdout.write(f"{report.tables(found)}\n")
+    sys.stdout.write(f"{report.tables(result)}\n")
     sys.stdout.flush()
-    require_replay(found)
-    return found
+    require_selftest(result)
+    return result
 
 
 def _evaluate_final(
     run: Path, teacher: Path, samples: Samples | None, options: ValidateOptions, since: float
-) -> Findings:
+) -> ValidationResult:
     """Evaluate the final export of a run folder and add the numbers to its model card."""
     target = evaluation_target(run / EXPORT, teacher, options)
-    found = evaluate_export(target, samples, options, folder=run, since=since)
-    add_evaluation(target.export, found.numbers())
-    return found
+    result = evaluate_export(target, samples, options, folder=run, since=since)
+    add_evaluation(target.export, result.numbers())
+    return result
 
 
-def evaluate_run(config: RunConfig) -> Findings:
+def evaluate_run(config: RunConfig) -> ValidationResult:
     """Evaluate the final export of a finished run on its validation text, without its ranks.
 
     Raises:
         ConfigError: The run trained from scratch; there is no original model.
         EvaluationError: As `evaluate_export`.
     """
-    since, run, options = time.monotonic(), Path(config.run.dir), config.stage.validate
+    since, run, options = time.monotonic(), Path(config.run.dir), config.stage.validate_export
     model = config.model
     if model.path is None:
         raise ConfigError("model.path: not set; there is no original model to compare with")
@@ -148,13 +153,13 @@ def evaluate_run(config: RunConfig) -> Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelValidator:
-    """The `validate` stage of a run: rank 0 evaluates the final export, the other ranks wait.
+    """The stage `validate_export`: rank 0 evaluates the final export, the other ranks wait.
 
     Attributes:
         folder: Run folder; the report goes there.
         teacher: Directory of the original; None is refused before the run.
         samples: Validation text of the run.
-        options: What to measure.
+        options: Measurements.
         since: `time.monotonic()` at the start of the run.
     """
 
@@ -165,7 +170,7 @@ class ModelValidator:
     since: float
 
     def validate(self) -> dict[str, float]:
-        """Flat metrics, the same on every rank; every rank calls it.
+        """Return flat metrics, the same on every rank; every rank calls it.
 
         Raises:
             EvaluationError: On every rank, when rank 0 refused an input or the self-test failed.
@@ -178,9 +183,9 @@ class ModelValidator:
     def _on_rank_0(self) -> tuple[dict[str, float], str | None]:
         assert self.teacher is not None
         try:
-            found = _evaluate_final(
+            result = _evaluate_final(
                 self.folder, self.teacher, self.samples, self.options, self.since
             )
         except EvaluationError as error:  # the other ranks wait for the result
             return {}, str(error)
-        return found.numbers(), None
+        return result.numbers(), None

@@ -29,12 +29,12 @@ INFERENCE_PLAN = StepPlan(channel_scale=0.0, eviction="hard")
 
 
 def export_format(options: ExportOptions, spec: MethodSpec) -> str:
-    """The format of an export; by default the one of the method's preset."""
+    """Return the format of an export; by default the one of the method's preset."""
     return options.format or formats.default_format(spec)
 
 
 def export_dtype(options: ExportOptions, spec: MethodSpec | None, params_dtype: str) -> torch.dtype:
-    """Dtype of exported weights: that of an interop format, else that of the training."""
+    """Return the dtype of exported weights: the interop format's, else the training's."""
     if options.dtype is None and spec is not None:
         required = formats.find_format(export_format(options, spec)).dtype
         if required is not None:
@@ -106,7 +106,7 @@ class ModelExporter:
         return path
 
     def alias(self, name: str, target: str) -> None:
-        """A relative link, so that the folder can be moved."""
+        """Make a relative link, so that the folder can be moved."""
         if self.engine.view.rank == 0:
             link = self.folder / name
             if link.is_dir() and not link.is_symlink():
@@ -166,7 +166,7 @@ def _provenance(state: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_provenance(architecture: Architecture, model: str | None) -> dict[str, Any]:
-    """What every checkpoint and export of a run records about its origin."""
+    """Return what every checkpoint and export of a run records about its origin."""
     return {
         "architecture": asdict(architecture),
         "model": model,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dms_train.config.decode_latency import decode_step
-from dms_train.config.gpus import Gpu
 from dms_train.hf.architecture import Architecture
+from dms_train.planning.decode_latency import decode_step
+from dms_train.planning.gpus import Gpu
 
 _HEADER = (
     f"{'batch':>6} {'length':>8} {'CR':>4} {'TFLOP':>9} {'GB read':>9} {'ms':>9} {'KV share':>9}"
@@ -20,11 +20,11 @@ def inference_table(
     lengths: Sequence[int],
     ratios: Sequence[float],
 ) -> str:
-    """One line for each batch, length and compression ratio.
+    """Return one line for each batch, length and compression ratio.
 
     Args:
-        architecture: Of the model.
-        gpu: Where it runs.
+        architecture: Architecture of the model.
+        gpu: Model of the GPU.
         batches: Sequences of a step.
         lengths: Tokens of a sequence.
         ratios: Tokens over tokens held.

@@ -30,14 +30,14 @@ _FIX = "restore it, or choose another run.dir to start again"
 
 
 def record(prefixes: Sequence[str], model_dir: Path | None, view: ParallelView) -> dict[str, Any]:
-    """What a checkpoint records of its run's inputs.
+    """Describe the inputs of a run for its checkpoints.
 
     All ranks call it and share the weight files; each is read once.
 
     Args:
-        prefixes: Of the data, in their order.
+        prefixes: Prefixes of the token files, in order.
         model_dir: The base model; None when training from scratch.
-        view: This rank's place.
+        view: Position of this rank in the parallel groups.
 
     Raises:
         ConfigError: On every rank alike, when a weight file cannot be read.
@@ -51,8 +51,8 @@ def require_same_data(prefixes: Sequence[str], start: StartPoint) -> None:
     Reads manifests only. `require_same_weights` compares what takes longer.
 
     Args:
-        prefixes: Of the data, in their order.
-        start: Where the run starts, with the architecture of the base model.
+        prefixes: Prefixes of the token files, in order.
+        start: Start of the run, with the architecture of the base model.
 
     Raises:
         ConfigError: The first input that differs.
@@ -77,8 +77,8 @@ def require_same_weights(found: Mapping[str, Any], start: StartPoint) -> None:
     """Refuse to resume with another base model than the one the run was started with.
 
     Args:
-        found: What `record` returned.
-        start: Where the run starts.
+        found: Result of `record`.
+        start: Start of the run.
 
     Raises:
         ConfigError: The first weight file that differs.
@@ -101,7 +101,7 @@ def verify_data(prefixes: Sequence[str], view: ParallelView) -> None:
 
     Args:
         prefixes: Prefixes of the token files.
-        view: This rank's place.
+        view: Position of this rank in the parallel groups.
 
     Raises:
         ConfigError: On every rank alike, one line for each file that is damaged or unreadable.
@@ -148,7 +148,7 @@ def _recorded(start: StartPoint, key: str) -> Any:
 
 
 def _data_hashes(prefixes: Sequence[str]) -> list[str]:
-    """Of each shard's files: tokens, bounds of documents and, where there is one, the loss mask."""
+    """Hash each shard's files: tokens, document bounds and the loss mask if there is one."""
     manifests = [read_manifest(prefix) for prefix in prefixes]
     masks = ["" if m.loss_mask is None else m.loss_mask.bin_sha256 for m in manifests]
     contents = [f"{m.bin_sha256}{m.idx_sha256}{x}" for m, x in zip(manifests, masks, strict=True)]

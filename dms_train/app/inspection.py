@@ -1,4 +1,4 @@
-"""What a model, checkpoint or run folder is, from its metadata alone (no weights are read)."""
+"""Description of a model, checkpoint or run folder from its metadata; no weights are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RUN_PARTS = ("config.yaml", "metrics.jsonl", "checkpoints", "exports")
 
 
 def tokenizer_hash(directory: Path) -> str | None:
-    """SHA-256 (16 hex digits) over the vocabulary files, None without any."""
+    """Return SHA-256 (16 hex digits) over the vocabulary files, None without any."""
     files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     if not files:
         return None

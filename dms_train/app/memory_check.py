@@ -1,17 +1,17 @@
-"""A run's expected memory beside what its GPUs have, before anything is allocated."""
+"""Comparison of a run's expected memory with that of its GPUs, before anything is allocated."""
 
 from __future__ import annotations
 
 import torch
 
-from dms_train.config import layouts, memory, validation
 from dms_train.config.build import ConfigError
-from dms_train.config.gpus import like
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.mcore import groups
 from dms_train.mcore.groups import ParallelView
 from dms_train.observe import log
+from dms_train.planning import layouts, memory, validation_memory
+from dms_train.planning.gpus import like
 
 _GIB = 2**30
 
@@ -19,7 +19,7 @@ _GIB = 2**30
 def check_memory(
     config: RunConfig, architecture: Architecture, view: ParallelView, *, validates: bool
 ) -> None:
-    """Refuse what cannot fit a GPU whatever the batch, warn of what is not expected to.
+    """Fail if weights and optimizer state exceed GPU memory; warn if activations probably do.
 
     All ranks call it, and all use the GPU with the largest shortage, which may be another rank's.
     Rank 0 validates, so its GPU must hold a model beside the state of the training.
@@ -27,8 +27,8 @@ def check_memory(
     Args:
         config: The configuration.
         architecture: Architecture of the model.
-        view: This rank's place.
-        validates: Whether the process goes on to the stage `validate`.
+        view: Position of this rank in the parallel groups.
+        validates: True if the process goes on to the stage `validate_export`.
 
     Raises:
         ConfigError: Weights, gradients and optimizer state alone are too large, or a validation
@@ -41,7 +41,7 @@ def check_memory(
     stages = memory.estimate_stages(config, architecture, view.world_size)
     if validates:
         name, total, _ = gpus[0]
-        problem = validation.problem(config, architecture, name, total, stages[0].fixed)
+        problem = validation_memory.problem(config, architecture, name, total, stages[0].fixed)
         if problem is not None:
             raise ConfigError(
                 f"{problem}; leave it out of stage.run and run dms-validate afterwards"

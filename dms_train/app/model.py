@@ -12,7 +12,7 @@ from dms_train.hf.side_files import refuse_side_files
 
 
 def read_architecture(model: ModelOptions) -> Architecture:
-    """`model.architecture` or the config.json of `model.path`, with the context of the options.
+    """Return `model.architecture`, or the one in `model.path`, with the context of the options.
 
     Raises:
         ConfigError: Neither is set, or the model is missing or of a kind that is not supported.

@@ -1,4 +1,4 @@
-"""What a run would do, as text: layout, memory, operations, and the values of its steps."""
+"""Plan of a run as text: layout, memory, operations, and the values of its steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from dms_train.app.plan_lines import layout_lines, layout_table, validation_lines
-from dms_train.config import divide, layouts
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
-from dms_train.config.gpus import GPUS
-from dms_train.config.memory import parameter_count
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.schedule import evicted_fraction
+from dms_train.planning import divide, layouts
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS
+from dms_train.planning.memory import parameter_count
 from dms_train.training.stages import Action, Stage, build_stages
 
 _SHOWN_STEPS = 5
@@ -24,7 +24,7 @@ _SHOWN_STEPS = 5
 def describe(
     config: RunConfig, architecture: Architecture, world_size: int, loaded_cr: float = 1.0
 ) -> str:
-    """The plan of a configuration that passed `check`, ready to be printed.
+    """Return the plan of a configuration that passed `check`, ready to be printed.
 
     `loaded_cr` is the compression ratio of the student that `run.load` names.
     """
@@ -52,7 +52,7 @@ def advise(config: RunConfig, architecture: Architecture, world_size: int) -> No
 def ranked(
     config: RunConfig, architecture: Architecture, world_size: int, count: int
 ) -> Iterator[str]:
-    """The table of layouts, after everything but the layout was checked."""
+    """Return the table of layouts, after everything except the layout was checked."""
     whole = replace(
         config.parallel,
         tensor_model_parallel_size=1,
@@ -71,7 +71,7 @@ def ranked(
 
 
 def loaded_ratio(config: RunConfig) -> float:
-    """The compression ratio of the student that `run.load` names; 1 without one."""
+    """Return the compression ratio of the student that `run.load` names; 1 without one."""
     if config.run.load is None:
         return 1.0
     from dms_train.app.start_point import find_start, with_student  # needs torch
@@ -123,9 +123,9 @@ def _stages(config: RunConfig, loaded_cr: float) -> Iterator[str]:
 def _action(config: RunConfig, action: Action) -> str:
     if action == "export":
         return f"format {config.stage.export.format}"
-    if action == "evaluate":
-        return f"tasks {', '.join(config.stage.evaluate.tasks)}"
-    options = config.stage.validate
+    if action == "run_tasks":
+        return f"tasks {', '.join(config.stage.run_tasks.tasks)}"
+    options = config.stage.validate_export
     problems = "" if options.problems is None else f", problems of {options.problems}"
     return f"{options.samples} samples{problems}"
 
@@ -139,7 +139,7 @@ def _row(stage: Stage, done: int, index: int) -> str:
 
 
 def _spread(steps: int) -> list[int]:
-    """Up to five step numbers from the first to the last."""
+    """Return up to five step numbers from the first to the last."""
     last = steps - 1
     return sorted(
         {round(last * i / (_SHOWN_STEPS - 1)) for i in range(_SHOWN_STEPS)} if steps else ()

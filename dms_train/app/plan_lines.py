@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dms_train.config import layouts, validation
 from dms_train.config.build import ConfigError
-from dms_train.config.flops import forward_flops_per_token
-from dms_train.config.gpus import GPUS, Gpu, calibration
-from dms_train.config.layouts import Layout
-from dms_train.config.memory import needs_teacher
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.planning import layouts, validation_memory
+from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.gpus import GPUS, Gpu, calibration
+from dms_train.planning.layouts import Layout
+from dms_train.planning.memory import needs_teacher
 
 _GIB = 2**30
 _TEACHER, _STUDENT = 1, 3  # in forward passes
@@ -22,7 +22,7 @@ def _chosen(config: RunConfig) -> Gpu:
 
 
 def layout_lines(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
-    """Memory of every stage, operations and time of a step, once `check` has passed."""
+    """Return the memory of every stage, operations and time of a step, once `check` has passed."""
     gpu, c = _chosen(config), calibration()
     layout = layouts.planned(config, architecture, world_size, gpu)
     per_stage = world_size // len(layout.stages)
@@ -65,25 +65,25 @@ def _operations(
 def validation_lines(
     config: RunConfig, architecture: Architecture, world_size: int
 ) -> Iterator[str]:
-    """Memory of the stage `validate`; ConfigError if the chosen GPU cannot hold it."""
-    if "validate" not in config.stage.run:
+    """Return the memory of `validate_export`; ConfigError if the chosen GPU cannot hold it."""
+    if "validate_export" not in config.stage.run:
         return
     gpu = _chosen(config)
-    alone = validation.needed_bytes(config, architecture)
+    alone = validation_memory.needed_bytes(config, architecture)
     trained = layouts.planned(config, architecture, world_size, gpu).stages[0].fixed
     yield (
-        f"memory  of validate: {alone / _GIB:.2f} GiB of one GPU in a job of its own, "
+        f"memory  of validate_export: {alone / _GIB:.2f} GiB of one GPU in a job of its own, "
         f"{(alone + trained) / _GIB:.2f} GiB in the process that has trained"
     )
-    problem = validation.problem(config, architecture, gpu.label, gpu.memory)
+    problem = validation_memory.problem(config, architecture, gpu.label, gpu.memory)
     if config.cluster.gpu is not None and problem is not None:
-        raise ConfigError(f"{problem}; leave validate out of stage.run")
+        raise ConfigError(f"{problem}; leave validate_export out of stage.run")
 
 
 def layout_table(
     config: RunConfig, architecture: Architecture, world_size: int, count: int
 ) -> Iterator[str]:
-    """The fastest layouts that divide and fit, with the words to type for each."""
+    """Return the fastest layouts that divide and fit, with the words to type for each."""
     gpu, c = _chosen(config), calibration()
     found = layouts.search(config, architecture, world_size, gpu)
     if not found:

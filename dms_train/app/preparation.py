@@ -1,4 +1,4 @@
-"""What can be checked about a run before any process group exists."""
+"""Checks of a run before any process group exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dms_train.app.exporter import check_folder, check_format
 from dms_train.app.start_point import StartPoint, find_start, with_student
 from dms_train.app.task_evaluation import check_tasks
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
 from dms_train.data.index_file import read_index
 from dms_train.data.manifest import file_sha256
@@ -22,6 +21,7 @@ from dms_train.hf.tokenizer_files import TOKENIZER_FILE
 from dms_train.mcore.model.model import rope_arguments
 from dms_train.method.base import MethodSpec
 from dms_train.observe import log
+from dms_train.planning.check import check
 from dms_train.training.stages import Action, Stage, build_stages
 
 

@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 def replay(file: Path) -> Iterator[Line]:
-    """Loss and gradient norm of every microbatch of a skipped step.
+    """Return the loss and gradient norm of every microbatch of a skipped step.
 
     All ranks of the run's layout call it and exhaust it; each gets the same lines.
 
@@ -60,7 +60,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _before(file: Path, step: int) -> Prepared:
-    """The run at the newest checkpoint before the step."""
+    """Return the run at the newest checkpoint before the step."""
     folder = file.resolve().parents[1]
     config = read_frozen(folder / CONFIG_FILE)
     # as written it may be relative to where the run was started

@@ -29,18 +29,18 @@ from dms_train.training.state import TrainState
 
 
 def mapping(config: RunConfig) -> dict[str, Any]:
-    """The resolved configuration as plain values."""
+    """Return the resolved configuration as plain values."""
     return to_mapping(config)
 
 
 def resume_point(
     config: RunConfig, start: StartPoint, before: str | None = None
 ) -> StartPoint | None:
-    """`start` moved to the newest whole checkpoint of this run folder; None when it has none.
+    """Move `start` to the newest whole checkpoint of this run folder; None if it has none.
 
     Args:
-        config: Of the run.
-        start: Where it starts without checkpoints.
+        config: Configuration of the run.
+        start: Start of the run without checkpoints.
         before: Take only checkpoints older than the one of this name.
 
     Raises:
@@ -93,7 +93,7 @@ def _require_same_method(config: RunConfig, path: Path, trained: MethodSpec) -> 
 
 
 def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartPoint:
-    """`start` after comparing checksums, or the newest older checkpoint whose checksums hold.
+    """Return `start` if its checksums hold, else the newest older checkpoint whose checksums do.
 
     All ranks call it: each reads a share of the files, and all get the same answer. Ranks that
     found different checkpoints of the run go back to the oldest of them.
@@ -122,7 +122,7 @@ def verified(config: RunConfig, start: StartPoint, view: ParallelView) -> StartP
 
 
 def _require_same_start(config: RunConfig, start: StartPoint, view: ParallelView) -> None:
-    """All ranks must have found the same checkpoint to start from; each searches on its own."""
+    """Fail unless all ranks, each searching on its own, found the same checkpoint."""
     seen = groups.values((str(start.student), start.state.to_dict()))
     differing = next((rank for rank, other in enumerate(seen) if other != seen[0]), None)
     if differing is not None:
@@ -163,7 +163,7 @@ def _is_checkpoint(start: StartPoint) -> bool:
 
 
 def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | ConfigError:
-    """What this rank finds before `start`, or the refusal when that is nothing."""
+    """Return the checkpoint that this rank finds before `start`, or the refusal without one."""
     assert start.student is not None
     try:
         older = resume_point(config, start, before=start.student.name)
@@ -178,7 +178,7 @@ def _older(config: RunConfig, start: StartPoint, why: str) -> StartPoint | Confi
 
 
 def _same_on_all_ranks(config: RunConfig, found: StartPoint | ConfigError) -> StartPoint:
-    """The oldest checkpoint that a rank found; a refusal on one rank is raised on all."""
+    """Return the oldest checkpoint that a rank found; a refusal on one rank is raised on all."""
     while True:
         for refused in groups.values(found if isinstance(found, ConfigError) else None):
             if refused is not None:

@@ -12,13 +12,13 @@ from dms_train.data.tokens import TokenSamples, build_datasets
 from dms_train.mcore.groups import ParallelView
 from dms_train.training.stages import Stage
 
-_SELFTEST_TOKENS = 128  # behind the window, so that evictions show
+_SELFTEST_TOKENS = 128  # beyond the window, so that evictions show
 
 
 def datasets(
     prepared: Prepared, view: ParallelView
 ) -> tuple[TokenSamples | None, TokenSamples | None]:
-    """Numbered samples for training and, where configured, for evaluations."""
+    """Return the numbered samples for training and, where configured, for evaluations."""
     config = prepared.config
     steps = sum(stage.steps for stage in prepared.stages if isinstance(stage, Stage))
     eod = next((m.eod_id for m in map(read_manifest, config.data.paths)), None)
@@ -35,7 +35,7 @@ def datasets(
 
 
 def _eval_samples(config: RunConfig, view: ParallelView) -> int:
-    """`run.eval_samples` rounded up to whole passes of all ranks."""
+    """Round `run.eval_samples` up to whole passes of all ranks."""
     unit = config.data.micro_batch_size * view.dp_size * (view.pp_size if view.vp_size else 1)
     return -(-config.run.eval_samples // unit) * unit
 
@@ -43,7 +43,7 @@ def _eval_samples(config: RunConfig, view: ParallelView) -> int:
 def batch_source(
     config: RunConfig, view: ParallelView, samples: TokenSamples | None, size: int | None = None
 ) -> BatchSource:
-    """This rank's part of global batches of `size` samples, by default those of training."""
+    """Return this rank's part of global batches of `size` samples, by default of training."""
     assert samples is not None
     return BatchSource(
         samples,
@@ -55,7 +55,7 @@ def batch_source(
 
 
 def selftest_tokens(samples: TokenSamples | None, config: RunConfig) -> torch.Tensor:
-    """A real text of the data, the first sample of the validation split if there is one."""
+    """Return a real text of the data, the first sample of the validation split if there is one."""
     assert samples is not None
     wanted = config.method.window + _SELFTEST_TOKENS
     shards = config.parallel.tensor_model_parallel_size

@@ -32,10 +32,10 @@ from dms_train.training.state import TrainState
 
 
 def run(config: RunConfig, until: str | None = None) -> None:
-    """Validate, then run the stages of a configuration.
+    """Run the stages of a configuration, after checking it.
 
     Args:
-        config: What to do.
+        config: Configuration of the run.
         until: Leave after this stage of `stage.run`; None runs all.
 
     Raises:
@@ -68,7 +68,7 @@ def _say_why(error: Exception, files: StateFiles, *, begun: bool) -> None:
 
 
 def _stage_count(config: RunConfig, until: str | None) -> int:
-    """How many entries of `stage.run` to run."""
+    """Return the number of entries of `stage.run` to run."""
     names = list(config.stage.run)
     if until is None:
         return len(names)
@@ -104,7 +104,7 @@ def _begin(prepared: Prepared, count: int, files: StateFiles) -> None:
     run_folder.write(config, is_main_rank=launcher.rank() == 0)
     view = groups.start(config.parallel, config.run.seed)
     check_memory(
-        config, prepared.architecture, view, validates="validate" in config.stage.run[:count]
+        config, prepared.architecture, view, validates="validate_export" in config.stage.run[:count]
     )
     if view.rank == 0:
         files.begin()

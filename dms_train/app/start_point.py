@@ -1,4 +1,4 @@
-"""Where a run starts from: the original model, and possibly a further trained student."""
+"""Start of a run: the original model, and possibly a further trained student."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StartPoint:
     """Everything a run begins with.
 
     Attributes:
-        architecture: Of student and teacher.
+        architecture: Architecture of student and teacher.
         model_dir: Original Hugging Face weights; None when training from scratch.
-        tokenizer_dir: Where tokenizer files are; None when unknown.
+        tokenizer_dir: Folder of the tokenizer files; None if unknown.
         student: Checkpoint folder or export the student continues from; None for the original.
-        spec: What that student was trained with; None when its eviction channel is still native.
+        spec: Constants that the student was trained with; None if its eviction channel is native.
         state: Position of the run.
-        resumes: Whether `student` is a checkpoint of this very run, with optimizer state.
+        resumes: True if `student` is a checkpoint of this very run, with optimizer state.
     """
 
     architecture: Architecture
@@ -62,7 +62,7 @@ class StartPoint:
 
 
 def as_override(value: Any) -> str:
-    """A value as an override writes it."""
+    """Format a value as an override writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -105,7 +105,7 @@ def _original(directory: Path) -> StartPoint:
 
 
 def _whole_model(directory: Path) -> Architecture:
-    """Refuses missing, truncated and unfit weights before any process group exists."""
+    """Refuse missing, truncated and unfit weights before any process group exists."""
     architecture = read_architecture(directory)
     leftovers = WeightReader(directory).require(architecture)
     if leftovers is not None and launcher.rank() == 0:
@@ -114,7 +114,7 @@ def _whole_model(directory: Path) -> Architecture:
 
 
 def with_student(start: StartPoint, student: Path) -> StartPoint:
-    """`start` with the weights of `run.load` in place of the original's.
+    """Replace the weights of `start` by those of `run.load`.
 
     A run folder stands for its newest whole checkpoint.
 
@@ -156,7 +156,7 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def described_model(path: Path, state: dict[str, Any]) -> tuple[Architecture, MethodSpec]:
-    """Return the model that the JSON state of a checkpoint describes; CheckpointError if none."""
+    """Return the model that a checkpoint's state describes; CheckpointError if there is none."""
     try:
         architecture = build_dataclass(Architecture, state["architecture"], "architecture")
         return architecture, spec_from_dict(state["spec"])

@@ -1,4 +1,4 @@
-"""The stage `evaluate`: what `dms-eval` measures, on the final export of a run."""
+"""The stage `run_tasks`: what `dms-eval` measures, on the final export of a run."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _FOLDER = "evaluation"  # in the run folder, with a folder for each task
 
 
 def check_tasks(config: RunConfig, start: StartPoint) -> None:
-    """Refuse an `evaluate` stage that cannot be run, before the training.
+    """Refuse a stage `run_tasks` that cannot be run, before the training.
 
     Args:
         config: The configuration.
-        start: Where the run starts; its tokenizer is the export's.
+        start: Start of the run; its tokenizer is the export's.
 
     Raises:
         ConfigError: There is no tokenizer.
         EvaluationError: A task, its documents or a value cannot be used.
         FileNotFoundError: A file of documents is absent.
     """
-    if "evaluate" not in config.stage.run:
+    if "run_tasks" not in config.stage.run:
         return
     directory = start.tokenizer_dir
     if directory is None:
-        raise ConfigError("stage.run: evaluate needs a tokenizer; set model.tokenizer")
-    for options in _runs(config.stage.evaluate, directory, Path(config.run.dir)):
+        raise ConfigError("stage.run: run_tasks needs a tokenizer; set model.tokenizer")
+    for options in _runs(config.stage.run_tasks, directory, Path(config.run.dir)):
         try:
             check(options)
         except (EvaluationError, InferenceError) as error:
-            raise EvaluationError(f"stage.evaluate: {error}") from None
+            raise EvaluationError(f"stage.run_tasks: {error}") from None
 
 
 def _runs(options: TaskStageOptions, model: Path, folder: Path) -> Iterator[EvaluationOptions]:
@@ -80,7 +80,7 @@ def evaluate_tasks(options: TaskStageOptions, run: Path) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEvaluator:
-    """The `evaluate` stage of a run: rank 0 evaluates the final export, the other ranks wait.
+    """The stage `run_tasks` of a run: rank 0 evaluates the final export, the other ranks wait.
 
     Attributes:
         folder: Run folder.
@@ -91,7 +91,7 @@ class TaskEvaluator:
     options: TaskStageOptions
 
     def evaluate_tasks(self) -> dict[str, float]:
-        """Flat metrics, the same on every rank; every rank calls it.
+        """Return flat metrics, the same on every rank; every rank calls it.
 
         Raises:
             EvaluationError: On every rank, when rank 0 was refused something.

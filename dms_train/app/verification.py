@@ -1,4 +1,4 @@
-"""Whether an exported model computes what the trained model computed."""
+"""Verification that an exported model computes what the trained model computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dms_train.method.losses import kl_teacher_student
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How far a loaded export is from its reference.
+    """Distance of a loaded export from its reference.
 
     Attributes:
         tokens: Length T of the reference sequence.
@@ -47,7 +47,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether both tolerances hold; not-a-number fails."""
+        """True if both tolerances hold; not-a-number fails."""
         settled = self.head_drift <= self.decision_tolerance
         return settled and self.kl_per_token <= self.kl_tolerance
 
@@ -93,7 +93,7 @@ def verify(directory: str | Path, *, dtype: str | None = None, device: str = "cp
     Args:
         directory: The export.
         dtype: Compute dtype, or None for the one of the reference.
-        device: Where to run.
+        device: Device to run on.
 
     Raises:
         FileNotFoundError: If the directory, its weights or its self-test are absent.

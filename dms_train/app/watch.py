@@ -1,4 +1,4 @@
-"""What a run reports to its launcher, and how the launcher requests a stop."""
+"""Reports of a run to its launcher, and the launcher's requests to stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def end_hanging_run(files: StateFiles) -> Callable[[str | None], None]:
-    """The action for ranks that hang: log it and end this process, whose main thread waits."""
+    """Log that ranks hang, and end this process, whose main thread waits."""
 
     def end(found: str | None) -> None:
         if found is None:
@@ -59,13 +59,13 @@ class RunWatch:
     signalled: str | None = field(default=None, init=False)
 
     def listen(self) -> None:
-        """From here on a signal stops the run after the current step instead of ending it."""
+        """Let a signal stop the run after the current step instead of ending it."""
         for number in _SIGNALS:
             signal.signal(number, self._remember)
 
     @contextlib.contextmanager
     def expecting_ranks(self, engine: McoreEngine) -> Iterator[None]:
-        """Inside the block a rank that ends, stops or stalls ends the run.
+        """End the run if a rank ends, stops or stalls inside the block.
 
         To be called when data and model are there: building an index of the data lets no other
         thread of its process run.
@@ -81,7 +81,7 @@ class RunWatch:
         self.leave()
 
     def leave(self, *, in_order: bool = True) -> None:
-        """The run is over, or this rank's part of it; the first call determines how."""
+        """Record that the run is over, or this rank's part of it; the first call determines how."""
         self.heartbeats.stop(in_order=in_order)
         # it is sent until the process has ended, and would kill an interpreter that shuts down
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -96,21 +96,21 @@ class RunWatch:
             self.files.beat()
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """Inside the block the main thread is in this phase, which may have a time limit."""
+        """Mark the phase of the main thread inside the block; a phase may have a time limit."""
         return self.heartbeats.phase(name)
 
     def must_stop(self) -> bool:
-        """Whether any rank was signalled."""
+        """Return whether any rank was signalled."""
         return groups.any_rank(self.signalled is not None, self.view)
 
     def stopped(self, step: int) -> None:
-        """Everything is saved; log it and write the state file."""
+        """Log that everything is saved, and write the state file."""
         if self.view.rank == 0:
             self.files.stopped(step)
         why = self.signalled or "a signal to another rank"
         logger().info("stopped after step %d (%s); the same command continues it", step, why)
 
     def done(self, stage: str, step: int) -> None:
-        """A stage is finished."""
+        """Record that a stage is finished."""
         if self.view.rank == 0:
             self.files.done(stage, step)

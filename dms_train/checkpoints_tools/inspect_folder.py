@@ -49,11 +49,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     arguments = _parser().parse_args(argv)
-    from dms_train.app.inspection import describe
-
     try:
+        from dms_train.app.inspection import describe
+
         facts = describe(arguments.path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         print(f"dms-inspect: {message(error)}", file=sys.stderr)
         return BAD_INPUT
     if arguments.json:

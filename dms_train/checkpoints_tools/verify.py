@@ -67,12 +67,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     arguments = _parser().parse_args(argv)
-    from dms_train.app.verification import verify
-
     try:
+        from dms_train.app.verification import verify
+
         report = verify(arguments.directory, dtype=arguments.dtype, device=arguments.device)
         spec = read_spec(arguments.directory)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"dms-verify: {message(error)}", file=sys.stderr)
         return BAD_INPUT
     _show(arguments.directory, report, spec.window if spec else 0)

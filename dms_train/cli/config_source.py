@@ -92,7 +92,7 @@ def compose_evaluation(overrides: Sequence[str]) -> EvaluationOptions:
 
 
 def _with_policy(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The overrides that `conf/eval.yaml` has keys for, and options of the policy, `KEY=JSON`.
+    """Split overrides into keys of `conf/eval.yaml` and options of the policy, as `KEY=JSON`.
 
     Options that the policy does not have, or whose values do not fit, are refused with its own.
     """
@@ -111,13 +111,13 @@ def _with_policy(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _plain_value(override: Override) -> Any:
-    """A number, text, truth value or None; a quoted text without its quotes."""
+    """Return a number, text, truth value or None; a quoted text without its quotes."""
     value = override.value()
     return value.text if isinstance(value, QuotedString) else value
 
 
 def from_hydra(node: Any) -> RunConfig:
-    """The frozen form of what Hydra composed, resolved; what does not fit is refused."""
+    """Freeze and resolve what Hydra composed; ConfigError if it does not fit."""
     try:
         plain: Any = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
@@ -138,7 +138,7 @@ def explain(overrides: Sequence[str], config_dir: Path | None = None) -> None:
 
 
 def group_options(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """The options of every configuration group."""
+    """Return the options of every configuration group."""
     options: dict[str, list[str]] = {}
     for root in filter(None, (CONF_DIR, config_dir)):
         for file in sorted(root.glob("*/*.yaml")):
@@ -171,7 +171,7 @@ def _explain_one(text: str, groups: dict[str, list[str]]) -> str | None:
 
 
 def _explain_key(text: str, known: list[str]) -> str | None:
-    """What is wrong with an override of `dms-eval`; the registry knows the options of policies."""
+    """Explain what is wrong with an override of `dms-eval`; None if nothing is."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
@@ -205,7 +205,7 @@ def _choices(override: Override) -> Iterable[Any]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Hydra's message as one line, led by the key it is about, without its internals."""
+    """Shorten Hydra's message to one line that starts with the key, without its internals."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     keys = [line.removeprefix("full_key:").strip() for line in lines if "full_key:" in line]
     text = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))

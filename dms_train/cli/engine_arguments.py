@@ -66,7 +66,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """The options that the arguments of `add_engine` give.
+    """Return the options that the arguments of `add_engine` give.
 
     Raises:
         InferenceError: A value is out of its range.
@@ -88,7 +88,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
 
 
 def _policy_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of the policy."""
+    """Parse the options of the policy."""
     given = {key: getattr(args, key) for key in _SHORT}
     options = {key: value for key, value in given.items() if value is not None}
     return options | parse_options(args.policy_option)

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, error lines of expected failures, a traceback for a bug."""
+"""End of a command: exit codes, error lines of expected failures, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from dms_train.app import failures, launcher
 from dms_train.cli.known_warnings import hide_known_warnings
-from dms_train.cli.light_imports import skip_unused_imports
 
 INTERRUPTED = 130
 _PATIENCE_SECONDS = 5.0
@@ -22,18 +21,18 @@ def run_main(command: Callable[[], int | None]) -> int:
 
     Expected failures print one line for each problem on stderr and return 2: the project's own
     ValueError classes, missing files and other refusals of the operating system such as a full
-    disk, and the loss of another rank. Ctrl-C returns 130. Anything else is a bug and propagates.
+    disk, a missing optional package, and the loss of another rank. Ctrl-C returns 130. Anything
+    else is a bug and propagates.
 
     Most failures occur on all ranks alike, so ranks other than 0 wait before they print: a launcher
     that sees rank 0 fail ends them meanwhile, and rank 0 is never ended before its message.
     """
     hide_known_warnings()
-    skip_unused_imports()
     try:
         return command() or 0
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError, failures.PeerLost) as error:
+    except (ValueError, OSError, ModuleNotFoundError, failures.PeerLost) as error:
         if not failures.is_expected(error):
             raise
         if _may_repeat_others(error):
@@ -44,7 +43,7 @@ def run_main(command: Callable[[], int | None]) -> int:
 
 
 def run_process(command: Callable[[], int | None]) -> NoReturn:
-    """`run_main`, then the end of this process.
+    """Call `run_main`, then end this process.
 
     One of several ranks that failed after they met ends at once: shutting the interpreter down
     waits for the collectives under way, which the others may never join, and may crash in the
@@ -70,6 +69,6 @@ def _has_met_others() -> bool:
 
 
 def _may_repeat_others(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return False  # a full disk or a missing mount belongs to one machine
+    if isinstance(error, OSError | ModuleNotFoundError):
+        return False  # a full disk, a missing mount or package belongs to one machine
     return isinstance(error, failures.PeerLost) or launcher.rank() != 0

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dms_train.cli.config_source import compose_evaluation
 from dms_train.cli.errors import run_main
 from dms_train.cli.harness import evaluate_tasks
 from dms_train.evaluation.tasks.registry import all_tasks
@@ -44,7 +43,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return run_main(lambda: _main(words))
 
@@ -63,10 +62,10 @@ def _main(words: list[str]) -> None:
     parser = _parser("dms-eval")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="see conf/eval.yaml")
     parser.add_argument(
-        "--allow-code", action="store_true", help="run programs that the model wrote, with limits"
+        "--allow-code", action="store_true", help="run programs that the model wrote, in bubblewrap"
     )
     args = parser.parse_intermixed_args(words)
-    _evaluate([*args.overrides, *(["run.allow_code=true"] if args.allow_code else [])])
+    _evaluate([*args.overrides, *(["run.allow_code=sandbox"] if args.allow_code else [])])
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -101,7 +100,6 @@ def _report(words: list[str]) -> None:
     args = parser.parse_args(words)
     if args.output.suffix == ".md":
         parser.error(f"--output {args.output}: the page; its Markdown goes beside it as .md")
-    from dms_train.evaluation.analysis.charts import standalone
     from dms_train.evaluation.analysis.comparison import Comparison
     from dms_train.evaluation.analysis.page import figures, markdown, page
     from dms_train.evaluation.scaling.results import load_all
@@ -110,8 +108,8 @@ def _report(words: list[str]) -> None:
     files = {args.output: page(comparison), args.output.with_suffix(".md"): markdown(comparison)}
     if args.figures is not None:
         args.figures.mkdir(parents=True, exist_ok=True)
-        for name, svg in figures(comparison):
-            files[args.figures / f"{name}.svg"] = standalone(svg, comparison.methods)
+        for name, svg in figures(comparison, links=False):
+            files[args.figures / f"{name}.svg"] = f"{svg}\n"
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
@@ -119,6 +117,8 @@ def _report(words: list[str]) -> None:
 
 
 def _evaluate(overrides: list[str]) -> None:
+    from dms_train.cli.config_source import compose_evaluation
+
     options = compose_evaluation(overrides)
     from dms_train.app import launcher
     from dms_train.evaluation.scaling.run import evaluate, prepare

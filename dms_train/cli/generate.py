@@ -165,7 +165,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     args = _parse(arguments)
     return run_main(lambda: _generate(args))
 

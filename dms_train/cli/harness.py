@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from dms_train.cli.engine_arguments import add_engine, engine_options
-from dms_train.evaluation.errors import EvaluationError
 
 _EPILOG = """\
 examples:
@@ -24,20 +23,13 @@ def evaluate_tasks(words: list[str]) -> None:
     """Run the command.
 
     Args:
-        words: Arguments behind `dms-eval harness`.
+        words: Arguments after `dms-eval harness`.
 
     Raises:
-        EvaluationError: lm-evaluation-harness is not installed, or a task cannot be run.
+        EvaluationError: A task cannot be run.
     """
     args = _parser().parse_args(words)
-    try:
-        from dms_train.evaluation.harness import run
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("dms_train"):
-            raise
-        raise EvaluationError(
-            f"dms-eval harness: {error.name} is not installed; pip install 'dms-train[harness]'"
-        ) from None
+    from dms_train.evaluation.harness import run
     from dms_train.hf.directory import resolve
 
     options = run.HarnessOptions(

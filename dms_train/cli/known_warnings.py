@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-# Issued at every start, whatever the user does; the code they fall back to is tested.
+# Issued at every start. The fallback that each names is tested.
 _KNOWN = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

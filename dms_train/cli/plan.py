@@ -19,10 +19,9 @@ from pathlib import Path
 from dms_train.app.inference_plan import inference_table
 from dms_train.app.model import read_architecture
 from dms_train.app.plan import advise, describe, loaded_ratio, ranked
-from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
-from dms_train.config.check import check
-from dms_train.config.gpus import GPUS, gpu
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS, gpu
 
 _INFERENCE_GPU = "h100"  # the paper's
 _EPILOG = """\
@@ -34,12 +33,14 @@ examples:
 
 
 def main() -> None:
-    """Entry point; exit code 0, or 2 for a refused configuration."""
+    """Run the command; exit code 0, or 2 for a refused configuration."""
     sys.exit(run_main(lambda: _main(sys.argv[1:])))
 
 
 def _main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
+    from dms_train.cli.config_source import compose
+
     unused = ["data.paths=[]"] if options.inference else []
     config = compose([*options.overrides, *unused], options.config_dir)
     parallel = config.parallel

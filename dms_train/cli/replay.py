@@ -19,7 +19,7 @@ from dms_train.observe import log
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m dms_train.cli.replay",
         description=__doc__,

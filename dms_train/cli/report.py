@@ -23,7 +23,7 @@ def _report(run: Path, output: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     parser = argparse.ArgumentParser(
         prog="dms-report",
         description=__doc__,

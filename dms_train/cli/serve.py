@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 from dms_train.app import launcher
@@ -17,11 +16,9 @@ from dms_train.cli.engine_arguments import add_engine, engine_options
 from dms_train.cli.errors import run_main
 from dms_train.inference.options import NOT_SUPPORTED
 from dms_train.observe import log
-from dms_train.server.errors import ServerError
 from dms_train.server.options import ServerOptions
 
 _DEFAULTS = ServerOptions()
-_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "tokenizers")
 _EPILOG = """\
 examples:
   dms-serve outputs/demo/hf
@@ -142,11 +139,6 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 def _serve(args: argparse.Namespace) -> int:
     options, engine = _options(args), engine_options(args)
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise ServerError(
-            f"dms-serve needs {', '.join(missing)}; install them: pip install 'dms-train[serve]'"
-        )
     from dms_train.server.run import serve
 
     log.configure()
@@ -154,7 +146,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0 after SIGTERM or Ctrl-C, 1 if the engine broke, 2 with one line."""
+    """Run the command; exit code 0 after SIGTERM or Ctrl-C, 1 for a broken engine, else 2."""
     args = _parse(arguments)
     return run_main(lambda: _serve(args))
 

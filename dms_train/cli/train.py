@@ -16,9 +16,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from dms_train.cli.config_source import CONF_DIR, CONFIG_NAME, compose, explain, from_hydra
 from dms_train.cli.errors import run_main, run_process
 from dms_train.config.build import ConfigError
 from dms_train.config.frozen import read_frozen
@@ -26,7 +23,7 @@ from dms_train.config.schema import RunConfig
 
 
 def main() -> None:
-    """Entry point; exit code 0, 2 for a refused configuration or data, 130 for Ctrl-C."""
+    """Run the command; exit code 0, 2 for a refused configuration or data, 130 for Ctrl-C."""
     run_process(lambda: _main(sys.argv[1:]))
 
 
@@ -39,6 +36,8 @@ def _main(arguments: list[str]) -> int:
             raise ConfigError(f"--frozen: takes no overrides; leave {' '.join(words)} out")
         _run(read_frozen(flags.frozen), flags.until)
         return 0
+    from dms_train.cli.config_source import compose, explain
+
     if not flags.hydra:
         _run(compose(words, flags.config_dir), flags.until)
         return 0
@@ -68,9 +67,16 @@ def _run(config: RunConfig, until: str | None = None) -> None:
     run(config, until)
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=CONFIG_NAME)
-def _hydra_application(node: Any) -> None:
-    """What Hydra calls once for every point of a multirun, or never for `--help` and `--cfg`."""
-    code = run_main(lambda: _run(from_hydra(node)))
-    if code:
-        sys.exit(code)
+def _hydra_application() -> None:
+    """Let Hydra handle its flags: it runs every point of a multirun, or prints and runs nothing."""
+    import hydra
+
+    from dms_train.cli.config_source import CONF_DIR, CONFIG_NAME, from_hydra
+
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=CONFIG_NAME)
+    def run_point(node: Any) -> None:
+        code = run_main(lambda: _run(from_hydra(node)))
+        if code:
+            sys.exit(code)
+
+    run_point()

@@ -12,7 +12,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main() -> None:
-    """Entry point; exit code 0, or 2 without a GPU."""
+    """Run the command; exit code 0, or 2 without a GPU."""
     sys.exit(run_main(lambda: _main(sys.argv[1:])))
 
 

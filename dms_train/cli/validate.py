@@ -138,7 +138,7 @@ def _validate(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     args = _parse(arguments)
     log.configure(0)
     return run_main(lambda: _validate(args))

@@ -51,7 +51,7 @@ def build(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def build_dataclass(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
-    """`build` for any of the option dataclasses; `path` is the key of `mapping` in the whole."""
+    """Build any of the option dataclasses; `path` is the key of `mapping` in the whole."""
     known = [path, *valid_paths(cls, path)] if path else list(valid_paths(cls))
     refused = _Refused(known=known)
     result = _dataclass(cls, mapping, path, refused)
@@ -61,12 +61,12 @@ def build_dataclass(cls: type[T], mapping: Mapping[str, Any], path: str = "") ->
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """Inverse of `build`: nested dicts and lists, ready to be written as YAML or JSON."""
+    """Invert `build`: return nested dicts and lists, ready to be written as YAML or JSON."""
     return typing.cast(dict[str, Any], _plain(asdict(config)))
 
 
 def valid_paths(cls: type = RunConfig, path: str = "") -> Iterator[str]:
-    """Dotted path of every key below a dataclass, blocks before what they contain."""
+    """Yield the dotted path of every key below a dataclass, blocks before their contents."""
     for name, hint in _all_hints(cls).items():
         here = f"{path}.{name}" if path else name
         yield here
@@ -76,7 +76,7 @@ def valid_paths(cls: type = RunConfig, path: str = "") -> Iterator[str]:
 
 
 def unknown_key(path: str, valid: Iterable[str]) -> str:
-    """The line that refuses `path`, with the nearest valid key when there is one."""
+    """Return the line that refuses `path`, with the nearest valid key when there is one."""
     known = list(dict.fromkeys(valid))
     wrong = _shortest_unknown(path, known)
     block, _, name = wrong.rpartition(".")
@@ -101,19 +101,19 @@ def _shortest_unknown(path: str, known: list[str]) -> str:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Of the fields; what a class says of itself (`ClassVar`) is no key."""
+    """Return the type hint of every field; a `ClassVar` is no field."""
     hints = typing.get_type_hints(cls)
     return {item.name: hints[item.name] for item in fields(cls)}
 
 
 def _all_hints(cls: type) -> dict[str, Any]:
-    """Those of every method together, where a block is that of the method."""
+    """Return the hints of a block; the block `method` has those of every method together."""
     blocks: Iterable[type] = OPTIONS.values() if cls is MethodOptions else (cls,)
     return {key: hint for block in blocks for key, hint in _hints(block).items()}
 
 
 def _unknown(path: str, cls: type, known: list[str]) -> str:
-    """The line that refuses a key; a key of another method is not suggested."""
+    """Return the line that refuses a key; a key of another method is not suggested."""
     block, _, key = path.rpartition(".")
     if path not in known:
         return unknown_key(path, known)

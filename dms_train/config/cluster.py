@@ -10,25 +10,25 @@ from dms_train.limits import AtLeast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """What `dms-submit` requests from SLURM.
+    """Resources and options that `dms-submit` requests from SLURM.
 
     Attributes:
         nodes: Nodes of a training job.
         processes_per_node: Ranks on each of them, one for each GPU.
         gpus_per_node: GPUs to request; 0 requests none.
-        gpu: Their model, one of `config.gpus.GPUS`; a run that does not fit it is refused. None
+        gpu: Model of the GPUs in `planning.gpus.GPUS`; a run that does not fit it is refused. None
             is unknown.
         cpus_per_node: Cores to request.
         time: Time limit of a job that trains or evaluates on tasks, as SLURM writes it; the run
             continues in the next one.
         convert_time: Time limit of a job that converts or validates.
-        partition: Where to run; None is SLURM's default. `account` and `qos` likewise.
+        partition: Partition; None is SLURM's default. `account` and `qos` likewise.
         options: Further options of sbatch, such as `--exclusive`.
         container_image: Image for pyxis and enroot; None runs without a container.
         container_mounts: Mounts such as `/data:/data:ro`, besides the run folder and the current
             one.
         python: Interpreter of the jobs; None is the one that submits.
-        signal_seconds: How long before the time limit a run is signalled to save and stop.
+        signal_seconds: Seconds before the time limit at which a run is signalled to save and stop.
         save_seconds: Longest time that saving may take.
         hang_seconds: A job without heartbeat for this long is ended; 0 never ends it.
         max_failures: Consecutive failures without a new checkpoint after which a stage is not

@@ -10,6 +10,8 @@ import yaml
 
 from dms_train.config.build import ConfigError, build, to_mapping
 from dms_train.config.schema import RunConfig
+from dms_train.evaluation.options import SANDBOX
+from dms_train.observe.state_files import current_stage
 
 CONFIG_FILE = "config.yaml"
 # What a resumed run may change: it affects no sample, weight or decision.
@@ -17,8 +19,8 @@ _FREE = (
     "observe",
     "cluster",
     "kernels",
-    "stage.validate",
-    "stage.evaluate",
+    "stage.validate_export",
+    "stage.run_tasks",
     "data.micro_batch_size",
     "data.cache_dir",
 )
@@ -26,6 +28,8 @@ _FREE = (
 _MOVED = {
     "method.kl_direction": "loss.kl_direction",
     "method.kl_temperature": "loss.kl_temperature",
+    "stage.validate": "stage.validate_export",
+    "stage.evaluate": "stage.run_tasks",
 }
 
 
@@ -57,6 +61,12 @@ def _current(values: dict[str, Any]) -> dict[str, Any]:
         if name in current.get(block, {}):
             target, _, new_name = new.partition(".")
             current.setdefault(target, {})[new_name] = current[block].pop(name)
+    stage = current.get("stage")
+    if isinstance(stage, dict) and isinstance(stage.get("run"), list):
+        stage["run"] = [current_stage(name) for name in stage["run"]]
+    tasks = current.get("stage", {}).get("run_tasks", {})
+    if isinstance(tasks.get("allow_code"), bool):  # written before there was a choice of isolation
+        tasks["allow_code"] = SANDBOX if tasks["allow_code"] else None
     return current
 
 
@@ -81,7 +91,7 @@ def require_same(config: RunConfig, file: Path) -> None:
 
 
 def _own_rates(flat: dict[str, Any]) -> dict[str, Any]:
-    """A flat view in which a stage's learning rate that is the common one is named so.
+    """Return a flat view that names a stage's learning rate if it is the common one.
 
     A change of `optim.lr` is then one difference and not one for each stage.
     """
@@ -95,7 +105,7 @@ def _own_rates(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fixed(values: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Flat view of the keys that a resumed run must not change."""
+    """Return the flat view of the keys that a resumed run must not change."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         here = f"{path}.{key}" if path else key

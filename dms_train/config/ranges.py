@@ -1,6 +1,6 @@
-"""Whether each value of a configuration is one that its key can take, each checked alone.
+"""Check every value of a configuration alone.
 
-The limits stand beside the options of each package. Here are those that need several packages.
+Limits stand next to the options of each package. This module adds those that need several packages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dms_train import limits
-from dms_train.config.gpus import GPUS
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
@@ -21,7 +20,7 @@ _EVICTION_STATS_ROW = EVICTION_STATS * EXACT_PARTS
 
 
 def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]:
-    """One line for every value that is out of its range.
+    """Yield one line for every value that is out of its range.
 
     Args:
         config: The configuration.
@@ -36,15 +35,12 @@ def check_ranges(config: RunConfig, architecture: Architecture) -> Iterator[str]
             f"use at least {_EVICTION_STATS_ROW}; "
             "pipeline stages send eviction statistics in a row of that width"
         )
-    for key, value, choices in (
-        ("method.preset", config.method.preset, OneOf(*_presets())),
-        ("cluster.gpu", config.cluster.gpu, OneOf(None, *GPUS)),
-    ):
-        refusal = choices.refusal(value)
-        if refusal is not None:
-            yield f"{key}={value}: {refusal}"
+    presets = OneOf(*_presets())
+    refusal = presets.refusal(config.method.preset)
+    if refusal is not None:
+        yield f"method.preset={config.method.preset}: {refusal}"
 
 
 def _presets() -> list[str]:
-    """Presets of the method, and those that only an export format names."""
+    """Return the presets of the method, and those that only an export format names."""
     return list(dict.fromkeys([*PRESETS, *(found.preset for found in FORMATS.values())]))

@@ -16,7 +16,7 @@ _STAGES_WITH_A_RATE = ("pretrain", "zero_neuron", "retrofit", "hold")
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """`config` with the learning rate of every stage and the export's format filled in."""
+    """Fill in the learning rate of every stage and the export's format."""
     stage = config.stage
     if stage.export.format is None:
         name = format_of_preset(config.method.preset, config.method.kind)

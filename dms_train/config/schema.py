@@ -22,8 +22,8 @@ from dms_train.training.options import RunOptions, StageOptions
 class StageBlock(StageOptions):
     """The stages of training, and the measurements of the export after them."""
 
-    validate: ValidateOptions
-    evaluate: TaskStageOptions = NO_TASKS
+    validate_export: ValidateOptions
+    run_tasks: TaskStageOptions = NO_TASKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Cuts numbered samples into the microbatches of one data-parallel rank.
+"""Microbatches of one data-parallel rank, cut from numbered samples.
 
-The position in the data is one integer, the number of the first sample of a global batch. A number
-stands for the same tokens in every run with the same data settings, so a run resumes from that
-integer alone, with any data-parallel size.
+The position in the data is one integer: the number of the first sample of a global batch. With the
+same data settings, a number stands for the same tokens in every run. A run therefore resumes from
+that integer alone, with any data-parallel size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     document_lengths: Tensor | None = None
 
     def documents(self) -> list[Sample]:
-        """Each packed document as a sample of its own; the sample itself when it is one text."""
+        """Split a packed sample into its documents; a sample of one text stays as it is."""
         if self.document_lengths is None:
             return [self]
         sizes = self.document_lengths.tolist()
@@ -47,11 +47,11 @@ class Samples(Protocol):
     """Numbered samples, from 0 to the length less 1."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, number: int, /) -> Sample:
-        """The sample with this number."""
+        """Return the sample with this number."""
         ...
 
 
@@ -78,7 +78,7 @@ class Batch(NamedTuple):
         return self.tokens.numel() if self.documents is None else self.documents.tokens.sum()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The same with a function applied to every tensor."""
+        """Apply a function to every tensor."""
         return Batch(
             tokens=function(self.tokens),
             labels=function(self.labels),
@@ -152,7 +152,7 @@ class BatchSource:
             self._ahead = first_sample, self._read(first_sample)
 
     def microbatches(self, first_sample: int) -> list[Batch]:
-        """This rank's part of the global batch that starts at a sample.
+        """Return this rank's part of the global batch that starts at a sample.
 
         Args:
             first_sample: Number of the first sample of the global batch over all ranks.

@@ -1,4 +1,4 @@
-"""Writes Megatron's `PREFIX.idx`, and reads and checks it before Megatron maps it.
+"""Megatron's `PREFIX.idx`: writing it, and checking it before Megatron maps it.
 
 Megatron's own reader asserts on a bad header and maps whatever lengths the header claims, and its
 writer imports torch. The file is a 34-byte header (magic, version, dtype code, counts), then int32
@@ -27,7 +27,7 @@ _UINT16_VOCABULARY = 65500  # megatron-core stores smaller ones as uint16
 
 
 class ShardIndex(NamedTuple):
-    """What the index states about the tokens.
+    """Statement of the index about the tokens.
 
     Attributes:
         dtype: Name of the numpy type of a token, `uint16` or `int32`.
@@ -49,17 +49,17 @@ class ShardIndex(NamedTuple):
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The file with the tokens."""
+    """Return the path of the file with the tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file with the document lengths."""
+    """Return the path of the file with the document lengths."""
     return Path(f"{prefix}.idx")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that megatron-core stores the tokens of a vocabulary in."""
+    """Return the dtype in which megatron-core stores the tokens of a vocabulary."""
     return np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
 
 
@@ -68,7 +68,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: Sequence[int]) -> Non
 
     Args:
         path: The file.
-        dtype: Of a token, from `token_dtype`, or uint8 for a mask.
+        dtype: Dtype of a token, from `token_dtype`, or uint8 for a mask.
         lengths: Tokens of each document.
     """
     count = len(lengths)

@@ -1,10 +1,10 @@
-"""`PREFIX.manifest.json`: what a pair of `.bin/.idx` files must contain, and its tokenizer.
+"""`PREFIX.manifest.json`: required content of a pair of `.bin/.idx` files, and its tokenizer.
 
-A shard whose loss counts some tokens only has a second pair, `PREFIX.loss_mask.bin` and `.idx`,
-with one byte for each token: 1 where the token counts as a label, else 0.
+If the loss counts only some tokens, the shard has a second pair, `PREFIX.loss_mask.bin` and `.idx`.
+It has one byte for each token: 1 where the token counts as a label, else 0.
 
-Megatron's files record no tokenizer, no vocabulary size and no checksum. With the manifest a
-truncated file, or one made with another tokenizer, is refused before the training.
+Megatron's files record no tokenizer, no vocabulary size and no checksum. The manifest lets a run
+refuse a truncated file, or a file of another tokenizer, before the training.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Manifest:
         sources: Input files in order.
         created_with: Version of each program that wrote it.
         loss_mask: The mask files; None when every token counts in the loss.
-        preparation: How the documents were chosen and rendered, for commands that do both.
+        preparation: Choice and rendering of the documents, for commands that do both.
     """
 
     format_version: int = FORMAT_VERSION
@@ -108,17 +108,17 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """Path of the manifest of a shard."""
+    """Return the path of the manifest of a shard."""
     return Path(f"{prefix}.manifest.json")
 
 
 def mask_prefix(prefix: str | Path) -> Path:
-    """Prefix of the mask files of a shard."""
+    """Return the prefix of the mask files of a shard."""
     return Path(f"{prefix}.loss_mask")
 
 
 def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in blocks."""
+    """Return the hexadecimal SHA-256 of a file, read in blocks."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -266,10 +266,10 @@ def check_hash(path: Path, sha256: str) -> None:
         DataError: The hash differs.
         OSError: The file cannot be read.
     """
-    found = file_sha256(path)
-    if found != sha256:
+    sha256_of_file = file_sha256(path)
+    if sha256_of_file != sha256:
         raise DataError(
-            f"{path}: SHA-256 {found[:12]}, the manifest says {sha256[:12]}; "
+            f"{path}: SHA-256 {sha256_of_file[:12]}, the manifest says {sha256[:12]}; "
             "the file is damaged: copy it or tokenise the data again"
         )
 

@@ -32,7 +32,7 @@ class MaskedGPTDataset(GPTDataset):
             self._masks.dataset = IndexedDataset(str(mask_prefix(dataset_path)))
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """One sample, as GPTDataset makes it, with the mask of its labels."""
+        """Return one sample, as GPTDataset makes it, with the mask of its labels."""
         sample: dict[str, torch.Tensor] = super().__getitem__(idx)
         if self._masks is None or idx is None:
             return sample

@@ -1,4 +1,4 @@
-"""Where training tokens come from and how they are cut into batches."""
+"""Options of the training tokens and of the batches that they are cut into."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataOptions:
         seq_length: Tokens per sample.
         micro_batch_size: Samples per forward pass and rank.
         global_batch_size: Samples per optimizer step over all ranks.
-        cache_dir: Where Megatron keeps its shuffle indices.
+        cache_dir: Folder of Megatron's shuffle indices.
         eod_mask_loss: Leave positions whose input is the end-of-document token out of the loss.
         packing: Samples hold whole documents, and attention, the window, the decision shift and
             position ids start again at each (what megatron calls `reset_attention_mask` and
@@ -39,7 +39,7 @@ class DataOptions:
     packing: bool = False
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for paths, weights and shares that make no blend."""
+        """Report paths, weights and shares that make no blend."""
         if not self.paths:
             yield f"{path}.paths=[]: name at least one prefix of a .bin/.idx pair"
         if self.weights is not None:

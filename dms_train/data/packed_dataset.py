@@ -32,7 +32,7 @@ class PackedGPTDataset(GPTDataset):
             self._masks = IndexedDataset(str(mask_prefix(dataset_path)))
 
     def _build_document_sample_shuffle_indices(self) -> tuple[None, None, None]:
-        """Called by GPTDataset instead of building the indices of its own samples."""
+        """Do nothing; GPTDataset calls it instead of building the indices of its own samples."""
         length = self.config.sequence_length
         self._pieces = packing.cut(self.dataset.sequence_lengths[self.indices], length)
         self._sequences = packing.pack(
@@ -41,11 +41,11 @@ class PackedGPTDataset(GPTDataset):
         return None, None, None
 
     def __len__(self) -> int:
-        """Sequences of the epochs that were requested."""
+        """Return the number of sequences of the epochs that were requested."""
         return len(self._sequences)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """One sample: tokens, labels, loss mask, and the lengths of its documents in positions.
+        """Return one sample: tokens, labels, loss mask, and lengths of its documents in positions.
 
         Padding has token 0 and does not count in the loss.
         """
@@ -61,7 +61,8 @@ class PackedGPTDataset(GPTDataset):
             tokens[first:last], labels[first:last] = text[:-1], text[1:]
             loss_mask[first:last] = 1.0
             if self._masks is not None:
-                loss_mask[first:last] = torch.from_numpy(self._masks.get(*place)[1:]).float()
+                mask = self._masks.get(*place)[1:].astype("float32")
+                loss_mask[first:last] = torch.from_numpy(mask)
         if self.config.eod_mask_loss:
             loss_mask[tokens == self.config.tokenizer.eod] = 0.0
         return {
@@ -72,6 +73,6 @@ class PackedGPTDataset(GPTDataset):
         }
 
     def _read(self, piece: int) -> tuple[int, int, int]:
-        """Document, first token and number of tokens of a piece."""
+        """Return document, first token and number of tokens of a piece."""
         document, offset, positions = (int(column[piece]) for column in self._pieces)
         return int(self.indices[document]), offset, positions + 1

@@ -1,9 +1,9 @@
 """Best-fit packing of documents into sequences (Ding et al., arXiv:2404.10830, section 3).
 
-A document of n tokens takes n - 1 positions, the inputs of its n - 1 next tokens. One that takes
-more than a sequence has is cut into pieces, each a document of its own; one of a single token has
-nothing to predict and is left out. Pieces are placed longest first, each into the fullest sequence
-that it fits into, so that no sequence is cut short by the next document.
+A document of n tokens takes n - 1 positions, the inputs of its n - 1 next tokens. A document longer
+than a sequence is cut into pieces, each a document of its own. A document of one token has nothing
+to predict and is left out. The longest pieces are placed first, each into the fullest sequence with
+enough room.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Sequences(NamedTuple):
     """Packed sequences.
 
     Attributes:
-        pieces: Numbers of pieces, one sequence behind the other, int64 [total].
-        bounds: Where each sequence starts in `pieces`, and the end, int64 [sequences + 1].
+        pieces: Numbers of pieces, one sequence after the other, int64 [total].
+        bounds: Start of each sequence in `pieces`, and the end, int64 [sequences + 1].
     """
 
     pieces: Numbers
     bounds: Numbers
 
     def __len__(self) -> int:
-        """How many sequences there are."""
+        """Return the number of sequences."""
         return len(self.bounds) - 1
 
     def of(self, number: int) -> Numbers:
-        """Pieces of one sequence, in their order."""
+        """Return the pieces of one sequence, in their order."""
         return self.pieces[self.bounds[number] : self.bounds[number + 1]]
 
 
 def cut(tokens: npt.NDArray[np.integer], seq_length: int) -> Pieces:
-    """Pieces of documents.
+    """Split documents into pieces.
 
     Args:
         tokens: Tokens of each document, int [documents].
@@ -67,15 +67,15 @@ def cut(tokens: npt.NDArray[np.integer], seq_length: int) -> Pieces:
 
 
 def pack(positions: Numbers, seq_length: int, *, seed: int, count: int) -> Sequences:
-    """At least `count` sequences, epoch after epoch.
+    """Pack at least `count` sequences, epoch after epoch.
 
     Every epoch takes each piece once and ends with its sequences shuffled. Its emptiest sequence
     stays open and is filled in the next epoch. Sequence i is the same for every `count` above i.
 
     Args:
-        positions: Of each piece, 1 to `seq_length`; at least one piece.
+        positions: Length of each piece, 1 to `seq_length`; at least one piece.
         seq_length: Positions of a sequence.
-        seed: Of the order of pieces of one length, and of sequences.
+        seed: Seed of the order of pieces of one length, and of sequences.
         count: Sequences that are needed.
     """
     random = np.random.RandomState(seed)  # its numbers are the same in every version of numpy
@@ -97,7 +97,7 @@ def pack(positions: Numbers, seq_length: int, *, seed: int, count: int) -> Seque
 def _fill(
     order: list[int], positions: list[int], seq_length: int, left: list[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Best fit of pieces in this order, from one open sequence on; the emptiest sequence apart."""
+    """Fit pieces in this order, best fit first, starting with one open sequence."""
     by_free: dict[int, list[list[int]]] = {}  # sequences by their free positions
     ascending: list[int] = []  # the keys of `by_free`
 

@@ -1,4 +1,4 @@
-"""Reads the documents of a shard one by one, with their loss masks."""
+"""Documents of a shard one by one, with their loss masks."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ShardReader:
             self._mask = np.memmap(bin_path(mask_prefix(prefix)), dtype=np.uint8, mode="r")
 
     def __len__(self) -> int:
-        """How many documents there are."""
+        """Return the number of documents."""
         return len(self.lengths)
 
     def __getitem__(self, number: int) -> MaskedDocument:
-        """A copy of one document; without mask files every token counts."""
+        """Return a copy of one document; without mask files every token counts."""
         end = int(self._ends[number])
         part = slice(end - int(self.lengths[number]), end)
         tokens = np.array(self._tokens[part], dtype=np.int32)

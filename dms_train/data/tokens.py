@@ -1,11 +1,11 @@
-"""Builds the training and validation samples through Megatron's own data sets.
+"""Training and validation samples, built by Megatron's own data sets.
 
 Megatron concatenates the documents of a split in a shuffled order, epoch after epoch, cuts the
 stream into windows of `seq_length + 1` tokens and shuffles the windows. Documents are not kept
 apart by masks: each should end in an end-of-document token. With `packing` a sample holds whole
 documents instead, which are kept apart (`packed_dataset`). Labels that a shard's mask files leave
 out do not count in the loss. The order depends on the data, the seed, the split, the sequence
-length and the number of samples requested: a run that resumes must request the same number.
+length and the number of samples requested. A resumed run must request the same number.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class TokenSamples:
 
         Args:
             dataset: GPTDataset or BlendedDataset with at least `samples` samples.
-            samples: How many of them may be read.
+            samples: Number of samples that may be read.
             vocab_size: Token ids must be below this number.
-            name: What error messages call the data.
+            name: Name of the data in error messages.
         """
         self._dataset = dataset
         self._samples = samples
@@ -53,7 +53,7 @@ class TokenSamples:
         self._name = name
 
     def __len__(self) -> int:
-        """The number of samples that was requested."""
+        """Return the number of samples that was requested."""
         return self._samples
 
     def __getitem__(self, number: int) -> Sample:
@@ -64,7 +64,7 @@ class TokenSamples:
                 vocabulary.
         """
         if not 0 <= number < self._samples:
-            raise DataError(f"{self._name}: no sample {number}, there are {self._samples}")
+            raise DataError(f"{self._name}: no sample {number}, only {self._samples} exist")
         try:
             row = self._dataset[number]
         except (AssertionError, IndexError, OSError, ValueError) as error:
@@ -134,10 +134,10 @@ def check_files(
         options: Files, blend weights, split and sequence length.
         vocab_size: Rows of the model's embedding that are real tokens.
         tokenizer_sha256: Hash of the model's `tokenizer.json`; None when the model has none.
-        validates: Whether validation samples will be requested.
+        validates: True if validation samples will be requested.
 
     Raises:
-        DataError: As `build_datasets`, or a file was made with another tokenizer.
+        DataError: See `build_datasets`; or a file was made with another tokenizer.
     """
     _check_options(options)
     shards = [_open_shard(prefix, vocab_size, tokenizer_sha256) for prefix in options.paths]
@@ -171,8 +171,8 @@ def build_datasets(  # noqa: PLR0913 - all named
         eod_id: End-of-document token, used by `options.eod_mask_loss` alone.
         train_samples: Training samples of the whole run, all epochs together; 0 for none.
         valid_samples: Validation samples; 0 for none.
-        seed: Of all shuffling.
-        cache_dir: Where Megatron keeps its indices.
+        seed: Seed of all shuffling.
+        cache_dir: Folder of Megatron's indices.
 
     Returns:
         Training and validation samples; None where none were requested.
@@ -204,10 +204,10 @@ def build_datasets(  # noqa: PLR0913 - all named
 def build_valid_samples(
     options: DataOptions, *, vocab_size: int, seed: int, cache_dir: str | Path
 ) -> TokenSamples:
-    """The first `options.global_batch_size` validation samples, for commands that only evaluate.
+    """Build the first `options.global_batch_size` validation samples, for evaluation commands.
 
     Raises:
-        DataError: As `build_datasets`, or a token file is damaged.
+        DataError: See `build_datasets`; or a token file is damaged.
     """
     _check_options(options)
     for prefix in options.paths:
@@ -228,9 +228,9 @@ def build_valid_samples(
 
 def _check_options(options: DataOptions) -> None:
     """Refuse values that Python code may pass and a configuration may not."""
-    found = list(limits.wrong_types(options, "data"))
-    if found:
-        raise DataError("\n".join(found))
+    problems = list(limits.wrong_types(options, "data"))
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def _open_shard(prefix: str, vocab_size: int, tokenizer_sha256: str | None = None) -> _Shard:
@@ -299,7 +299,7 @@ def _build_split(
 def _split_tokens(
     prefix: str, split: Split, share: tuple[float, float] | None, options: DataOptions
 ) -> int:
-    """Tokens of one split of one shard, by Megatron's rounding; at least one sample."""
+    """Return the tokens of one split of one shard, by Megatron's rounding; at least one sample."""
     lengths = read_index(prefix).lengths
     start, stop = (round(bound * len(lengths)) for bound in share or (0.0, 0.0))
     tokens = int(lengths[start:stop].sum(dtype="int64"))
@@ -319,7 +319,7 @@ def _split_tokens(
 
 
 def _surplus(weights: list[float], samples: int) -> float:
-    """Share of extra samples per shard that covers the rounding of a blend.
+    """Return the share of extra samples per shard that covers the rounding of a blend.
 
     Rounding up each shard's part lengthens the blend by at most one sample per shard, and the
     blend leads its exact proportions by less than one sample per shard.

@@ -1,4 +1,4 @@
-"""Writes one shard of token files; an interrupted write leaves no shard."""
+"""Writer of one shard of token files; an interrupted write leaves no shard."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _DocumentFile:
 
 
 class ShardWriter:
-    """Collects documents under temporary names; `finish` renames them, the manifest last.
+    """Writer of documents under temporary names; `finish` renames them, the manifest last.
 
     Use it as a context manager: leaving it without `finish` removes the temporary files.
     """
@@ -77,7 +77,7 @@ class ShardWriter:
         """Open the temporary files.
 
         Args:
-            prefix: Of the shard's files.
+            prefix: Prefix of the shard's files.
             vocab_size: Token ids must be below this number.
             eod_id: Token that ends every document; None when there is none.
             tokenizer_sha256: Hash of `tokenizer.json`.
@@ -164,7 +164,7 @@ class ShardWriter:
 
         Args:
             sources: Input files in order.
-            preparation: What the manifest says about the making of the documents.
+            preparation: Statement of the manifest about the making of the documents.
 
         Raises:
             DataError: There are no documents, or a file cannot be written.
@@ -192,7 +192,7 @@ class ShardWriter:
         return [file for file in (self._token_file, self._mask_file) if file is not None]
 
     def _pairs(self) -> list[tuple[Path, Path]]:
-        """Temporary and final path of every file but the manifest."""
+        """Return temporary and final path of every file except the manifest."""
         prefixes = [(self._partial, self._prefix)]
         if self._mask_file is not None:
             prefixes.append((mask_prefix(self._partial), mask_prefix(self._prefix)))
@@ -245,9 +245,9 @@ def _flush(path: Path) -> None:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of the packages of these names that are installed."""
-    found = {}
+    """Return the versions of the packages of these names that are installed."""
+    versions = {}
     for name in names:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions

@@ -6,7 +6,7 @@ import argparse
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1.
+    """Parse a whole number of at least 1.
 
     Raises:
         argparse.ArgumentTypeError: It is smaller.

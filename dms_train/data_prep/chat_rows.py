@@ -14,7 +14,7 @@ KEYS = ("uuid", "id")
 
 
 def sample_of(row: Row, messages_key: str) -> Sample:
-    """A row with its one conversation; one that the assistant does not take part in is rejected.
+    """Return a row with its one conversation; without an assistant turn it is rejected.
 
     Raises:
         DataError: The row holds no conversation, or a message without role or content.

@@ -1,8 +1,8 @@
 """Documents of a model's own continuations: prompts in, a shard of token files out.
 
-A continuation depends on its seed, which is that of its row, and on its number. The shard therefore
-depends on neither the other prompts of a batch, nor the order in which they finish, nor on
-interruptions, but for the rounding of batched products.
+A continuation depends on the seed of its row and on its number. The shard therefore does not depend
+on the other prompts of a batch, on the order in which they finish, or on interruptions, except for
+the rounding of batched products.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("dms-train", "tokenizers", "torch", "transformers")
 _ROWS_PER_COMMIT = 16
-_AHEAD = 8  # rows behind the first unfinished one, in units of the sequences that run
+_AHEAD = 8  # rows after the first unfinished one, in units of the sequences that run
 _ENGINE_SETTINGS = ("policy", "policy_options", "cache", "max_model_len", "dtype")
 # Why a continuation ended, as the manifest names it. Without memory there is no document.
 _ENDS = {"stop": "finished", "length": "cut", "memory": "out_of_memory"}
@@ -50,15 +50,15 @@ class ContinuationJob:
     Attributes:
         model: Directory of the model.
         output: Prefix of the files to write.
-        rows: Where the prompts come from.
-        prompts: How a row becomes a prompt.
-        sampling: How prompts are continued; `n` continuations of each, `seed` of all of them.
-        engine: How the model is run.
+        rows: Source of the prompts.
+        prompts: Conversion of a row to a prompt.
+        sampling: Sampling parameters; `n` continuations of each prompt, `seed` of all of them.
+        engine: Engine options.
         loss_on: The generated tokens, or every token.
         append_eod: End every document in the tokenizer's `eos_token`.
         evaluation_sets: Files whose problems must not be trained on.
         limit: Rows to read; None takes all.
-        shard: Which of them.
+        shard: Share of the rows.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
 
@@ -77,10 +77,10 @@ class ContinuationJob:
 
 
 class _Model(NamedTuple):
-    """What is known of a model before it is loaded.
+    """Facts about a model that are known before it is loaded.
 
     Attributes:
-        sha256: Of weights, configuration and tokenizer.
+        sha256: Hash of weights, configuration and tokenizer.
         vocab_size: Rows of its embedding.
         longest: Most tokens of a sequence.
         stop_ids: Its end-of-text tokens.
@@ -141,7 +141,7 @@ def _describe(job: ContinuationJob) -> _Model:
 def _settings(
     job: ContinuationJob, model: _Model, encoder: PromptEncoder, sets: EvaluationSets
 ) -> dict[str, Any]:
-    """All that the documents depend on."""
+    """Return everything that the documents depend on."""
     engine = asdict(job.engine)
     settings = {
         "command": "generate",
@@ -163,8 +163,8 @@ def _settings(
         "append_eod": job.append_eod,
         "versions": package_versions(_PACKAGES),
     }
-    found: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
-    return found
+    stored: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    return stored
 
 
 def _fill(journal: Journal, job: ContinuationJob, encoder: PromptEncoder) -> None:
@@ -197,7 +197,7 @@ def _prompts(first: int, job: ContinuationJob, encoder: PromptEncoder) -> Iterat
 def _continued(
     job: ContinuationJob, prompts: Iterator[Prompt]
 ) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
-    """Prompts with their continuations, in order; a rejected one has none."""
+    """Yield prompts with their continuations, in order; a rejected one has none."""
     first = next(prompts, None)
     if first is None:
         return
@@ -209,10 +209,10 @@ def _continued(
 def _in_order(
     engine: InferenceEngine, job: ContinuationJob, prompts: Iterator[Prompt]
 ) -> Iterator[tuple[Prompt, list[CompletionOutput]]]:
-    """As `_continued`; a prompt starts when an earlier one has finished."""
+    """Continue like `_continued`; a prompt starts when an earlier one has finished."""
     slots = job.engine.max_num_seqs
     queue: deque[tuple[Prompt, str | None]] = deque()  # from the first unfinished prompt on
-    done: dict[str | None, list[CompletionOutput]] = {None: []}
+    finished: dict[str | None, list[CompletionOutput]] = {None: []}
     running = 0
     while True:
         while running < 2 * slots and len(queue) < _AHEAD * slots:
@@ -221,15 +221,15 @@ def _in_order(
                 break
             queue.append((prompt, _start(engine, job, prompt)))
             running += prompt.rejected is None
-        while queue and queue[0][1] in done:
+        while queue and queue[0][1] in finished:
             prompt, request_id = queue.popleft()
-            yield prompt, done[request_id]
+            yield prompt, finished[request_id]
             if request_id is not None:
-                del done[request_id]
+                del finished[request_id]
         if not queue:
             return
         for output in engine.step():
-            done[output.request_id] = output.outputs
+            finished[output.request_id] = output.outputs
             running -= 1
 
 
@@ -242,7 +242,7 @@ def _start(engine: InferenceEngine, job: ContinuationJob, prompt: Prompt) -> str
 
 
 def _seed(job: ContinuationJob, prompt: Prompt) -> int:
-    """Of the random numbers of a row."""
+    """Return the seed of the random numbers of a row."""
     drawn = hashlib.sha256(f"{job.sampling.seed}:{prompt.number}".encode()).digest()
     return int.from_bytes(drawn[:8], "big") >> 1
 
@@ -254,7 +254,7 @@ def _kept(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
 def _document(
     job: ContinuationJob, encoder: PromptEncoder, prompt: Prompt, output: CompletionOutput
 ) -> MaskedTokens:
-    """The prompt and what follows it; the loss counts what was generated."""
+    """Return the prompt and its continuation; the loss counts what was generated."""
     tokens = prompt.tokens + output.token_ids
     every = job.loss_on is LossOn.ALL
     mask = [int(every)] * len(prompt.tokens) + [1] * len(output.token_ids)
@@ -288,7 +288,7 @@ def _outcome(prompt: Prompt) -> str:
 def _record(
     job: ContinuationJob, prompt: Prompt, outputs: list[CompletionOutput]
 ) -> dict[str, Any]:
-    """The row's line of the verdicts file."""
+    """Return the row's line of the verdicts file."""
     row: dict[str, Any] = {"row": prompt.number, "key": prompt.key, "outcome": _outcome(prompt)}
     if prompt.rejected is None:
         row["prompt_tokens"] = len(prompt.tokens)

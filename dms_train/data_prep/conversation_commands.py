@@ -44,7 +44,7 @@ def add_commands(
     """Add both commands to the parser of `dms-data`.
 
     Args:
-        commands: Of `dms-data`.
+        commands: Subcommands of `dms-data`.
         rows: Made by `row_arguments`.
         shared: Arguments of all commands with several processes.
     """
@@ -84,7 +84,7 @@ def _common(
 
 
 def row_arguments() -> argparse.ArgumentParser:
-    """Arguments of all commands that read rows."""
+    """Add the arguments of all commands that read rows."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="PREFIX")
@@ -165,7 +165,7 @@ def _rows(args: argparse.Namespace, columns: tuple[str, ...]) -> Any:
 
 
 def hub_options(args: argparse.Namespace) -> HubOptions:
-    """The part of a data set of the hub that the arguments of `row_arguments` name."""
+    """Return the part of a data set of the hub that the arguments of `row_arguments` name."""
     return HubOptions(
         config=args.hub_config,
         split=args.hub_split,
@@ -206,25 +206,28 @@ def report_shard(prefix: Path, manifest: Manifest, counted: tuple[str, ...]) -> 
     """Print what a shard holds, and why rows are not in it.
 
     Args:
-        prefix: Of its files.
+        prefix: Prefix of its files.
         manifest: Its manifest.
         counted: Groups of counts to print.
     """
-    found = manifest.preparation
-    assert found is not None
+    preparation = manifest.preparation
+    assert preparation is not None
     print(
         f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, "
-        f"{found['loss_tokens']} in the loss, {manifest.dtype}"
+        f"{preparation['loss_tokens']} in the loss, {manifest.dtype}"
     )
     for name in counted:
-        if found[name]:
-            print(f"{name}: " + ", ".join(f"{count} {why}" for why, count in found[name].items()))
+        if preparation[name]:
+            print(
+                f"{name}: "
+                + ", ".join(f"{count} {why}" for why, count in preparation[name].items())
+            )
     print(f"every row: {verdicts_path(prefix)}")
 
 
 def _report(job: ConversationJob, manifest: Manifest) -> None:
-    found = manifest.preparation
-    assert found is not None
+    preparation = manifest.preparation
+    assert preparation is not None
     report_shard(shard_prefix(job.output, job.shard), manifest, ("rows", "traces", "overlaps"))
-    if found["traces"].get("timeout"):
+    if preparation["traces"].get("timeout"):
         print("some answers could not be compared in time (timeout)", file=sys.stderr)

@@ -1,7 +1,7 @@
 """From rows to a shard of conversations: choose, verify, render, write.
 
-Every step is a generator over `Sample`s in the order of their rows, so that memory does not grow
-with the data, and the documents depend on neither the number of workers nor on interruptions.
+Every step is a generator over `Sample`s in the order of their rows. Memory therefore does not grow
+with the data, and the documents depend neither on the number of workers nor on interruptions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "tokenizers", "tra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which traces of a row become documents.
+    """Choice of the traces of a row that become documents.
 
     Attributes:
         every_trace: All that are correct and fit; otherwise the first of them.
@@ -56,14 +56,14 @@ class ConversationJob:
     Attributes:
         command: Name of the command, for the manifest.
         output: Prefix of the files to write.
-        rows: Where the rows come from.
+        rows: Source of the rows.
         sample_of: Makes a sample of a row.
-        settings: What `sample_of` depends on, for the manifest.
-        chat: How a conversation becomes tokens.
-        choice: Which conversations become documents.
+        settings: Settings of `sample_of`, for the manifest.
+        chat: Conversion of a conversation to tokens.
+        choice: Choice of the conversations that become documents.
         evaluation_sets: Files whose problems must not be trained on.
-        shard: Which rows are read.
-        verify: Whether traces are verified.
+        shard: Share of the rows.
+        verify: Verify traces.
         workers: Processes for each of verification and tokenisation.
         overwrite: Replace an existing shard or unfinished work with other settings.
     """
@@ -109,7 +109,7 @@ def make_shard(job: ConversationJob) -> Manifest:
 def _settings(
     job: ConversationJob, encoder: ConversationEncoder, sets: EvaluationSets
 ) -> dict[str, Any]:
-    """All that the documents depend on."""
+    """Return everything that the documents depend on."""
     settings = {
         "command": job.command,
         **job.settings,
@@ -125,8 +125,8 @@ def _settings(
         "append_eod": job.chat.append_eod,
         "versions": package_versions(_PACKAGES),
     }
-    found: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
-    return found
+    stored: dict[str, Any] = json.loads(json.dumps(settings))  # as a manifest gives them back
+    return stored
 
 
 class _Documents(NamedTuple):
@@ -137,7 +137,7 @@ class _Documents(NamedTuple):
 
 
 class _Encoder:
-    """Renders the open traces of samples and chooses among them."""
+    """Renderer of the open traces of samples, which also chooses among them."""
 
     def __init__(
         self, chat: ChatOptions, choice: Choice, encoder: ConversationEncoder | None = None
@@ -149,18 +149,18 @@ class _Encoder:
         return [_Documents(sample, self._documents(sample)) for sample in samples]
 
     def _documents(self, sample: Sample) -> list[MaskedTokens]:
-        found: list[MaskedTokens] = []
+        documents: list[MaskedTokens] = []
         for trace in sample.open:
-            if found and not self._choice.every_trace:
+            if documents and not self._choice.every_trace:
                 trace.outcome = Outcome.NOT_CHOSEN
                 continue
             document = self._encoder.encode(sample.where, trace.messages)
             trace.outcome = self._judge(document)
             if trace.outcome is Outcome.KEPT:
-                found.append(document)
+                documents.append(document)
         for trace in sample.traces:
             trace.messages = []  # not needed any more
-        return found
+        return documents
 
     def _judge(self, document: MaskedTokens) -> Outcome:
         if not document.mask.any():

@@ -1,8 +1,8 @@
-"""Renders conversations with a model's chat template and marks what the loss counts.
+"""Conversations as tokens of a model's chat template, and the tokens that the loss counts.
 
-Templates of reasoning models delete what stands before `</think>`, or an earlier turn's reasoning:
+Templates of reasoning models delete the text before `</think>`, or an earlier turn's reasoning:
 right for a prompt, wrong for training. Each assistant turn is therefore rendered as a placeholder
-that is replaced by the whole turn afterwards, which also says where the turn begins and ends.
+and inserted afterwards. This also shows where the turn begins and ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*$")
 
 
 class LossOn(StrEnum):
-    """Which tokens the loss counts.
+    """Tokens that the loss counts.
 
     Attributes:
-        ASSISTANT: What the assistant says, and the special token that ends its turn.
+        ASSISTANT: Tokens of the assistant, and the special token that ends its turn.
         ALL: Every token.
     """
 
@@ -38,13 +38,13 @@ class LossOn(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes tokens.
+    """Conversion of a conversation to tokens.
 
     Attributes:
         tokenizer: Local Hugging Face directory with `tokenizer.json`.
         chat_template: Jinja text; None is the tokenizer's own template.
         variables: Names and values that the template is given.
-        loss_on: Which tokens the loss counts.
+        loss_on: Tokens that the loss counts.
         append_eod: End every document in the tokenizer's `eos_token`.
     """
 
@@ -92,8 +92,8 @@ class ChatTemplate:
         """Find the template.
 
         Args:
-            tokenizer: That renders.
-            name: Of its directory, for messages.
+            tokenizer: Tokenizer that renders.
+            name: Name of its directory, for messages.
             given: Jinja text; None is the tokenizer's own template.
             variables: Names and values that the template is given.
 
@@ -117,10 +117,10 @@ class ChatTemplate:
     def apply(
         self, where: str, messages: list[Message], *, add_generation_prompt: bool = False
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Args:
-            where: Of the conversation, for messages.
+            where: Place of the conversation, for messages.
             messages: `role` and `content` of each.
             add_generation_prompt: End it where the assistant continues.
 
@@ -177,10 +177,10 @@ class ConversationEncoder:
             self.eod_id = int(self._tokenizer.eos_token_id)
 
     def render(self, where: str, messages: list[Message]) -> ChatText:
-        """The text of a conversation, every assistant turn whole.
+        """Return the text of a conversation, with every assistant turn whole.
 
         Args:
-            where: Of the conversation, for messages.
+            where: Place of the conversation, for messages.
             messages: `role` and `content` of each.
 
         Raises:
@@ -205,7 +205,7 @@ class ConversationEncoder:
         return _joined(between, turns)
 
     def encode(self, where: str, messages: list[Message]) -> MaskedTokens:
-        """Tokens of a conversation and which of them the loss counts.
+        """Return the tokens of a conversation, and a mask of those that the loss counts.
 
         A token belongs to a turn when it holds a character of it: SentencePiece joins a blank that
         the template writes to the first word of the turn. The special token that ends a turn, such
@@ -213,16 +213,16 @@ class ConversationEncoder:
         is the `eos_token` alone, and the white space belongs to the turn too.
 
         Raises:
-            DataError: As `render`, or the text cannot be tokenised.
+            DataError: See `render`; or the text cannot be tokenised.
         """
         text, turns = self.render(where, messages)
         try:
-            found = self._tokenizer(
+            encoding = self._tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
         except Exception as error:  # the tokenizers library raises bare exceptions
             raise DataError(f"{where}: cannot be tokenised ({error})") from None
-        ids, offsets = found["input_ids"], found["offset_mapping"]
+        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         if not ids:
             raise DataError(f"{where}: the conversation has no tokens")
         mask = self._mask(ids, [text[first:end] for first, end in offsets], offsets, turns)
@@ -246,21 +246,21 @@ class ConversationEncoder:
             mask[(ends > first) & (starts < end)] = 1
             after = int(np.searchsorted(starts, end))
             mask[after : self._after_end_token(ids, pieces, after)] = 1
-        found: list[int] = mask.tolist()
-        return found
+        counted: list[int] = mask.tolist()
+        return counted
 
     def _after_end_token(self, ids: list[int], pieces: list[str], place: int) -> int:
         """Return the index after the special token that ends a turn; `place` if there is none."""
-        found = place
-        while found < len(ids) and ids[found] not in self._special and pieces[found].isspace():
-            found += 1
+        end = place
+        while end < len(ids) and ids[end] not in self._special and pieces[end].isspace():
+            end += 1
         # after white space, any other special token begins the next message
-        ends = self._special if found == place else self._ends
-        return found + 1 if found < len(ids) and ids[found] in ends else place
+        ends = self._special if end == place else self._ends
+        return end + 1 if end < len(ids) and ids[end] in ends else place
 
 
 def _joined(between: list[str], turns: list[str]) -> ChatText:
-    """The pieces of a template with the turns between them."""
+    """Return the pieces of a template with the turns between them."""
     text, places = "", []
     for piece, turn in zip(between, turns, strict=False):
         if turn.lstrip().startswith("<think>"):

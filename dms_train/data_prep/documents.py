@@ -1,4 +1,4 @@
-"""Reads documents from `.txt` and `.jsonl` files, one at a time and in order."""
+"""Documents of `.txt` and `.jsonl` files, one at a time and in order."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WHOLE_FILE, BLANK_LINE, EVERY_LINE = "whole file", "blank line", "every line"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRule:
-    """How the input files are divided into documents.
+    """Division of the input files into documents.
 
     Attributes:
-        text_split: What ends a document of a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or
+        text_split: End of a document of a `.txt` file: `WHOLE_FILE`, `BLANK_LINE` or
             `EVERY_LINE`.
         text_key: Field of a `.jsonl` row with the text.
         messages_key: Field of a `.jsonl` row with a conversation, used in place of `text_key`.
@@ -64,7 +64,7 @@ def read_documents(path: Path, rule: InputRule) -> Iterator[Document]:
 
 
 def _lines(path: Path) -> Iterator[Document]:
-    """Lines with their ends, split at newline characters alone."""
+    """Yield lines with their ends, split at newline characters alone."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             try:
@@ -113,7 +113,7 @@ def _json_lines(path: Path, rule: InputRule) -> Iterator[Document]:
 
 
 def checked_messages(where: str, value: Any) -> list[Message]:
-    """The role and content of every message of a conversation.
+    """Return the role and content of every message of a conversation.
 
     Raises:
         DataError: It is no conversation; `where` says which row it is.
@@ -129,7 +129,7 @@ def checked_messages(where: str, value: Any) -> list[Message]:
 
 
 def checked_text(where: str, value: Any) -> str:
-    """The value itself, if it is text that UTF-8 can encode.
+    """Return the value itself, if it is text that UTF-8 can encode.
 
     Raises:
         DataError: It is not; `where` says which row it is.

@@ -1,4 +1,4 @@
-"""Turns documents into token ids, over several processes without changing their order."""
+"""Token ids of documents, computed by several processes without changing the order."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Result = TypeVar("Result", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderOptions:
-    """How one document becomes token ids.
+    """Conversion of one document to token ids.
 
     Attributes:
         tokenizer: Local Hugging Face directory with `tokenizer.json`.
         append_eod: End every document in the end-of-document token.
-        eod_token: That token; None is the tokenizer's `eos_token`.
+        eod_token: End-of-document token; None is the tokenizer's `eos_token`.
         add_bos: Begin every document with the tokenizer's `bos_token`.
         chat_template: Jinja text for conversations; None is the tokenizer's own template.
     """
@@ -63,7 +63,7 @@ class ChunkEncoder(Protocol[Item, Result]):
     """Something that encodes consecutive items together."""
 
     def encode(self, chunk: list[Item], /) -> Result:
-        """What becomes of the items."""
+        """Result of the items."""
         ...
 
 
@@ -111,10 +111,10 @@ class DocumentEncoder:
     def _special_id(self, token: str | None, name: str) -> int:
         if token is None:
             raise DataError(f"{self._options.tokenizer}: the tokenizer has no {name}")
-        found = self._tokenizer.get_vocab().get(token)
-        if found is None:
+        token_id = self._tokenizer.get_vocab().get(token)
+        if token_id is None:
             raise DataError(f"{self._options.tokenizer}: the tokenizer has no token {token!r}")
-        return int(found)
+        return int(token_id)
 
     def _text(self, document: Document) -> str:
         if isinstance(document.content, str):
@@ -147,7 +147,7 @@ def encode_in_order(
     """Encode a stream of items in chunks; the result does not depend on `workers`.
 
     Args:
-        items: Read only as far ahead as the workers need.
+        items: Items, which are read only as far as the workers need them.
         encoder: Used when `workers` is 1.
         make: Makes the encoder of a worker process; picklable.
         workers: Processes.
@@ -208,7 +208,7 @@ def check_no_message_lost(
     """Refuse a conversation of which the chat template leaves out a message.
 
     Args:
-        where: Of the conversation, for the message.
+        where: Place of the conversation, for the message.
         messages: `role` and `content` of each.
         render: Applies the template.
 
@@ -229,9 +229,9 @@ def _check_turns_whole(where: str, messages: list[Message], text: str) -> None:
     position = 0
     for message in messages:
         content = message["content"].strip()
-        found = text.find(content, position)
-        if found >= 0:
-            position = found + len(content)
+        start = text.find(content, position)
+        if start >= 0:
+            position = start + len(content)
         elif message["role"] == "assistant":
             raise DataError(
                 f"{where}: the chat template drops part of an assistant turn; "

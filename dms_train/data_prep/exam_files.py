@@ -14,13 +14,13 @@ from dms_train.data_prep.exam_tokenizer import EOD_TOKEN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SheetText:
-    """What to write.
+    """Text to write.
 
     Attributes:
-        documents: How many.
+        documents: Number of documents.
         n_range: Fewest and most questions on a sheet.
         document_tokens: Length of every document, filled with sheets; None is one whole sheet.
-        seed: Of all draws.
+        seed: Seed of all draws.
     """
 
     documents: int
@@ -30,7 +30,7 @@ class SheetText:
 
 
 def write_sheets(path: Path, text: SheetText) -> None:
-    """JSON lines with a `text` field, for `dms-data tokenize`."""
+    """Write JSON lines with a `text` field, for `dms-data tokenize`."""
     rng = random.Random(text.seed)
     write_rows(path, ({"text": _document(rng, text)} for _ in range(text.documents)))
 
@@ -42,7 +42,7 @@ def _document(rng: random.Random, text: SheetText) -> str:
 
 
 def write_problems(path: Path, sheets: list[HeldOutSheet]) -> None:
-    """JSON lines with `prompt`, `answers` and `stop`, as the `validate` stage reads them."""
+    """Write JSON lines with `prompt`, `answers` and `stop`, for the task `exam_sheets`."""
     rows = ({"prompt": s.prompt, "answers": [str(a) for a in s.answers]} for s in sheets)
     write_rows(path, ({**row, "stop": "\n\n"} for row in rows))
 

@@ -50,7 +50,7 @@ class ExamProblem:
 
     @property
     def held_out(self) -> bool:
-        """Whether training never shows this equation."""
+        """Return whether training never shows this equation."""
         key = f"{self.a},{self.b},{self.c},{self.d}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
@@ -63,7 +63,7 @@ class ExamProblem:
 
     @property
     def solution(self) -> str:
-        """What follows `Solution <number>.`, four lines with their newlines."""
+        """Return the text after `Solution <number>.`, four lines with their newlines."""
         v = self.variable
         factor, constant = self.a - self.c, self.d - self.b
         return (
@@ -97,14 +97,14 @@ def problem(rng: random.Random, split: Split) -> ExamProblem:
 
 
 def sheet(rng: random.Random, n: int, split: Split) -> str:
-    """Text of a sheet with n questions; raises ValueError when n is below 1."""
+    """Return the text of a sheet with n questions; raise ValueError if n is below 1."""
     problems = _problems(rng, n, split)
     solutions = (f"Solution {i}.{p.solution}" for i, p in enumerate(problems, 1))
     return _questions(problems) + "".join(solutions) + "\n"
 
 
 def document(rng: random.Random, length: int, n_range: tuple[int, int], end: str) -> str:
-    """Sheets in a row, each followed by `end`, cut after `length` tokens.
+    """Return sheets in a row, each followed by `end`, cut after `length` tokens.
 
     A character is a token and so is `end`. When documents are as long as training samples, every
     sample starts at the start of a sheet and sees the questions that its solutions need.

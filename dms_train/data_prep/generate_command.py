@@ -24,10 +24,10 @@ from dms_train.inference.options import SamplingParams
 
 _GENERATE = """\
 Make a shard of a model's own continuations of prompts, as the paper does for Llama 3.2 1B. A
-document is a prompt and what the model generates behind it, with the end-of-text token where the
+document is a prompt and what the model generates after it, with the end-of-text token where the
 model wrote one. Continuations are not checked. The same command continues an interrupted one.
 
-A prompt is a text, which the model continues as it is (behind its bos_token, if it has one), or a
+A prompt is a text, which the model continues as it is (after its bos_token, if it has one), or a
 list of messages, which the chat template renders; turns of the assistant at the end of the list are
 left out. An empty text gives the bos_token alone.
 """
@@ -44,7 +44,7 @@ def add_command(commands: Commands, rows: argparse.ArgumentParser) -> None:
     """Add the command to the parser of `dms-data`.
 
     Args:
-        commands: Of `dms-data`.
+        commands: Subcommands of `dms-data`.
         rows: Arguments of all commands that read rows.
     """
     parser = commands.add_parser(

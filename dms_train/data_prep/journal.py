@@ -1,8 +1,8 @@
-"""Keeps the documents of an unfinished preparation, so that a killed command can be continued.
+"""Documents of an unfinished preparation, so that a killed command can be continued.
 
-The folder holds files that only grow and `state.json`, which records how much of them counts. A
-restart cuts the files to that length and continues with the next row, so the result does not depend
-on how often the work was interrupted.
+The folder holds files that only grow, and `state.json` with their valid lengths. A restart cuts the
+files to these lengths and continues with the next row. The result therefore does not depend on
+interruptions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Journal:
 
     Attributes:
         next_row: Number of the first row that is not in the folder.
-        counts: What was counted so far.
+        counts: Counts so far.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Journal:
         """Open the folder, or make it.
 
         Args:
-            folder: Where the files are.
+            folder: Folder of the files.
             settings: All that the documents depend on, as JSON gives it back.
             rows_per_commit: Rows after which `add` commits.
             overwrite: Begin again when the folder holds work with other settings.
@@ -109,7 +109,7 @@ class Journal:
             ) from None
 
     def _restore(self, overwrite: bool) -> dict[str, int]:
-        """Sizes that count, of a folder that was begun with the same settings."""
+        """Return the valid sizes of a folder that was begun with the same settings."""
         try:
             state = json.loads((self._folder / _STATE).read_text("utf-8"))
         except FileNotFoundError:
@@ -162,7 +162,7 @@ class Journal:
         self._open_rows = 0
 
     def documents(self) -> Iterator[MaskedTokens]:
-        """All documents in the order in which they were added."""
+        """Yield all documents in the order in which they were added."""
         folder = self._folder
         with (
             (folder / _TOKENS).open("rb") as tokens,

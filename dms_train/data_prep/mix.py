@@ -1,4 +1,4 @@
-"""Blends shards into one, without repeating a document."""
+"""One shard blended from several, without repeating a document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Part:
     """One input of a blend.
 
     Attributes:
-        prefix: Of the shard.
+        prefix: Prefix of the shard.
         weight: Its share of the tokens, relative to the other weights; None takes all of it.
     """
 
@@ -43,7 +43,7 @@ def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -
     Args:
         parts: All of them with a weight, or none.
         output: Prefix of the files to write.
-        seed: Of the order of the documents.
+        seed: Seed of the order of the documents.
         overwrite: Replace an existing shard.
 
     Raises:
@@ -85,15 +85,15 @@ def mix_shards(parts: list[Part], output: Path, *, seed: int, overwrite: bool) -
 def _check_together(parts: list[Part], readers: list[ShardReader]) -> None:
     first = readers[0].manifest
     for part, reader in zip(parts, readers, strict=True):
-        found = reader.manifest
-        if found.tokenizer_sha256 != first.tokenizer_sha256:
+        other = reader.manifest
+        if other.tokenizer_sha256 != first.tokenizer_sha256:
             raise DataError(
                 f"{part.prefix} and {parts[0].prefix} were made with different tokenizers; "
                 "make both with the model's own tokenizer"
             )
-        if found.eod_id != first.eod_id:
+        if other.eod_id != first.eod_id:
             raise DataError(
-                f"{part.prefix}: documents end in token {found.eod_id}, those of "
+                f"{part.prefix}: documents end in token {other.eod_id}, those of "
                 f"{parts[0].prefix} in {first.eod_id}; make both with or without --append-eod"
             )
 
@@ -101,7 +101,7 @@ def _check_together(parts: list[Part], readers: list[ShardReader]) -> None:
 def _order(
     readers: list[ShardReader], weights: list[float], seed: int, *, all_of_them: bool
 ) -> Iterator[_Pick]:
-    """The next document comes from the shard that is furthest behind its share."""
+    """Take the next document from the shard that is furthest below its share."""
     queues = []
     for number, reader in enumerate(readers):
         order = list(range(len(reader)))

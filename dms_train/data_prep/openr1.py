@@ -19,11 +19,11 @@ KEY = "uuid"
 
 
 class Filter(StrEnum):
-    """Which traces are correct.
+    """Choice of the correct traces.
 
     Attributes:
-        FLAG: Those that the data set's own run of math-verify flagged.
-        REVERIFY: Those whose answer equals the row's by the strict extraction used here.
+        FLAG: Traces that the data set's own run of math-verify flagged.
+        REVERIFY: Traces whose answer equals the row's by the strict extraction used here.
         STRICT: Both, and the reasoning is flagged as complete.
     """
 
@@ -33,7 +33,7 @@ class Filter(StrEnum):
 
 
 def sample_of(row: Row, rule: Filter) -> Sample:
-    """A row with its traces, those rejected that its flags reject.
+    """Return a row with its traces; those that its flags reject are rejected.
 
     Raises:
         DataError: A column is missing or holds another type.
@@ -68,7 +68,7 @@ def _trace(problem: str, answer: str, text: str, rule: Filter, outcome: Outcome)
 
 
 def _by_flags(rule: Filter, flag: bool | None, complete: bool | None) -> Outcome:
-    """What the flags of a trace decide; None stands for flags that belong to no trace."""
+    """Return the verdicts of the flags of a trace; None stands for flags of no trace."""
     if rule is Filter.REVERIFY:
         return Outcome.OPEN
     if flag is None or (rule is Filter.STRICT and complete is None):
@@ -79,7 +79,7 @@ def _by_flags(rule: Filter, flag: bool | None, complete: bool | None) -> Outcome
 
 
 def _flags(flags: list[bool | None] | None, generations: list[str]) -> list[bool | None]:
-    """One flag for every trace; None for all of them where the lengths differ."""
+    """Return one flag for every trace; None for all of them where the lengths differ."""
     return flags if flags and len(flags) == len(generations) else [None] * len(generations)
 
 

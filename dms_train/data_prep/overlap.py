@@ -1,4 +1,4 @@
-"""Finds problems that also stand in evaluation sets."""
+"""Overlap of problems with evaluation sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class Overlap(NamedTuple):
-    """What a text shares with an evaluation set.
+    """Overlap of a text with an evaluation set.
 
     Attributes:
         kind: `exact` for the whole text, `13-gram` for consecutive words.
@@ -37,12 +37,12 @@ class Overlap(NamedTuple):
 
 
 def words_of(text: str) -> list[str]:
-    """Words and numbers of a text, without capitals and punctuation."""
+    """Return words and numbers of a text, without capitals and punctuation."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def _whole(text: str) -> str:
-    """A text without capitals and white space; signs stay, as x+1 is not x-1."""
+    """Return a text without capitals and white space; signs stay, because x+1 is not x-1."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -76,7 +76,7 @@ class EvaluationSets:
             self._ngrams.setdefault(" ".join(words[start : start + NGRAM]), where)
 
     def find(self, text: str) -> Overlap | None:
-        """The first overlap of a text; None when there is none."""
+        """Return the first overlap of a text; None when there is none."""
         whole = _whole(text)
         if whole in self._exact:
             return Overlap("exact", self._exact[whole], text)

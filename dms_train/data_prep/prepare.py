@@ -17,7 +17,6 @@ from pathlib import Path
 
 from dms_train.app.failures import REFUSED, is_expected, message
 from dms_train.cli.known_warnings import hide_known_warnings
-from dms_train.cli.light_imports import skip_unused_imports
 from dms_train.data.errors import DataError
 from dms_train.data.manifest import (
     Manifest,
@@ -63,7 +62,7 @@ _TOKENIZE = (
 )
 _ARRAYS = """\
 Make a shard from token ids. A .npy file has one document a row; a .npz file has `ids` of all
-documents, one behind the other, and their `lengths`, or `offsets` with the end.
+documents, one after the other, and their `lengths`, or `offsets` with the end.
 """
 
 
@@ -74,8 +73,8 @@ class TokenizeJob:
     Attributes:
         inputs: Files, read in this order.
         output: Prefix of the files to write.
-        rule: How the inputs are divided into documents.
-        encoder: How a document becomes tokens.
+        rule: Division of the inputs into documents.
+        encoder: Conversion of a document to tokens.
         workers: Tokenising processes.
         limit: Stop after this many documents; None takes all.
         overwrite: Replace an existing shard.
@@ -94,10 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 on success, 2 on a refused input or a wrong command line."""
     args = _parser().parse_args(argv)
     hide_known_warnings()
-    skip_unused_imports()
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if not is_expected(error):
             raise
         print(f"dms-data: {message(error)}", file=sys.stderr)

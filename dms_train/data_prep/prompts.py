@@ -22,11 +22,11 @@ COLUMNS = ("prompt", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """How a row becomes a prompt.
+    """Conversion of a row to a prompt.
 
     Attributes:
         tokenizer: Local directory of the model.
-        column: With the prompt; None is the first of `COLUMNS` that a row has.
+        column: Column of the prompt; None is the first of `COLUMNS` that a row has.
         chat: Make a text one turn of the user.
         chat_template: Jinja text; None is the tokenizer's own template.
         variables: Names and values that the template is given.
@@ -48,12 +48,12 @@ class Prompt(NamedTuple):
     """A row before it is continued.
 
     Attributes:
-        number: Of the row.
+        number: Number of the row.
         source: Number of its input.
         key: The row's own name; empty when it has none.
-        tokens: What the model continues; empty for a rejected row.
-        rejected: Why the row is left out; None when it is not.
-        overlap: With an evaluation set.
+        tokens: Tokens that the model continues; empty for a rejected row.
+        rejected: Reason why the row is left out; None when it is not.
+        overlap: Overlap with an evaluation set.
     """
 
     number: int
@@ -76,7 +76,7 @@ class EmptyPrompts:
         self.total: int | None = count
 
     def read(self, first: int, shard: Shard) -> Iterator[Row]:
-        """The rows of a shard with numbers from `first` on."""
+        """Yield the rows of a shard with numbers from `first` on."""
         for number in range(first, self.total or 0):
             if shard.holds(number):
                 yield Row(number, 0, f"row {number}", {COLUMNS[0]: ""})
@@ -87,7 +87,7 @@ class PromptEncoder:
 
     Attributes:
         vocab_size: Entries of the tokenizer.
-        chat_template: What renders messages; None where the tokenizer has no template.
+        chat_template: Renderer of messages; None where the tokenizer has no template.
         eos_id: Its `eos_token`; None if it has none.
     """
 
@@ -95,7 +95,7 @@ class PromptEncoder:
         """Load the tokenizer from its directory; no code of it is run.
 
         Args:
-            options: How a row becomes a prompt.
+            options: Conversion of a row to a prompt.
             sets: Problems that must not be trained on.
             longest: Most tokens of a document; a prompt must be shorter.
 
@@ -114,7 +114,7 @@ class PromptEncoder:
             self.template()
 
     def template(self) -> ChatTemplate:
-        """The chat template.
+        """Return the chat template.
 
         Raises:
             DataError: The tokenizer has none, or it writes today's date.
@@ -127,7 +127,7 @@ class PromptEncoder:
         return self._template
 
     def encode(self, row: Row) -> Prompt:
-        """The prompt of a row, or why it has none.
+        """Return the prompt of a row, or why it has none.
 
         Raises:
             DataError: The row has no such column, or another type in it; the template failed; an
@@ -148,7 +148,7 @@ class PromptEncoder:
         return rejected._replace(tokens=tokens)
 
     def _content(self, row: Row) -> str | list[Message] | None:
-        """Text, or messages up to the last turn that is not the assistant's; None without any."""
+        """Return text, or messages without the assistant's turns at the end; None without any."""
         columns = [name for name in self._options.columns if name in row.values]
         if not columns:
             raise DataError(
@@ -174,10 +174,10 @@ class PromptEncoder:
 
     def _ids(self, where: str, text: str, *, special: bool) -> list[int]:
         try:
-            found = self._tokenizer(text, add_special_tokens=special, verbose=False)
+            encoding = self._tokenizer(text, add_special_tokens=special, verbose=False)
         except Exception as error:  # the tokenizers library raises bare exceptions
             raise DataError(f"{where}: cannot be tokenised ({error})") from None
-        ids: list[int] = found["input_ids"]
+        ids: list[int] = encoding["input_ids"]
         return ids
 
     def _beginning(self, where: str) -> list[int]:

@@ -1,4 +1,8 @@
-"""Reads the rows of parquet, JSON and CSV files, or of a data set of the hub, from any row on."""
+"""Rows of parquet, JSON and CSV files, or of a data set of the hub, from any row on.
+
+`datasets` reads the hub only. For local files it guesses types (`007` becomes 7.0, `NA` becomes
+None, dates become objects), and its errors name neither file nor line.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +51,16 @@ class Shard:
     count: int = 1
 
     def holds(self, number: int) -> bool:
-        """Whether a row belongs to it."""
+        """Return whether a row belongs to it."""
         return number % self.count == self.index
 
     def size(self, rows: int) -> int:
-        """How many of the first rows it holds."""
+        """Return how many of the first rows it holds."""
         return len(range(self.index, rows, self.count))
 
 
 class Rows(Protocol):
-    """Where rows come from.
+    """Source of rows.
 
     Attributes:
         sources: Name and hash of every input; `rows` is 0.
@@ -67,13 +71,13 @@ class Rows(Protocol):
     total: int | None
 
     def read(self, first: int, shard: Shard) -> Iterator[Row]:
-        """The rows of a shard with numbers from `first` on."""
+        """Yield the rows of a shard with numbers from `first` on."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """Which part of a data set of the hub.
+    """Part of a data set of the hub.
 
     Attributes:
         config: Its configuration; None takes the default one.
@@ -91,11 +95,11 @@ class HubOptions:
 def open_rows(
     inputs: list[str], columns: tuple[str, ...], hub: HubOptions, *, lines: bool = False
 ) -> Rows:
-    """Rows of local files, or of one data set of the hub.
+    """Return the rows of local files, or of one data set of the hub.
 
     Args:
         inputs: `.parquet`, `.jsonl`, `.json` and `.csv` files in order, or one hub id `owner/name`.
-        columns: Those that are read.
+        columns: Columns to read.
         hub: Used for a hub id.
         lines: Take `.txt` files too, whose lines are the first column; blank ones are left out.
 
@@ -130,7 +134,7 @@ class FileRows:
         self.sources = tuple(Source(name=p.name, sha256=file_sha256(p), rows=0) for p in paths)
 
     def read(self, first: int, shard: Shard) -> Iterator[Row]:
-        """The rows of a shard with numbers from `first` on.
+        """Yield the rows of a shard with numbers from `first` on.
 
         Raises:
             DataError: A row is damaged.
@@ -255,12 +259,12 @@ class HubRows:
         commit, place = _place(name, hub)
         revision = {"revision": commit} if hub.allow_network else {}
         try:
-            found = datasets.load_dataset(
+            dataset = datasets.load_dataset(
                 place, hub.config, split=hub.split, streaming=True, **revision
             )
-            present = [name for name in columns if name in (found.column_names or ())]
+            present = [name for name in columns if name in (dataset.column_names or ())]
             # some formats have columns with the first row only
-            self._rows = found.select_columns(present) if present else found
+            self._rows = dataset.select_columns(present) if present else dataset
         except Exception as error:  # as many kinds as there are file formats and networks
             reason = " ".join(str(error).split())
             raise DataError(f"{name}: cannot be opened ({reason})") from None
@@ -270,7 +274,7 @@ class HubRows:
         self.sources: tuple[Source, ...] = (Source(name=label, sha256=digest, rows=0),)
 
     def read(self, first: int, shard: Shard) -> Iterator[Row]:
-        """The rows of a shard with numbers from `first` on.
+        """Yield the rows of a shard with numbers from `first` on.
 
         Raises:
             DataError: The hub cannot be reached any more.
@@ -286,7 +290,7 @@ class HubRows:
 
 
 def _place(name: str, hub: HubOptions) -> tuple[str, str]:
-    """Commit of the data set, and the directory or id under which it is opened."""
+    """Return the commit of the data set, and the directory or id under which it is opened."""
     import huggingface_hub
 
     try:

@@ -1,4 +1,4 @@
-"""A row on its way to documents: its conversations, and why each of them is kept or not."""
+"""Conversations of a row, and why each of them is kept or not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trace:
 
     Attributes:
         messages: Its turns.
-        attempt: What must be verified; None for nothing.
+        attempt: Attempt to verify; None for nothing.
         outcome: `OPEN` until something decides.
     """
 
@@ -59,14 +59,14 @@ class Sample:
     """One row.
 
     Attributes:
-        number: Of the row.
+        number: Number of the row.
         source: Number of its input.
         where: File and row, for messages.
         key: The row's own name; empty when it has none.
         problem: Text to compare with evaluation sets.
         traces: Its conversations.
-        rejected: Why the whole row is rejected; None when it is not.
-        overlap: With an evaluation set.
+        rejected: Reason why the whole row is rejected; None when it is not.
+        overlap: Overlap with an evaluation set.
     """
 
     number: int
@@ -87,13 +87,13 @@ class Sample:
 
     @property
     def outcome(self) -> Outcome:
-        """Of the row."""
+        """Return the verdict of the row."""
         if self.rejected is not None:
             return self.rejected
         return max((trace.outcome for trace in self.traces), key=lambda one: _ORDER[one])
 
     def record(self) -> dict[str, Any]:
-        """The row's line of the verdicts file."""
+        """Return the row's line of the verdicts file."""
         row: dict[str, Any] = {"row": self.number, "key": self.key, "outcome": self.outcome.value}
         if self.rejected is None:
             row["traces"] = [trace.outcome.value for trace in self.traces]

@@ -19,13 +19,13 @@ class PreparedShard:
     """One shard to make.
 
     Attributes:
-        prefix: Of its files.
+        prefix: Prefix of its files.
         sources: Inputs of the rows.
         settings: All that the documents depend on, as JSON gives it back; `tokenizer_sha256` is
             the hash of `tokenizer.json`.
         vocab_size: Token ids are below this number.
         eod_id: Token that ends every document; None when none was appended.
-        loss_mask: Whether the loss counts some tokens only.
+        loss_mask: True if the loss counts some tokens only.
         counted: Names of the groups of counts for the manifest, besides the outcomes of the rows.
         rows_per_commit: Rows that a kill can lose at most.
         overwrite: Replace an existing shard or unfinished work with other settings.
@@ -43,14 +43,14 @@ class PreparedShard:
 
 
 def shard_prefix(output: Path, shard: Shard) -> Path:
-    """`output` itself for one shard, else with the shard's number."""
+    """Return `output` itself for one shard, else with the shard's number."""
     if shard.count == 1:
         return output
     return output.with_name(f"{output.name}-{shard.index:05d}-of-{shard.count:05d}")
 
 
 def verdicts_path(prefix: Path) -> Path:
-    """The file with the outcome of every row."""
+    """Return the file with the outcome of every row."""
     return prefix.with_name(prefix.name + ".verdicts.jsonl")
 
 
@@ -60,7 +60,7 @@ def write_shard(shard: PreparedShard, fill: Callable[[Journal], None]) -> Manife
     A shard that exists with the same settings is left as it is.
 
     Args:
-        shard: What to make.
+        shard: Shard to make.
         fill: Brings the rows from `Journal.next_row` on into the journal. It counts `rows`,
             `rows: OUTCOME`, `documents`, `documents of NUMBER` for each source, `loss_tokens` and
             `GROUP: NAME` for the groups that the manifest holds.
@@ -120,13 +120,13 @@ def _finish(journal: Journal, shard: PreparedShard) -> Manifest:
 
 
 def _part(journal: Journal, kind: str) -> dict[str, int]:
-    """The counts whose names begin with `kind`, largest first."""
-    found = {
+    """Return the counts whose names begin with `kind`, largest first."""
+    counts = {
         name.removeprefix(f"{kind}: "): count
         for name, count in journal.counts.items()
         if name.startswith(f"{kind}: ")
     }
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _sources(journal: Journal, shard: PreparedShard) -> tuple[Source, ...]:

@@ -20,10 +20,10 @@ _RULE = "─" * 12
 def show_documents(
     prefix: Path, tokenizer: str, *, first: int, count: int, colour: bool
 ) -> Iterator[str]:
-    """Lines for `count` documents from number `first` on.
+    """Yield lines for `count` documents from number `first` on.
 
     Args:
-        prefix: Of the shard.
+        prefix: Prefix of the shard.
         tokenizer: Directory of the tokenizer that it was made with.
         first: Number of the first document.
         count: Most documents to show.
@@ -34,14 +34,14 @@ def show_documents(
     """
     reader = ShardReader(prefix)
     decoder = load_tokenizer(tokenizer)
-    found = file_sha256(Path(tokenizer) / "tokenizer.json")
-    if found != reader.manifest.tokenizer_sha256:
+    sha256 = file_sha256(Path(tokenizer) / "tokenizer.json")
+    if sha256 != reader.manifest.tokenizer_sha256:
         raise DataError(
             f"{prefix}: made with tokenizer {reader.manifest.tokenizer_sha256[:12]}, {tokenizer} "
-            f"is {found[:12]}; give the one that it was made with"
+            f"is {sha256[:12]}; give the one that it was made with"
         )
     if first >= len(reader):
-        raise DataError(f"{prefix}: no document {first}, there are {len(reader)}")
+        raise DataError(f"{prefix}: no document {first}, only {len(reader)} exist")
     for number in range(first, min(first + count, len(reader))):
         document = reader[number]
         yield _edge(number, document, colour=colour)

@@ -76,7 +76,7 @@ def _documents(path: Path) -> Iterator[npt.NDArray[np.int32]]:
 
 
 def _read(path: Path) -> tuple[Ids, Ids]:
-    """Ids of all documents, and where each starts, with the end."""
+    """Return the ids of all documents, and where each starts, with the end."""
     try:
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         arrays = None if isinstance(loaded, np.ndarray) else dict(loaded)
@@ -104,8 +104,8 @@ def _read(path: Path) -> tuple[Ids, Ids]:
 def _parts(path: Path, arrays: dict[str, Ids]) -> tuple[Ids, Ids]:
     names = set(arrays)
     if names not in ({"ids", "lengths"}, {"ids", "offsets"}):
-        found = ", ".join(sorted(names)) or "nothing"
-        raise DataError(f"{path}: holds {found}; give ids with lengths or offsets")
+        present = ", ".join(sorted(names)) or "nothing"
+        raise DataError(f"{path}: holds {present}; give ids with lengths or offsets")
     bounds = arrays["lengths" if "lengths" in arrays else "offsets"]
     if bounds.dtype.kind not in "iu" or bounds.ndim != 1 or not len(bounds):
         raise DataError(f"{path}: lengths or offsets must be a list of whole numbers")

@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
     Attributes:
         start: Index of its command.
-        content: What it holds; empty for a box that is empty, not closed or continued after it.
+        content: Content of the box; empty if it is empty, not closed or continued afterwards.
         end: Index after it.
     """
 

@@ -5,10 +5,10 @@ phrase such as "the final answer is $5$"; never the last number of the text) and
 math-verify. Three cases that math-verify accepts are wrong here: another base (`17_8` for 17),
 another unit (18 m for 18 cm) and a set for a tuple.
 
-The time of a call of math-verify is limited, in seconds of the processor, so that a busy machine
-finds what a free one does. The limit is a signal, which only the main thread of a process can have,
-and which does not interrupt arithmetic of very large numbers: `verification` runs `verify_answer`
-in processes of its own.
+The processor time of a call of math-verify is limited, so that a busy machine gives the same
+verdicts as a free one. The limit is a signal. It works in the main thread only, and does not
+interrupt arithmetic of very large numbers: `verification` runs `verify_answer` in processes of its
+own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Verdict(StrEnum):
 
 
 class AnswerForm(StrEnum):
-    r"""Where the answer stands.
+    r"""Place of the answer in a text.
 
     Attributes:
         BOXED: `\boxed{ANSWER}`, an expression in LaTeX.
@@ -78,8 +78,8 @@ class Attempt(NamedTuple):
 
     Attributes:
         gold: The right answer: LaTeX without `$`, or a number.
-        text: What a model wrote, with or without its reasoning.
-        form: Where the answer stands.
+        text: Text that a model wrote, with or without its reasoning.
+        form: Place of the answer.
         allow_unfinished: Look for an answer also in reasoning that is not closed.
     """
 
@@ -154,10 +154,10 @@ def _verify_stated(gold: str, text: str) -> Verdict:
     expected = _number(gold)
     if expected is None:
         return Verdict.UNREADABLE_GOLD
-    found = _stated(text)
-    if found is None:
+    stated = _stated(text)
+    if stated is None:
         return Verdict.NO_ANSWER
-    return Verdict.CORRECT if found == expected else Verdict.WRONG
+    return Verdict.CORRECT if stated == expected else Verdict.WRONG
 
 
 def _stated(text: str) -> Decimal | None:
@@ -196,23 +196,23 @@ def _verify_boxed(gold: str, text: str) -> Verdict:
 
 def _anchored(text: str) -> str:
     """Return the expression after a phrase such as "the final answer is"; empty without one."""
-    found = _parsed(text, extraction_config=_extraction(gold=False))
-    return next((one for one in found if isinstance(one, str)), "")
+    parsed = _parsed(text, extraction_config=_extraction(gold=False))
+    return next((one for one in parsed if isinstance(one, str)), "")
 
 
 def _verify_expression(gold: str, answer: str) -> Verdict:
     if gold and gold.split() == answer.split():
         return Verdict.CORRECT
-    expected, found = split_unit(gold), split_unit(answer)
-    if expected.unit and not found.unit:
-        found = split_unit(answer, attached=True)
-    elif found.unit and not expected.unit:
+    expected, given = split_unit(gold), split_unit(answer)
+    if expected.unit and not given.unit:
+        given = split_unit(answer, attached=True)
+    elif given.unit and not expected.unit:
         expected = split_unit(gold, attached=True)
-    verdict = _compare(expected.value, rf"\boxed{{{found.value}}}")
-    if verdict is Verdict.WRONG and [expected.unit, found.unit].count("%") == 1:
-        parts = [rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, unit in (expected, found)]
+    verdict = _compare(expected.value, rf"\boxed{{{given.value}}}")
+    if verdict is Verdict.WRONG and [expected.unit, given.unit].count("%") == 1:
+        parts = [rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, unit in (expected, given)]
         verdict = _compare(parts[0], rf"\boxed{{{parts[1]}}}")
-    if verdict is Verdict.CORRECT and not _same_kind(expected, found):
+    if verdict is Verdict.CORRECT and not _same_kind(expected, given):
         return Verdict.WRONG
     return verdict
 
@@ -235,7 +235,7 @@ def _word(gold: str) -> str | None:
 
 @cache
 def _math_verify() -> Any:
-    """The library; imported late because it takes half a second."""
+    """Import math-verify late, because it takes half a second."""
     import math_verify
 
     return math_verify
@@ -290,12 +290,12 @@ def _compare(gold: str, text: str) -> Verdict:
     expected = _parsed(f"${gold}$", extraction_config=_extraction(gold=True))
     if not expected:
         return Verdict.UNREADABLE_GOLD
-    found = _parsed(text, extraction_config=_extraction(gold=False))
-    if not found:
+    given = _parsed(text, extraction_config=_extraction(gold=False))
+    if not given:
         return Verdict.NO_ANSWER
     with processor_limit(CALL_SECONDS):
-        exact = [_exact(one) for one in expected], [_exact(one) for one in found]
-    equal = _verified(*exact) or (_may_round(expected, found) and _verified(expected, found))
+        exact = [_exact(one) for one in expected], [_exact(one) for one in given]
+    equal = _verified(*exact) or (_may_round(expected, given) and _verified(expected, given))
     return Verdict.CORRECT if equal else Verdict.WRONG
 
 
@@ -313,7 +313,7 @@ def _exact(expression: Any) -> Any:
     return value if value.is_Rational else exact
 
 
-def _may_round(expected: list[Any], found: list[Any]) -> bool:
+def _may_round(expected: list[Any], given: list[Any]) -> bool:
     """Return whether one side has decimals, none near zero, and may be the other one rounded.
 
     math-verify rounds at six places after the point; close to zero that says nothing.
@@ -322,25 +322,25 @@ def _may_round(expected: list[Any], found: list[Any]) -> bool:
 
     sides = [
         set().union(*(one.atoms(Float) for one in side if not isinstance(one, str)))
-        for side in (expected, found)
+        for side in (expected, given)
     ]
     if bool(sides[0]) == bool(sides[1]):
         return False
     return all(abs(one) >= _LEAST_ROUNDED for side in sides for one in side)
 
 
-def _verified(expected: list[Any], found: list[Any]) -> bool:
+def _verified(expected: list[Any], given: list[Any]) -> bool:
     """Compare with math-verify; an error in one pair leaves the others, which may be equal."""
     try:
-        return _verify(expected, found, raise_on_error=True)
+        return _verify(expected, given, raise_on_error=True)
     except Exception:
-        return _verify(expected, found)
+        return _verify(expected, given)
 
 
-def _verify(expected: list[Any], found: list[Any], **options: Any) -> bool:
+def _verify(expected: list[Any], given: list[Any], **options: Any) -> bool:
     with processor_limit(CALL_SECONDS):
         options |= {"timeout_seconds": _CALL_CLOCK_SECONDS, "numeric_precision": _DIGITS}
-        return bool(_math_verify().verify(expected, found, **options))
+        return bool(_math_verify().verify(expected, given, **options))
 
 
 def _parsed(text: str, **options: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""How far a share would move had other samples been drawn."""
+"""Bootstrap intervals: how far a share would move with other samples."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Estimate:
 
 
 def ratio(parts: list[float], wholes: list[float]) -> Estimate:
-    """sum(parts) / sum(wholes), resampled over the entries.
+    """Return sum(parts) / sum(wholes) with an interval from resampled entries.
 
     An entry is what was drawn together, such as a sheet: its problems share a text and are not
     independent of each other.
 
     Args:
-        parts: Of each entry, such as problems solved.
-        wholes: Of each entry, such as problems; their sum is above 0.
+        parts: Numerator of each entry, such as problems solved.
+        wholes: Denominator of each entry, such as problems; their sum is above 0.
     """
     part, whole = (torch.tensor(x, dtype=torch.float64) for x in (parts, wholes))
     draw = torch.Generator().manual_seed(_SEED)

@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def resolve_device(device: str) -> str:
-    """The torch device that `auto`, `cpu`, `cuda` or `cuda:1` stands for.
+    """Return the torch device for `auto`, `cpu`, `cuda` or `cuda:1`.
 
     Raises:
         EvaluationError: There is no such device.

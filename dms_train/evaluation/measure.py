@@ -1,4 +1,4 @@
-"""Measurements of an export and its teacher: agreement, cost, replay, solved problems.
+"""Measurements of an export and its teacher: agreement, cost and self-test.
 
 Both run through the inference engine: the export with the compact cache, the teacher with the dense
 one.
@@ -6,8 +6,6 @@ one.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +17,9 @@ from torch import Tensor
 from dms_train.data.batches import Sample, Samples
 from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.options import COMPARED_POSITIONS
-from dms_train.evaluation.problems import Sheet, solved
 from dms_train.hf.selftest import SelfTest
 from dms_train.inference.accounting import TotalKV
 from dms_train.inference.llm import LLM
-from dms_train.inference.options import SamplingParams
 from dms_train.inference.outputs import RequestOutput
 from dms_train.method.base import MethodSpec
 from dms_train.method.losses import kl_teacher_student
@@ -38,7 +34,7 @@ class EvaluationTarget:
     Attributes:
         export: Directory of the export.
         teacher: Directory of the original.
-        spec: What the export was trained with.
+        spec: Method that the export was trained with.
         device: torch device.
     """
 
@@ -49,13 +45,13 @@ class EvaluationTarget:
 
     @property
     def window(self) -> int:
-        """Of the export, and of the control."""
+        """Window of the export and of the control."""
         return self.spec.window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What the cache of one model cost.
+    """Cost of the cache of one model.
 
     Attributes:
         cr_factor: Tokens seen over mean tokens held, at the last token of each sequence.
@@ -83,10 +79,10 @@ class Agreement:
         kl: KL(teacher || export), nats per token.
         top1: Share of positions with the same most likely token.
         teacher_loss: Next-token loss of the teacher, nats per token.
-        student_loss: Of the export.
+        student_loss: Next-token loss of the export, nats per token.
         lengths: Tokens of each text.
-        dense: What the teacher's cache cost.
-        student: What the export's cost.
+        dense: Cost of the teacher's cache.
+        student: Cost of the export's cache.
         window_only: The teacher with only its window; None when left out.
     """
 
@@ -100,7 +96,7 @@ class Agreement:
     window_only: WindowOnly | None = None
 
     def evicted_share(self, cost: Cost, window: int) -> float:
-        """Evicted tokens over tokens that have left the window, at the end of a text."""
+        """Return evicted tokens over tokens that have left the window, at the end of a text."""
         seen = sum(self.lengths)
         left = sum(max(length - window - 1, 0) for length in self.lengths)
         return (seen - seen / cost.cr_factor) / left if left > 0 else 0.0
@@ -113,7 +109,7 @@ class WindowOnly:
     Attributes:
         kl: KL(teacher || control), nats per token.
         loss: Its next-token loss, nats per token.
-        cost: What its cache cost.
+        cost: Cost of its cache.
     """
 
     kl: Estimate
@@ -122,15 +118,7 @@ class WindowOnly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """One model on the problems."""
-
-    accuracy: Estimate
-    cost: Cost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class SelfTestResult:
     """The self-test of the export, computed through the compact cache.
 
     Attributes:
@@ -143,7 +131,7 @@ class Replay:
 
     @property
     def passed(self) -> bool:
-        """Whether the limit holds; not-a-number fails."""
+        """True if the limit holds; not-a-number fails."""
         return self.kl <= self.limit
 
 
@@ -153,7 +141,7 @@ class _Reading(NamedTuple):
     Attributes:
         hidden: Last hidden states of each text, [tokens, hidden], on the host.
         head: Weight of its output layer, [vocab, hidden].
-        cost: What its cache cost.
+        cost: Cost of its cache.
     """
 
     hidden: list[Tensor]
@@ -173,7 +161,7 @@ def agreement(
         target: Export and teacher.
         samples: The text; of packed samples each document is a text of its own.
         count: Samples to take.
-        window_only: Whether the control is scored too.
+        window_only: Score the control too.
     """
     texts = [text for number in range(count) for text in samples[number].documents()]
     teacher = _read(target.teacher, texts, target.device, cache="dense")
@@ -210,22 +198,22 @@ def _control(control: _Reading, teacher: _Reading, texts: list[Sample], device: 
 def _scores(
     student: _Reading, teacher: _Reading, texts: list[Sample], device: str
 ) -> list[list[float]]:
-    """The columns of `_compared`, with a row for each text."""
+    """Return the columns of `_compared`, with a row for each text."""
     heads = student.head.to(device), teacher.head.to(device)
     rows = []
     for text, *hidden in zip(texts, student.hidden, teacher.hidden, strict=True):
         columns = (*hidden, text.labels, text.loss_mask.double())
-        sums = torch.zeros(5, dtype=torch.float64, device=device)
+        column_sums = torch.zeros(5, dtype=torch.float64, device=device)
         for first in range(0, len(text.tokens), COMPARED_POSITIONS):
             part = [column[first : first + COMPARED_POSITIONS].to(device) for column in columns]
             ours, theirs = (F.linear(part[i], heads[i]).double() for i in range(2))
-            sums += _compared(ours, theirs, part[2], part[3])
-        rows.append(sums.tolist())
+            column_sums += _compared(ours, theirs, part[2], part[3])
+        rows.append(column_sums.tolist())
     return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
-    """KL, equal argmax, both next-token losses and tokens, summed where `counts` is 1."""
+    """Return KL, equal argmax, both next-token losses and tokens, summed where `counts` is 1."""
     losses = [
         kl_teacher_student(student, teacher),
         (student.argmax(-1) == teacher.argmax(-1)).double(),
@@ -236,14 +224,14 @@ def _compared(student: Tensor, teacher: Tensor, labels: Tensor, counts: Tensor) 
 
 
 def _text_cost(llm: LLM) -> Cost:
-    """Of texts that were read, one after the other; every token of them was a query of a prompt."""
+    """Return the cost of reading texts one after the other; every token is a prompt token."""
     total = llm.kv
     assert total is not None
     return _cost(total, total.prefill_reads, 0.0, total.peak_live_tokens)
 
 
-def _answer_cost(llm: LLM, outputs: list[RequestOutput]) -> Cost:
-    """Of answers that were generated."""
+def answer_cost(llm: LLM, outputs: list[RequestOutput]) -> Cost:
+    """Return the cost of answers that were generated."""
     total = llm.kv
     assert total is not None
     peaks = sum(output.kv.peak_live_tokens for output in outputs) / len(outputs)
@@ -261,7 +249,7 @@ def _cost(total: TotalKV, kv_reads: float, prefill_reads: float, peak_tokens: fl
     )
 
 
-def replay(export: Path, device: str) -> Replay:
+def run_selftest(export: Path, device: str) -> SelfTestResult:
     """Compare what the export records of the trained model with what the compact cache computes.
 
     Raises:
@@ -270,66 +258,7 @@ def replay(export: Path, device: str) -> Replay:
     """
     reference = SelfTest.load(export)
     llm = LLM(export, dtype=reference.dtype, device=device, max_num_seqs=1, prefill_chunk=_CHUNK)
-    found = llm.logits(reference.input_ids.tolist()).cpu()
-    recorded, computed = reference.logits.double(), found.double()
+    logits = llm.logits(reference.input_ids.tolist()).cpu()
+    recorded, computed = reference.logits.double(), logits.double()
     kl = kl_teacher_student(computed, recorded).mean().item()
-    return Replay(kl=kl, limit=reference.kl_tolerance)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exam:
-    """Problems and how they are put.
-
-    Attributes:
-        sheets: The problems.
-        pattern: Finds the answers in a continuation.
-        max_tokens: Most tokens of one.
-        max_num_seqs: Sheets solved at the same time.
-    """
-
-    sheets: list[Sheet]
-    pattern: re.Pattern[str]
-    max_tokens: int
-    max_num_seqs: int
-
-
-def examine(
-    target: EvaluationTarget, exam: Exam, *, window_only: bool, note: Callable[[str], None]
-) -> dict[str, Solved]:
-    """Greedy answers of teacher, export and, if selected, the teacher with its window only."""
-    models: dict[str, tuple[Path, dict[str, Any]]] = {
-        "teacher": (target.teacher, {"cache": "dense"}),
-        "student": (target.export, {}),
-    }
-    if window_only:
-        how = {"policy": "window", "policy_options": {"window": target.window}}
-        models["window_only"] = (target.teacher, how)
-    found = {}
-    for name, (directory, how) in models.items():
-        found[name] = solve(directory, exam, {"device": target.device, **how})
-        note(f"{name}: accuracy {found[name].accuracy}")
-    return found
-
-
-def greedy(sheet: Sheet, max_tokens: int) -> SamplingParams:
-    """The most likely continuation of a sheet, up to its stop text."""
-    stop = () if sheet.stop is None else (sheet.stop,)
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=stop)
-
-
-def solve(directory: Path, exam: Exam, how: dict[str, Any]) -> Solved:
-    """Greedy answers of one model; `how` are fields of `EngineOptions`."""
-    rows = exam.max_num_seqs
-    # fine enough that slabs do not blur the comparison, few enough to be read in one go each
-    slab_pages = min(256, max(8, 2 * rows))
-    llm = LLM(directory, max_num_seqs=rows, slab_pages=slab_pages, **how)
-    params = [greedy(sheet, exam.max_tokens) for sheet in exam.sheets]
-    outputs = llm.generate([sheet.prompt for sheet in exam.sheets], params)
-    hits = [
-        float(solved(output.outputs[0].text, sheet.answers, exam.pattern))
-        for output, sheet in zip(outputs, exam.sheets, strict=True)
-    ]
-    return Solved(
-        accuracy=ratio(hits, [float(len(sheet.answers)) for sheet in exam.sheets]),
-        cost=_answer_cost(llm, outputs),
-    )
+    return SelfTestResult(kl=kl, limit=reference.kl_tolerance)

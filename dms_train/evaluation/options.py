@@ -1,4 +1,4 @@
-"""What a validation measures and on what."""
+"""Options of validations and evaluations."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from dms_train.limits import AtLeast, Matches, Share
+from dms_train.limits import AtLeast, Matches, OneOf, Share
 
 Device = Annotated[str, Matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:1")]
 COMPARED_POSITIONS = 128  # whose logits a validation holds at a time, in float64
+SANDBOX = "sandbox"
+CODE_MODES = (SANDBOX, "unisolated")
 TOKENS_PER_LENGTH = 1024  # of L in L-W-CR
 ANSWER_PATTERN = r"(?m)The final answer is (.*?)\.?\s*$"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateOptions:
-    """How an export is compared with its teacher.
+    """Comparison of an export with its teacher.
 
     Attributes:
         samples: Validation sequences for agreement and cost.
@@ -41,7 +43,7 @@ class ValidateOptions:
     device: Device = "auto"
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for an answer pattern that cannot be used."""
+        """Report an answer pattern that cannot be used."""
         where = f"{path}.answer_pattern" if path else "answer_pattern"
         try:
             groups = re.compile(self.answer_pattern).groups
@@ -54,17 +56,17 @@ class ValidateOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentOptions:
-    """Which documents of a task are evaluated.
+    """Documents of a task to evaluate.
 
     Attributes:
         path: File of its documents; None generates them, where the task can.
         hub: Take the file of the task's data set from the local cache of the hub.
         download: Fetch it from the hub where it is absent.
-        sha256: What the file must hash to; None accepts any.
+        sha256: Required hash of the file; None accepts any.
         subset: Accept another number of documents than were published.
         fixture: Take the five documents that ship with the package.
         limit: Most documents, from the first on; None takes all.
-        seed: Of generated documents and of the order of choices.
+        seed: Seed of generated documents and of the order of choices.
         count: Documents to generate.
         context_length: Most tokens of a generated prompt and its answer.
         haystack: Text file that surrounds a needle.
@@ -83,7 +85,7 @@ class DocumentOptions:
     haystack: str | None = None
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for a download of a file that is not asked for."""
+        """Report a download without `hub`."""
         if self.download and not self.hub:
             yield f"{path}.download=true: needs {path}.hub=true"
 
@@ -93,7 +95,7 @@ class TaskOptions(DocumentOptions):
     """A task and its documents.
 
     Attributes:
-        name: Of a task in `evaluation.tasks`.
+        name: Name of a task in `evaluation.tasks`.
     """
 
     name: str = "exam_sheets"
@@ -101,12 +103,12 @@ class TaskOptions(DocumentOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunOptions:
-    """How the engine runs a model.
+    """Engine settings for a model.
 
     Attributes:
         cr: Compression ratio in tables; None takes the export's own, or 1.
         prompt_format: Format around a prompt; `auto` goes by the tokenizer.
-        dtype: Of weights and cache.
+        dtype: Dtype of weights and cache.
         device: `auto` takes a GPU when there is one; `cuda:1` is the second one.
         max_num_seqs: Chains in the cache at the same time.
         prefill_chunk: Prompt tokens of a pass.
@@ -137,7 +139,7 @@ class EvaluatedModelOptions(ModelRunOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePolicyOptions:
-    """Which tokens stay in the cache.
+    """Cache policy, and its options.
 
     Attributes:
         name: Policy of the engine; `auto` is what the model was trained for.
@@ -155,20 +157,20 @@ class CachePolicyOptions:
     options: tuple[str, ...] = ()
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for two sizes of the window."""
+        """Report two sizes of the window."""
         if self.name == "window" and self.window is not None and self.cr is not None:
             yield f"{path}: give window or cr, not both"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSamplingOptions:
-    """How chains are sampled; None takes what the task is published with.
+    """Sampling of chains; None takes the sampling that the task is published with.
 
     Attributes:
         temperature: 0 is greedy.
         top_p: Share of the probability that is sampled from.
         top_k: Tokens that are sampled from; -1 takes all.
-        seed: Of all chains; a chain has the same tokens whatever else runs.
+        seed: Seed of all chains; the tokens of a chain do not depend on other chains.
     """
 
     temperature: Annotated[float | None, AtLeast(0)] = None
@@ -190,7 +192,7 @@ class SweepOptions:
     widths: tuple[int, ...] = (1,)
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for budgets that cannot be used."""
+        """Report budgets that cannot be used."""
         for length in self.lengths if self.lengths is not None else (1.0,):
             if not 1 <= length * TOKENS_PER_LENGTH < math.inf:
                 yield f"{path}.lengths={length:g}: units of 1,024 tokens; at least one token"
@@ -202,24 +204,25 @@ class SweepOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolderOptions:
-    """Where results go, and which part of the documents this process takes.
+    """Output folder, and this process's share of the documents.
 
     Attributes:
         dir: Folder of the run; the processes of one run share it.
         shard: Number of this process, from 0.
-        shards: How many processes there are.
+        shards: Number of processes.
         workers: Processes that compare answers.
-        allow_code: Run programs that the model wrote, in processes with limits.
+        allow_code: Run programs that the model wrote, with limits on time, memory and output:
+            `sandbox` in bubblewrap, `unisolated` with the rights of this process.
     """
 
     dir: str = "outputs/eval"
     shard: Annotated[int, AtLeast(0)] = 0
     shards: Annotated[int, AtLeast(1)] = 1
     workers: Annotated[int, AtLeast(1)] = 1
-    allow_code: bool = False
+    allow_code: Annotated[str | None, OneOf(None, *CODE_MODES)] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for a shard beyond the last one."""
+        """Report a shard beyond the last one."""
         if self.shard >= self.shards:
             yield f"{path}.shard={self.shard}: shards are numbered from 0 to {self.shards - 1}"
 
@@ -231,8 +234,8 @@ class EvaluationOptions:
     Attributes:
         task: Documents.
         model: Model and engine.
-        policy: Of the cache.
-        sampling: Of the chains.
+        policy: Cache policy.
+        sampling: Sampling of the chains.
         sweep: Budgets.
         run: Folder and share of this process.
     """
@@ -247,17 +250,18 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStageOptions:
-    """The stage `evaluate`: what `dms-eval` measures on the export of a run.
+    """The stage `run_tasks`: what `dms-eval` measures on the export of a run.
 
     Attributes:
         tasks: Names of tasks in `evaluation.tasks`.
         task: Their documents.
-        model: How the engine runs the export.
-        policy: Of the cache.
-        sampling: Of the chains.
+        model: Engine settings for the export.
+        policy: Cache policy.
+        sampling: Sampling of the chains.
         sweep: Budgets.
         workers: Processes that compare answers.
-        allow_code: Run programs that the model wrote, in processes with limits.
+        allow_code: Run programs that the model wrote, with limits on time, memory and output:
+            `sandbox` in bubblewrap, `unisolated` with the rights of this process.
     """
 
     tasks: tuple[str, ...] = ()
@@ -267,10 +271,10 @@ class TaskStageOptions:
     sampling: ChainSamplingOptions = ChainSamplingOptions()
     sweep: SweepOptions = SweepOptions()
     workers: Annotated[int, AtLeast(1)] = 1
-    allow_code: bool = False
+    allow_code: Annotated[str | None, OneOf(None, *CODE_MODES)] = None
 
     def check(self, path: str) -> Iterator[str]:
-        """One line for tasks that cannot share their settings."""
+        """Report tasks that cannot share their settings."""
         if len(set(self.tasks)) != len(self.tasks):
             yield f"{path}.tasks=[{', '.join(self.tasks)}]: name each task once"
         for key in ("path", "sha256"):
@@ -278,12 +282,12 @@ class TaskStageOptions:
                 yield f"{path}.task.{key}: tasks cannot share a file; name one task"
 
     def of_task(self, name: str, model: str, folder: str) -> EvaluationOptions:
-        """The run of `dms-eval` for one of the tasks.
+        """Return the options of `dms-eval` for one of the tasks.
 
         Args:
-            name: Of the task.
+            name: Name of the task.
             model: Directory of the model.
-            folder: Of the results.
+            folder: Folder of the results.
         """
         return EvaluationOptions(
             task=TaskOptions(name=name, **_fields(self.task)),

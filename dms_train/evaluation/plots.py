@@ -7,21 +7,29 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Curve = tuple[list[int], list[float]]
+# Prefixes that earlier versions wrote, with today's.
+_FORMER_PREFIXES = {"export_eval": "validate_export", "export_tasks": "run_tasks"}
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; a line that was cut off by a crash is left out."""
+    """Read the rows of a `metrics.jsonl`; a line that a crash cut off is left out."""
     rows = []
     for line in file.read_text(encoding="utf-8").split("\n"):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        rows.append({_current_name(name): value for name, value in row.items()})
     return rows
 
 
+def _current_name(metric: str) -> str:
+    prefix, slash, name = metric.partition("/")
+    return f"{_FORMER_PREFIXES.get(prefix, prefix)}{slash}{name}"
+
+
 def curves_of(rows: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Steps and values of every metric that is a number."""
+    """Return steps and values of every metric that is a number."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, value in row.items():
@@ -47,13 +55,13 @@ def _plot(axes: Any, curves: dict[str, Curve], unit: str) -> Any:
         rare = name.startswith("eval/") or name.endswith("checkpoint_seconds")
         alone = rare or len(curve[0]) == 1
         axes.plot(*curve, "o" if alone else "-", label=name)
-    axes.set(xlabel="step", ylabel=unit)
+    axes.set(xlabel="optimizer step", ylabel=unit)
     axes.legend()
     return axes
 
 
 def draw_training(rows: Path, path: Path) -> bool:
-    """Loss above, compression ratio below, over steps; needs matplotlib.
+    """Draw loss above and compression ratio below, over steps; needs matplotlib.
 
     Returns:
         Whether there was anything to draw.
@@ -64,7 +72,7 @@ def draw_training(rows: Path, path: Path) -> bool:
     curves = curves_of(read_rows(rows))
     panels = [
         ("nats/token", ("train/kl", "train/lm", "eval/kl", "eval/lm")),
-        ("compression ratio", ("train/target_cr", "train/cr", "eval/cr")),
+        ("CR (tokens / cache slots)", ("train/target_cr", "train/cr", "eval/cr")),
     ]
     shown = [(label, [n for n in names if n in curves]) for label, names in panels]
     shown = [(label, names) for label, names in shown if names]

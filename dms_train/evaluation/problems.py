@@ -1,92 +1,87 @@
-"""Problems with known answers: the file, and what counts as solved."""
+"""Problems with known answers: documents of the task `exam_sheets`, answered greedily."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dms_train.evaluation.answers import same_number_or_text
+from dms_train.evaluation.bootstrap import Estimate, ratio
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.measure import Cost, answer_cost
+from dms_train.evaluation.options import TaskOptions
+from dms_train.evaluation.scorers.base import AnswerChecker
+from dms_train.evaluation.scorers.sheet import SheetScorer
+from dms_train.evaluation.tasks.base import Document
+from dms_train.evaluation.tasks.exam_sheets import ExamSheets
+from dms_train.evaluation.tasks.prompts import load_tokenizer, prompt_length, render
 from dms_train.hf.architecture import Architecture
-from dms_train.hf.errors import HFError
-from dms_train.hf.row_files import json_lines
-from dms_train.inference.tokenizer import Tokenizer
+from dms_train.inference.llm import LLM
+from dms_train.inference.options import SamplingParams
+
+_TASK = ExamSheets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
-    """One line of a problems file: a prompt that asks for one or more answers.
+class ProblemSet:
+    """Problems, and how a model answers them.
 
     Attributes:
-        prompt: What the model continues.
-        answers: Of the problems on the sheet, in the order in which they must be given.
-        stop: Text at which the continuation ends; None for the model's own end.
+        documents: Exam sheets; each holds one or more problems.
+        scorer: Scorer of the answers.
+        max_tokens: Maximum number of tokens to generate for a document.
+        max_num_seqs: Number of documents that are answered at the same time.
     """
 
-    prompt: str
-    answers: tuple[str, ...]
-    stop: str | None = None
+    documents: list[Document]
+    scorer: SheetScorer
+    max_tokens: int
+    max_num_seqs: int
 
 
-def read_problems(path: Path, max_problems: int) -> list[Sheet]:
-    """The first sheets of a JSON-lines file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Result of one model on a problem set.
+
+    Attributes:
+        share: Share of the problems that are answered right.
+        cost: Cost of its cache.
+    """
+
+    share: Estimate
+    cost: Cost
+
+
+def read_problems(path: Path, max_problems: int) -> list[Document]:
+    """Return the first exam sheets of a file.
 
     Args:
-        path: One object `{"prompt": text, "answers": [text, ...], "stop": text}` a line.
-        max_problems: Sheets are taken while they have no more problems together.
+        path: File with one object `{"prompt": text, "answers": [text, ...], "stop": text}` a row.
+        max_problems: Maximum number of problems on the returned sheets.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        EvaluationError: A line is damaged, or there is nothing to take.
+        FileNotFoundError: The file does not exist.
+        EvaluationError: A row is damaged, or the first sheet alone has more problems.
     """
-    sheets: list[Sheet] = []
-    taken = 0
-    for where, values in _rows(path):
-        sheet = _sheet(values, where)
-        taken += len(sheet.answers)
-        if taken > max_problems:
-            break
-        sheets.append(sheet)
+    documents = _TASK.documents(TaskOptions(path=str(path)), lambda messages: 0)
+    totals = accumulate(len(document.gold) for document in documents)
+    sheets = [d for d, total in zip(documents, totals, strict=True) if total <= max_problems]
     if not sheets:
         raise EvaluationError(f"{path}: no sheet of at most max_problems={max_problems} problems")
     return sheets
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        yield from json_lines(path)
-    except HFError as error:
-        raise EvaluationError(str(error)) from None
-
-
-def _sheet(values: dict[str, Any], where: str) -> Sheet:
-    prompt, answers, stop = (values.get(name) for name in ("prompt", "answers", "stop"))
-    if not isinstance(prompt, str) or not prompt:
-        raise EvaluationError(f'{where}: needs "prompt", a text that is not empty')
-    if not isinstance(answers, list) or not answers or not all(_is_text(a) for a in answers):
-        raise EvaluationError(f'{where}: needs "answers", a list of texts, such as ["15"]')
-    if stop is not None and not _is_text(stop):
-        raise EvaluationError(f'{where}: "stop" must be a text that is not empty, or absent')
-    return Sheet(prompt=prompt, answers=tuple(answers), stop=stop)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def check_prompts(sheets: list[Sheet], directory: Path, architecture: Architecture) -> None:
-    """Refuse prompts that the model in `directory` cannot be given.
+def check_prompts(documents: list[Document], directory: Path, architecture: Architecture) -> None:
+    """Fail if the model in `directory` cannot read the prompts.
 
     Raises:
         EvaluationError: It has no tokenizer, or a prompt is too long for it.
     """
-    tokenizer = Tokenizer.load(directory)
-    if tokenizer is None:
-        raise EvaluationError(f"{directory}: problems need a tokenizer.json beside the model")
-    longest = max(len(tokenizer.encode(sheet.prompt)) for sheet in sheets)
+    tokenizer = load_tokenizer(directory)
+    longest = max(
+        prompt_length(tokenizer, prompt_text(document), directory) for document in documents
+    )
     if longest >= architecture.max_position_embeddings:
         raise EvaluationError(
             f"a prompt of {longest} tokens: the model takes "
@@ -94,10 +89,50 @@ def check_prompts(sheets: list[Sheet], directory: Path, architecture: Architectu
         )
 
 
-def solved(text: str, answers: tuple[str, ...], pattern: re.Pattern[str]) -> int:
-    """How many answers a continuation gives: its k-th match must be the k-th answer.
+def prompt_text(document: Document) -> str:
+    """Return the text that a model continues."""
+    return render(_TASK.messages(document), "plain")
 
-    Matches beyond the last answer do not count, neither for nor against.
+
+def greedy_params(document: Document, max_tokens: int) -> SamplingParams:
+    """Return the parameters of a greedy answer that ends at the document's stop text."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=_TASK.stop(document))
+
+
+def evaluate_accuracy(
+    directory: Path, problems: ProblemSet, engine_options: dict[str, Any]
+) -> Accuracy:
+    """Answer problems greedily with one model.
+
+    Args:
+        directory: Directory of the model.
+        problems: The problems.
+        engine_options: Fields of `EngineOptions`.
     """
-    given = [match.group(1).strip() for match in pattern.finditer(text)]
-    return sum(same_number_or_text(g, a) for g, a in zip(given, answers, strict=False))
+    documents, rows = problems.documents, problems.max_num_seqs
+    # fine enough that slabs do not blur the comparison, few enough to be read in one go each
+    slab_pages = min(256, max(8, 2 * rows))
+    llm = LLM(directory, max_num_seqs=rows, slab_pages=slab_pages, **engine_options)
+    params = [greedy_params(document, problems.max_tokens) for document in documents]
+    outputs = llm.generate([prompt_text(document) for document in documents], params)
+    texts = [output.outputs[0].text for output in outputs]
+    return Accuracy(
+        share=ratio(
+            [float(count) for count in count_correct(documents, texts, problems.scorer)],
+            [float(len(document.gold)) for document in documents],
+        ),
+        cost=answer_cost(llm, outputs),
+    )
+
+
+def count_correct(
+    documents: list[Document], texts: list[str], scorer: SheetScorer | None = None
+) -> list[int]:
+    """Return the number of right answers in the text of each document."""
+    scorer = scorer or SheetScorer()
+    with AnswerChecker() as checker:
+        scores = [
+            scorer.scores(document, [text], checker)[0]
+            for document, text in zip(documents, texts, strict=True)
+        ]
+    return [sum(score.correct) for score in scores]

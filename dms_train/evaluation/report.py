@@ -1,4 +1,4 @@
-"""Findings as files: `metrics.json`, `report.md` and two pictures."""
+"""A validation as files: `metrics.json`, `report.md` and two pictures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from dms_train.evaluation.findings import Findings
 from dms_train.evaluation.measure import Agreement, Cost
 from dms_train.evaluation.plots import draw_training
+from dms_train.evaluation.validation import ValidationResult
 from dms_train.inference.errors import InferenceError
 from dms_train.inference.heatmap import draw_heatmap
 from dms_train.method.base import MethodSpec
@@ -19,7 +19,7 @@ from dms_train.tables import markdown_table
 
 METRICS, REPORT = "metrics.json", "report.md"
 TRAINING, RETENTION = "training.png", "retention.png"
-NO_PLOTS = "no plots: matplotlib is not installed; pip install 'dms-train[plot]' draws them"
+NO_PLOTS = "no plots: matplotlib is not installed; pip install 'dms-train[eval]' draws them"
 _NAMES = {
     "teacher": "original",
     "window_only": "original, window only",
@@ -31,40 +31,40 @@ _WORDS = {
 }
 
 
-def tables(findings: Findings) -> str:
-    """What was found, as Markdown tables."""
-    parts, spec = [], findings.target.spec
+def tables(result: ValidationResult) -> str:
+    """Return the result as Markdown tables."""
+    parts, spec = [], result.target.spec
     names = {**_NAMES, "student": spec.label}
-    if findings.agreement is not None:
-        parts.append(_agreement_table(findings.agreement, spec))
-    if findings.solved:
-        rows = [[names[n], str(s.accuracy)] for n, s in findings.solved.items()]
+    if result.agreement is not None:
+        parts.append(_agreement_table(result.agreement, spec))
+    if result.accuracies:
+        rows = [[names[n], str(a.share)] for n, a in result.accuracies.items()]
         parts.append(markdown_table(["model", "accuracy"], rows))
-    for name, costs in findings.costs.items():
+    for name, costs in result.costs.items():
         parts.append(f"Cache {_WORDS[name]}:\n\n{_cost_table(costs, names)}")
-    found = findings.replay
-    verdict = "passed" if found.passed else "FAILED"
+    selftest = result.selftest
+    verdict = "passed" if selftest.passed else "FAILED"
     parts.append(
-        f"Self-test through the compact cache: {verdict}, KL {found.kl:.2e} nats/token "
-        f"(limit {found.limit:g})."
+        f"Self-test through the compact cache: {verdict}, KL {selftest.kl:.2e} nats/token "
+        f"(limit {selftest.limit:g})."
     )
     return "\n\n".join(parts)
 
 
-def _agreement_table(found: Agreement, spec: MethodSpec) -> str:
+def _agreement_table(agreement: Agreement, spec: MethodSpec) -> str:
     counted = "tokens past the window" if spec.window else "all tokens but the first"
-    share = found.evicted_share(found.student, spec.window)
+    share = agreement.evicted_share(agreement.student, spec.window)
     rows = [
-        [f"KL(original, {spec.label}), nats/token", str(found.kl)],
-        ["same most likely token", str(found.top1)],
-        ["next-token loss of the original, nats", str(found.teacher_loss)],
-        [f"next-token loss of {spec.label}, nats", str(found.student_loss)],
+        [f"KL(original, {spec.label}), nats/token", str(agreement.kl)],
+        ["same most likely token", str(agreement.top1)],
+        ["next-token loss of the original, nats", str(agreement.teacher_loss)],
+        [f"next-token loss of {spec.label}, nats", str(agreement.student_loss)],
         [f"{spec.verb}, of {counted}", f"{share:.3f}"],
     ]
-    if found.window_only is not None:
+    if agreement.window_only is not None:
         rows += [
-            ["KL(original, window only), nats/token", str(found.window_only.kl)],
-            ["next-token loss of window only, nats", str(found.window_only.loss)],
+            ["KL(original, window only), nats/token", str(agreement.window_only.kl)],
+            ["next-token loss of window only, nats", str(agreement.window_only.loss)],
         ]
     return markdown_table(["agreement", "value"], rows)
 
@@ -84,30 +84,30 @@ def _cost_table(costs: dict[str, Cost], names: dict[str, str]) -> str:
     return markdown_table(header, rows)
 
 
-def write(findings: Findings, folder: Path, rows: Path | None) -> list[str]:
+def write(result: ValidationResult, folder: Path, rows: Path | None) -> list[str]:
     """Write metrics, report and pictures.
 
     Args:
-        findings: What to write.
-        folder: Where to; made if absent.
-        rows: `metrics.jsonl` of the run that trained the export; None when unknown.
+        result: Result to write.
+        folder: Output folder; created if absent.
+        rows: `metrics.jsonl` of the run that trained the export; None if unknown.
 
     Returns:
         Lines for the user about what could not be done.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    pictures, advice = _draw(findings, folder, rows), []
+    pictures, advice = _draw(result, folder, rows), []
     if pictures is None:
         pictures, advice = [], [NO_PLOTS]
-    (folder / REPORT).write_text(_report(findings, pictures), encoding="utf-8")
-    numbers = json.dumps(findings.numbers(), indent=2)
+    (folder / REPORT).write_text(_report(result, pictures), encoding="utf-8")
+    numbers = json.dumps(result.numbers(), indent=2)
     (folder / METRICS).write_text(numbers + "\n", encoding="utf-8")
     return advice
 
 
-def _draw(findings: Findings, folder: Path, rows: Path | None) -> list[str] | None:
-    """Names of the pictures; None without matplotlib."""
-    kept = 1 / _main_cost(findings).cr_factors
+def _draw(result: ValidationResult, folder: Path, rows: Path | None) -> list[str] | None:
+    """Draw the pictures and return their names; None without matplotlib."""
+    kept = 1 / _main_cost(result).cr_factors
     try:
         draw_heatmap(kept, folder / RETENTION, "tokens kept", "share", (0.0, 1.0))
     except InferenceError:
@@ -117,32 +117,34 @@ def _draw(findings: Findings, folder: Path, rows: Path | None) -> list[str] | No
     return [RETENTION]
 
 
-def _main_cost(findings: Findings) -> Cost:
-    """Of the export in what it was mainly measured on."""
-    return next(iter(findings.costs.values()))["student"]
+def _main_cost(result: ValidationResult) -> Cost:
+    """Return the cost of the export in its main measurement."""
+    return next(iter(result.costs.values()))["student"]
 
 
-def _report(findings: Findings, pictures: list[str]) -> str:
-    factors = _main_cost(findings).cr_factors
+def _report(result: ValidationResult, pictures: list[str]) -> str:
+    factors = _main_cost(result).cr_factors
     eviction_channels = markdown_table(
         ["layer", *(f"KV head {head}" for head in range(factors.shape[1]))],
         [[str(n), *(f"{f:.2f}" for f in row)] for n, row in enumerate(factors.tolist())],
     )
-    parts = ["# Validation", _measured(findings), tables(findings), _meaning(findings)]
+    parts = ["# Validation", _measured(result), tables(result), _meaning(result)]
     parts.append(f"cr_factor by layer and KV head:\n\n{eviction_channels}")
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"
 
 
-def _measured(findings: Findings) -> str:
-    target, on = findings.target, []
+def _measured(result: ValidationResult) -> str:
+    target, on = result.target, []
     window = f" with a window of {target.window}" if target.window else ""
-    if findings.agreement is not None:
-        lengths = findings.agreement.lengths
+    if result.agreement is not None:
+        lengths = result.agreement.lengths
         sizes = " to ".join(str(size) for size in sorted({min(lengths), max(lengths)}))
         on.append(f"{len(lengths)} validation sequences of {sizes} tokens")
-    if findings.solved:
-        on.append(f"{findings.problems} problems on {findings.sheets} sheets, answered greedily")
+    if result.accuracies:
+        on.append(
+            f"{result.num_problems} problems on {result.num_sheets} sheets, answered greedily"
+        )
     versions = ", ".join(f"{name} {_version(name)}" for name in ("dms-train", "torch"))
     return "\n".join(
         [
@@ -150,7 +152,7 @@ def _measured(findings: Findings) -> str:
             f"- original: `{target.teacher}`",
             f"- measured on: {'; '.join(on)}",
             f"- device: {_device(target.device)}; {versions}, Python {platform.python_version()}",
-            f"- took {findings.seconds:.0f} s",
+            f"- took {result.seconds:.0f} s",
         ]
     )
 
@@ -168,7 +170,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _meaning(findings: Findings) -> str:
+def _meaning(result: ValidationResult) -> str:
     lines = [
         "In brackets: 95% bootstrap interval over sequences or sheets.",
         "",
@@ -178,14 +180,14 @@ def _meaning(findings: Findings) -> str:
         "- peak tokens: most tokens a sequence held at a time, mean over KV heads and sequences.",
         "- cache bytes: most memory the cache took, with everything that belongs to it.",
     ]
-    if findings.agreement is not None:
+    if result.agreement is not None:
         lines.append(
             "- KL and next-token loss: both models read the same text through their caches, "
-            f"{findings.target.spec.verb} tokens gone."
+            f"{result.target.spec.verb} tokens gone."
         )
-    if findings.solved:
+    if result.accuracies:
         lines.append("- accuracy: problems whose answer is exactly the expected one.")
-    if "window_only" in findings.solved:
+    if "window_only" in result.accuracies:
         lines.append(
             "- window only: the original's weights, every token evicted when it leaves the window."
         )

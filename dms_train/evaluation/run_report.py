@@ -1,7 +1,7 @@
 """A run folder as one HTML file that loads nothing: plots, tables, configuration.
 
-Everything comes from `metrics.jsonl` and `config.yaml`; the rows themselves are in the file too, as
-JSON, so that programs can read the report and it does not depend on the run folder.
+Everything comes from `metrics.jsonl` and `config.yaml`. The file also holds the rows as JSON, so
+that programs can read them without the run folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dms_train.inference.heatmap import draw_heatmap
 from dms_train.tables import html_table
 
 KEPT = "eval/kept"
-_VALIDATION = "export_eval/"
+_VALIDATION = "validate_export/"
 _EVALUATION = "eval/"
 # Picture, unit of its axis, metrics in it.
 _PANELS = (
@@ -32,14 +32,14 @@ _PANELS = (
     ("Token loss", "nats/token", ("train/kl", "train/lm", "eval/kl", "eval/lm")),
     (
         "Compression ratio, target and achieved",
-        "ratio",
+        "tokens / cache slots",
         ("train/target_cr", "train/cr", "eval/cr"),
     ),
-    ("Share of tokens decided against", "alpha", ("train/alpha", "eval/alpha")),
-    ("Gradient norm", "before clipping", ("train/grad_norm",)),
+    ("Share of tokens decided against", "share of tokens", ("train/alpha", "eval/alpha")),
+    ("Gradient norm", "L2 norm before clipping", ("train/grad_norm",)),
     ("Learning rate", "learning rate", ("train/lr",)),
     ("Throughput", "tokens/s", ("train/tokens_per_second",)),
-    ("Model FLOPs", "TFLOP/s a device", ("train/tflops_per_device",)),
+    ("Model FLOPs", "TFLOP/s per device", ("train/tflops_per_device",)),
     ("Model FLOPs utilization", "share of the peak", ("train/mfu",)),
     ("Memory of the fullest process", "GiB", ("train/memory_gib",)),
     ("Writing a checkpoint", "seconds", ("train/checkpoint_seconds",)),
@@ -60,7 +60,7 @@ class RunRecord:
 
     Attributes:
         folder: The run folder.
-        rows: Of `metrics.jsonl`, in the order they were written.
+        rows: Rows of `metrics.jsonl`, in the order they were written.
         config: Text of `config.yaml`; empty when there is none.
     """
 
@@ -84,7 +84,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def render(record: RunRecord) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Raises:
         EvaluationError: matplotlib is not installed.
@@ -93,7 +93,7 @@ def render(record: RunRecord) -> str:
         pictures = "".join(_pictures(record.rows))
     except (ImportError, InferenceError) as error:
         raise EvaluationError(
-            f"a report needs matplotlib; pip install 'dms-train[plot]' ({error})"
+            f"a report needs matplotlib; pip install 'dms-train[eval]' ({error})"
         ) from error
     name = html.escape(record.folder.resolve().name)
     parts = [
@@ -145,13 +145,13 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 
 def _validation(rows: list[dict[str, Any]]) -> str:
-    """The last validation of the export; intervals are in one row with their value."""
-    found = [row for row in rows if any(name.startswith(_VALIDATION) for name in row)]
-    if not found:
+    """Return the last validation of the export; intervals are in one row with their value."""
+    validations = [row for row in rows if any(name.startswith(_VALIDATION) for name in row)]
+    if not validations:
         return ""
     values = {
         name.removeprefix(_VALIDATION): value
-        for name, value in found[-1].items()
+        for name, value in validations[-1].items()
         if name.startswith(_VALIDATION)
     }
     own = [name for name in values if not name.endswith((".low", ".high"))]
@@ -161,12 +161,12 @@ def _validation(rows: list[dict[str, Any]]) -> str:
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> str:
-    found = [row for row in rows if any(name.startswith(_EVALUATION) for name in row)]
-    if not found:
+    evaluations = [row for row in rows if any(name.startswith(_EVALUATION) for name in row)]
+    if not evaluations:
         return ""
-    present = (name for row in found for name in row if name.startswith(_EVALUATION))
+    present = (name for row in evaluations for name in row if name.startswith(_EVALUATION))
     names = [name for name in dict.fromkeys(present) if name != KEPT]
-    lines = [[row["step"], *(row.get(name) for name in names)] for row in found]
+    lines = [[row["step"], *(row.get(name) for name in names)] for row in evaluations]
     header = ["step", *(name.removeprefix(_EVALUATION) for name in names)]
     return f"<h2>Evaluations</h2>{_table(header, lines)}"
 
@@ -192,5 +192,5 @@ def _cell(value: Any) -> str:
 
 
 def _embedded(rows: list[dict[str, Any]]) -> str:
-    """The rows as JSON that cannot end the element around it."""
+    """Return the rows as JSON that cannot end the element around it."""
     return json.dumps(rows).replace("<", "\\u003c")

@@ -1,9 +1,9 @@
-"""Verifies many answers in worker processes, each with limited time.
+"""Verification of many answers in worker processes, each with limited time.
 
 The comparison of two expressions can run for ever in code that no signal interrupts, such as the
 power of two large numbers. A worker that has used up its processor time is killed and replaced; its
-attempt gets the verdict `timeout`. Time of the clock is limited too, generously: a process that
-waits for others on a busy machine is not stuck.
+attempt gets the verdict `timeout`. Wall-clock time is limited too, but generously, because a
+process that waits for others on a busy machine is not stuck.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
-
-import psutil
 
 from dms_train.evaluation.answers import (
     CALL_SECONDS,
@@ -43,15 +41,15 @@ _WORKER_BYTES = 4 << 30  # address space; an expression may be a number of any s
 
 
 def require_math_verify() -> None:
-    """Refuse early where math-verify is not installed.
+    """Refuse early if math-verify is missing.
 
     Raises:
-        EvaluationError: It is not.
+        EvaluationError: math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise EvaluationError(
             "answers are compared by math-verify, which is not installed; "
-            "pip install 'math-verify[antlr4_9_3]' or the extra `data`"
+            "pip install 'dms-train[data]'"
         )
 
 
@@ -87,7 +85,6 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.entry: _Entry | None = None
-        self._watched = psutil.Process(self.process.pid)
         self._limit(Limits(processor=_START_SECONDS))
 
     def give(self, entry: _Entry, limits: Limits) -> None:
@@ -102,7 +99,7 @@ class _Worker:
         self.look_at = now + min(limits)
 
     def has_time(self) -> bool:
-        """Whether no limit is exceeded; `look_at` is when that can be otherwise."""
+        """Return whether no limit is exceeded; `look_at` is when that can change."""
         now = time.monotonic()
         if now < self.look_at:
             return True
@@ -112,8 +109,10 @@ class _Worker:
         return left > 0
 
     def _processor_time(self) -> float:
+        import psutil  # not in the base installation
+
         try:
-            used = self._watched.cpu_times()
+            used = psutil.Process(self.process.pid).cpu_times()
         except psutil.Error:  # it has ended, which its pipe will say
             return 0.0
         return float(used.user + used.system)
@@ -146,8 +145,8 @@ class Verifier:
         """Start the processes.
 
         Args:
-            workers: How many.
-            limits: After which a worker that has not answered is killed.
+            workers: Number of worker processes.
+            limits: Limits after which a silent worker is killed.
 
         Raises:
             EvaluationError: math-verify is not installed.
@@ -178,7 +177,7 @@ class Verifier:
         return Losses(self._stuck, self._crashed)
 
     def verdicts(self, attempts: Iterable[Attempt]) -> Iterator[Verdict]:
-        """The verdict of every attempt, in order; attempts are read a little ahead.
+        """Yield the verdict of every attempt, in order; a few attempts are read in advance.
 
         Raises:
             EvaluationError: A worker does not start.
@@ -189,7 +188,7 @@ class Verifier:
     def verified(
         self, items: Iterable[Item], attempts: Callable[[Item], list[Attempt]]
     ) -> Iterator[tuple[Item, list[Verdict]]]:
-        """Every item with the verdicts of its attempts, in order; items are read a little ahead.
+        """Yield every item with the verdicts of its attempts, in order; a few are read in advance.
 
         Raises:
             EvaluationError: A worker does not start.
@@ -260,7 +259,7 @@ def _is_busy(worker: _Worker) -> bool:
 
 
 def _work(pipe: Connection) -> None:
-    """A worker process: reports that it is ready, then answers attempts until the pipe closes."""
+    """Run a worker process: report that it is ready, then answer attempts until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_WORKER_BYTES, _WORKER_BYTES))

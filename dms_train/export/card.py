@@ -1,4 +1,4 @@
-"""The model card of an export: README.md with the front matter that the Hugging Face hub reads.
+"""Model card of an export: README.md with the front matter that the Hugging Face hub reads.
 
 It states known facts only: a licence that the base model's own card does not name is
 `unknown`. Written with PyYAML, so that a machine that trains needs no huggingface_hub.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def render(
             f"# {title}",
             "A dense model exported by dms-train.",
             *([] if pooled_from is None else [_pooled(architecture, pooled_from)]),
-            _table(origin),
+            markdown_table(_NO_TITLES, origin),
             _loading(code_files, None),
         ]
     else:
@@ -152,7 +152,7 @@ def render(
             markdown_table(_NO_TITLES, [*origin, *_training(model, layout)]),
             "## Method",
             f"Constants of the retrofit (preset `{model.spec.preset}`):",
-            markdown_table(_NO_TITLES, [(f"`{k}`", v) for k, v in model.spec.to_dict().items()]),
+            markdown_table(_NO_TITLES, [(f"`{k}`", v) for k, v in asdict(model.spec).items()]),
             "## Evaluation",
             f"{_BEGIN}\nNot evaluated.\n{_END}",
             _loading(code_files, layout),

@@ -1,4 +1,4 @@
-"""The Python files of an export.
+"""Python files of an export.
 
 The modules of `export/shipped` that end in the name of the method are copied as they are. They
 import each other, torch and transformers, and nothing of this package. Two short files are added,

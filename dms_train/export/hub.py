@@ -8,7 +8,7 @@ from dms_train.hf.typed import typed
 
 
 class HubError(ValueError):
-    """An upload that cannot be made."""
+    """Error of an upload that cannot be made."""
 
 
 @typed
@@ -19,14 +19,11 @@ def check_upload(repo_id: str) -> None:
         repo_id: `NAME` or `OWNER/NAME`.
 
     Raises:
-        HubError: The name is not valid, there is no token, or the library is absent or offline.
+        HubError: The name is not valid, there is no token, or the library is offline.
     """
     where = f"--push-to-hub={repo_id}"
-    try:
-        from huggingface_hub import constants, errors, get_token, utils
-    except ImportError:
-        fix = "pip install 'dms-train[hf]'"
-        raise HubError(f"{where}: the package huggingface_hub is absent; {fix}") from None
+    from huggingface_hub import constants, errors, get_token, utils
+
     try:
         utils.validate_repo_id(repo_id)
     except errors.HFValidationError:

@@ -120,7 +120,7 @@ def pool_kv_heads(
         cr_factor=None,
         target_cr=1.0,
         dtype=_dtype(reader, architecture),
-        export_format="dms",
+        export_format="dense",
         weights=pooled_weights(reader, architecture, kv_heads),
         source_dir=directory,
         selftest=None,

@@ -26,7 +26,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A Llama-like decoder.
+    """Llama-like decoder.
 
     Attributes:
         family: A name in `dms_train.families`.
@@ -50,12 +50,12 @@ class Architecture:
 
     @property
     def add_qkv_bias(self) -> bool:
-        """Whether the q, k and v projections have a bias."""
+        """True if the q, k and v projections have a bias."""
         return FAMILIES[self.family].qkv_bias
 
     @property
     def qk_layernorm(self) -> bool:
-        """Whether q and k are normalised per head before RoPE."""
+        """True if q and k are normalised per head before RoPE."""
         return FAMILIES[self.family].qk_norm
 
     def check(self, path: str) -> Iterator[str]:

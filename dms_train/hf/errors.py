@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class HFError(ValueError):
-    """A file, model directory or architecture that cannot be used."""
+    """Error of a file, model directory or architecture that cannot be used."""

@@ -37,10 +37,8 @@ def read_tokenizer(directory: Path) -> Any:
             a file beside it is damaged or gives a token another id.
     """
     path = directory / TOKENIZER_FILE
-    try:
-        import tokenizers
-    except ImportError:
-        raise HFError(f"{path}: text needs the tokenizers package; install it") from None
+    import tokenizers
+
     if not path.is_file():
         raise HFError(f"{directory}: no {TOKENIZER_FILE}; give a local tokenizer directory")
     text = _plain_text(path)
@@ -66,16 +64,17 @@ def read_chat_tokenizer(directory: Path) -> Any:
     `tokenizer.json` according to the class or model type that other files state.
 
     Raises:
-        HFError: As `read_tokenizer`; transformers is not installed, cannot read the files, or
-            gives other ids than `read_tokenizer`.
+        HFError: As `read_tokenizer`; transformers cannot read the files, or gives other ids than
+            `read_tokenizer`.
+        ModuleNotFoundError: transformers is not installed.
     """
     tokenizer = read_tokenizer(directory)
     for pattern in _TEMPLATES:
         for path in directory.glob(pattern):
             _plain_text(path)
-    try:
-        from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast  # not in the base installation
 
+    try:
         wrapped = PreTrainedTokenizerFast.from_pretrained(
             os.fspath(directory),
             local_files_only=True,
@@ -83,8 +82,6 @@ def read_chat_tokenizer(directory: Path) -> Any:
             split_special_tokens=False,
             **_without_other_keys(directory, tokenizer),
         )
-    except ImportError:
-        raise HFError(f"{directory}: chat templates need transformers; install it") from None
     except Exception as error:  # damaged files surface as many kinds of error
         raise HFError(f"{directory}: the tokenizer does not load ({_one_line(error)})") from None
     _require_same_ids(directory, tokenizer, wrapped)

@@ -33,7 +33,7 @@ def draw_heatmap(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise InferenceError("a heatmap needs matplotlib; install dms-train[plot]") from None
+        raise InferenceError("a heatmap needs matplotlib; pip install 'dms-train[eval]'") from None
     low, high = limits
     layers, heads = values.shape
     figure = Figure(figsize=(2.5 + 0.5 * heads, 1.8 + 0.3 * layers), layout="constrained")

@@ -14,13 +14,14 @@ import dms_train
 from dms_train.app.model import read_architecture
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
-from dms_train.config.memory import checkpoint_bytes, parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.launch.nodes import Needs
+from dms_train.planning.memory import checkpoint_bytes, parameter_count
 
 Kind = Literal["convert", "train", "validate"]
 TEMPLATES = Path(dms_train.__file__).parent / "slurm"
-PREPARE, IMPORT, VALIDATE, EVALUATE = "prepare", "hf_to_megatron", "validate", "evaluate"
+PREPARE, IMPORT = "prepare", "hf_to_megatron"
+VALIDATE_EXPORT, RUN_TASKS = "validate_export", "run_tasks"
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _FP32 = 4
 START_FOLDER = "start"  # in the run folder: what IMPORT writes and training begins with
@@ -28,23 +29,24 @@ START_FOLDER = "start"  # in the run folder: what IMPORT writes and training beg
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One stage of the chain; its name is that of its mark in the run folder."""
+    """One stage of the chain; its name is also the name of its mark in the run folder."""
 
     stage: str
     kind: Kind
 
 
 def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
-    """The jobs of a run in order.
+    """Return the jobs of a run in order.
 
     `prepare` checks the token files, and makes them if --prepare was given; `hf_to_megatron` makes
     the checkpoint that training starts from; then follow the stages of `stage.run`. An export is
-    validated on one node, whether or not `stage.run` names `validate`, and evaluated on one node.
+    always validated, whether or not `stage.run` names `validate_export`. Validation and tasks take
+    one node.
 
     Raises:
         ConfigError: A stage to skip does not exist, or the stages do not make a chain.
     """
-    trained = [stage for stage in config.stage.run if stage not in (VALIDATE, EVALUATE)]
+    trained = [stage for stage in config.stage.run if stage not in (VALIDATE_EXPORT, RUN_TASKS)]
     if len(set(trained)) != len(trained):
         raise ConfigError("stage.run: a chain has one job for each stage; name each once")
     jobs = [Job(PREPARE, "convert")]
@@ -52,9 +54,9 @@ def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
         jobs.append(Job(IMPORT, "convert"))
     jobs += [Job(stage, "train") for stage in trained]
     if "export" in trained and config.model.path is not None and compresses(config):
-        jobs.append(Job(VALIDATE, "validate"))
-    if EVALUATE in config.stage.run:
-        jobs.append(Job(EVALUATE, "validate"))
+        jobs.append(Job(VALIDATE_EXPORT, "validate"))
+    if RUN_TASKS in config.stage.run:
+        jobs.append(Job(RUN_TASKS, "validate"))
     names = [job.stage for job in jobs]
     for name in skipped:
         if name not in names:
@@ -63,18 +65,18 @@ def chain(config: RunConfig, skipped: Collection[str] = ()) -> list[Job]:
 
 
 def imports(config: RunConfig) -> bool:
-    """Whether training starts from a checkpoint that the chain makes."""
+    """Return whether training starts from a checkpoint that the chain makes."""
     own = str(Path(config.run.dir) / START_FOLDER)
     return config.model.path is not None and config.run.load in (None, own)
 
 
 def compresses(config: RunConfig) -> bool:
-    """Whether the export has decisions that can be evaluated."""
+    """Return whether the export has decisions that can be evaluated."""
     return bool({"zero_neuron", "retrofit", "hold"} & set(config.stage.run))
 
 
 def frozen(config: RunConfig, skipped: Collection[str] = ()) -> RunConfig:
-    """The configuration that the jobs read: an absolute run folder and the chain's own start."""
+    """Return the configuration that the jobs read, with an absolute run folder."""
     run = replace(config.run, dir=str(Path(config.run.dir).expanduser().resolve()))
     config = replace(config, run=run)
     if imports(config) and IMPORT not in skipped:
@@ -83,19 +85,24 @@ def frozen(config: RunConfig, skipped: Collection[str] = ()) -> RunConfig:
 
 
 def script(job: Job, config: RunConfig, workdir: Path) -> str:
-    """The batch script of a job: its template with every `@PLACEHOLDER@` filled."""
+    """Return the batch script of a job: its template with every `@PLACEHOLDER@` filled."""
     text = (TEMPLATES / f"{job.kind}.sbatch").read_text(encoding="utf-8")
     values = _values(job, config, workdir)
     return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
 def needs(job: Job, config: RunConfig) -> Needs:
-    """What every node is checked for before a job starts."""
+    """Return what every node is checked for before a job starts."""
     cluster = config.cluster
     # one GPU for each rank; a conversion runs on CPUs, a validation on one GPU
     gpus = {"train": cluster.processes_per_node, "validate": 1}.get(job.kind, 0)
     architecture = read_architecture(config.model)
-    free = {PREPARE: 0, VALIDATE: 0, EVALUATE: 0, IMPORT: _FP32 * parameter_count(architecture)}
+    free = {
+        PREPARE: 0,
+        VALIDATE_EXPORT: 0,
+        RUN_TASKS: 0,
+        IMPORT: _FP32 * parameter_count(architecture),
+    }
     return Needs(
         gpus if cluster.gpus_per_node else 0,
         # a tenth on top for the index and for the rows that pad the vocabulary
@@ -119,7 +126,7 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
         "LOG": _log_pattern(run, job),
         "NODES": str(cluster.nodes),
         "CPUS": str(cluster.cpus_per_node),
-        "TIME": cluster.time if job.kind == "train" or job.stage == EVALUATE else convert,
+        "TIME": cluster.time if job.kind == "train" or job.stage == RUN_TASKS else convert,
         "SITE": "\n".join(_site_lines(cluster, job.kind)),
         "NPROC": str(cluster.processes_per_node),
         "NODE_GPUS": str(wanted.gpus),
@@ -133,7 +140,7 @@ def _values(job: Job, config: RunConfig, workdir: Path) -> dict[str, str]:
 
 
 def _log_pattern(run: Path, job: Job) -> str:
-    """Where sbatch writes, in its own spelling: `%` begins a field, quotes keep spaces."""
+    """Return the path sbatch writes to, in its own spelling: `%` begins a field."""
     folder = str(run / "logs").replace("%", "%%")
     return shlex.quote(f"{folder}/{job.stage}-%j.log")
 
@@ -157,7 +164,7 @@ def _site_lines(cluster: ClusterOptions, kind: Kind) -> list[str]:
 
 
 def container_options(cluster: ClusterOptions, run: Path, workdir: Path) -> list[str]:
-    """Options of srun, not of sbatch: the batch shell stays outside, where scontrol exists."""
+    """Return the container's options of srun; the batch shell stays outside, with scontrol."""
     if cluster.container_image is None:
         return []
     own = [f"{folder}:{folder}" for folder in dict.fromkeys((run, workdir))]

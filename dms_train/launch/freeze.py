@@ -21,7 +21,7 @@ _WORKDIR = Path("launch") / "workdir.txt"
 def freeze(config: RunConfig, command: str) -> None:
     """Fill a run folder that holds no configuration yet; one that does stays as it is.
 
-    A job that is requeued hours later runs the copied code, whatever happened to the original.
+    A job that is requeued hours later runs the copied code, even if the original has changed.
     """
     run = Path(config.run.dir)
     if (run / CONFIG_FILE).is_file():
@@ -39,7 +39,7 @@ def freeze(config: RunConfig, command: str) -> None:
 
 
 def workdir(run: Path) -> Path:
-    """Where the jobs of a run work: the folder of the first submission, for relative paths."""
+    """Return the working folder of a run's jobs: that of the first submission."""
     file = run / _WORKDIR
     return Path(file.read_text().removesuffix("\n")) if file.is_file() else Path.cwd()
 
@@ -59,7 +59,7 @@ def _packages() -> str:
 
 
 def _git() -> str:
-    """Commit and uncommitted changes of the code, where it is a git checkout."""
+    """Return commit and uncommitted changes of the code, if it is a git checkout."""
     words = (("rev-parse", "HEAD"), ("status", "--short"), ("diff", "HEAD"))
     parts = []
     for arguments in words:

@@ -1,4 +1,4 @@
-"""What a node must have for a stage, and what it has."""
+"""Requirements of a stage on a node, and what the node has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NodeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What every node of a job must have.
+    """Requirements on every node of a job.
 
     Attributes:
         gpus: GPUs that are visible; 0 does not look.
@@ -36,11 +36,11 @@ class Needs:
 
 
 def look(run: Path, needs: Needs, visible: str | None = None) -> str:
-    """What the node has, in one line.
+    """Describe the node in one line.
 
     Args:
         run: Run folder.
-        needs: What it must have.
+        needs: Requirements.
         visible: CUDA_VISIBLE_DEVICES; None when it is not set.
 
     Raises:
@@ -63,7 +63,7 @@ def look(run: Path, needs: Needs, visible: str | None = None) -> str:
 
 
 def _visible_gpus(visible: str | None) -> int:
-    """GPUs that nvidia-smi lists, or those of them that the job may use."""
+    """Return the GPUs that nvidia-smi lists, or those of them that the job may use."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=120, check=True

@@ -1,4 +1,4 @@
-"""Whether a node has what a stage needs: `python -m dms_train.launch.preflight RUN`.
+"""Check that a node has what a stage needs: `python -m dms_train.launch.preflight RUN`.
 
 One line reports what was found. A node that lacks something ends the attempt with one line that
 names it, which `dms-submit status` repeats. The health of GPUs and links is not checked.
@@ -33,7 +33,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     parser = argparse.ArgumentParser(prog="preflight", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--gpus", type=int, default=0)

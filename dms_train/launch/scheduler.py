@@ -12,7 +12,7 @@ class SchedulerError(ValueError):
 
 
 def available() -> bool:
-    """Whether this machine can submit jobs."""
+    """Return whether this machine can submit jobs."""
     return shutil.which("sbatch") is not None
 
 
@@ -40,7 +40,7 @@ def submit(script: str, after: str | None) -> str:
 
 
 def test(script: str) -> str:
-    """SLURM's answer to a script that it does not run: when it would start, or why not."""
+    """Return SLURM's answer to a script that it does not run: its start, or why not."""
     try:
         done = subprocess.run(
             ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False
@@ -52,7 +52,7 @@ def test(script: str) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
-    """State of those jobs that SLURM still has in its queue."""
+    """Return the state of the jobs that are in SLURM's queue."""
     wanted = set(jobs)
     if not wanted or not available():
         return {}
@@ -63,7 +63,7 @@ def states(jobs: Iterable[str]) -> dict[str, str]:
 
 
 def ended_as(job: str) -> str | None:
-    """State of a job that has ended; None when SLURM has no record of it."""
+    """Return the state of a job that has ended; None when SLURM has no record of it."""
     try:
         described = _run(["scontrol", "show", "job", "-o", job], "")
     except SchedulerError:

@@ -13,7 +13,7 @@ from dms_train.cli.errors import run_main
 from dms_train.config.build import ConfigError
 from dms_train.config.frozen import CONFIG_FILE, read_frozen
 from dms_train.config.schema import RunConfig
-from dms_train.launch.chain import EVALUATE, IMPORT, PREPARE, START_FOLDER, VALIDATE
+from dms_train.launch.chain import IMPORT, PREPARE, RUN_TASKS, START_FOLDER, VALIDATE_EXPORT
 from dms_train.observe import locks, log
 from dms_train.observe.state_files import StateFiles
 
@@ -64,17 +64,17 @@ def validate(config: RunConfig) -> None:
 
 
 def evaluate(config: RunConfig) -> None:
-    """Evaluate the final export on the tasks of `stage.evaluate`."""
+    """Evaluate the final export on the tasks of `stage.run_tasks`."""
     from dms_train.app.task_evaluation import evaluate_tasks
 
-    evaluate_tasks(config.stage.evaluate, Path(config.run.dir))
+    evaluate_tasks(config.stage.run_tasks, Path(config.run.dir))
 
 
 _STAGES: dict[str, Callable[[RunConfig], None]] = {
     PREPARE: prepare,
     IMPORT: import_model,
-    VALIDATE: validate,
-    EVALUATE: evaluate,
+    VALIDATE_EXPORT: validate,
+    RUN_TASKS: evaluate,
 }
 
 
@@ -97,7 +97,7 @@ def run(folder: Path, stage: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; exit code 0, or 2 with one line."""
+    """Run the command; exit code 0, or 2 with one line."""
     folder, stage = sys.argv[1:] if arguments is None else arguments
     log.configure(0)
     return run_main(lambda: run(Path(folder), stage))

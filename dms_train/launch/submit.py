@@ -32,20 +32,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dms_train.app.model import read_architecture
-from dms_train.cli.config_source import compose
 from dms_train.cli.errors import run_main
-from dms_train.config import validation
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
 from dms_train.config.cluster import ClusterOptions
 from dms_train.config.frozen import CONFIG_FILE, read_frozen, require_same
-from dms_train.config.gpus import GPUS
 from dms_train.config.schema import RunConfig
 from dms_train.launch import scheduler
-from dms_train.launch.chain import VALIDATE, Job, chain, frozen, needs, script
+from dms_train.launch.chain import VALIDATE_EXPORT, Job, chain, frozen, needs, script
 from dms_train.launch.freeze import freeze, workdir
 from dms_train.launch.stage import PREPARE_FILE
-from dms_train.observe.state_files import StateFiles
+from dms_train.observe.state_files import StateFiles, current_stage
+from dms_train.planning import validation_memory
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS
 
 _JOBS_FILE = Path("launch") / "jobs.json"
 _VERBS = ("status", "resume", "cancel")
@@ -54,7 +53,7 @@ _AGAIN_SECONDS = 0.2
 
 
 def main() -> None:
-    """Entry point; exit code 0, or 2 with one line for each problem."""
+    """Run the command; exit code 0, or 2 with one line for each problem."""
     sys.exit(run_main(lambda: _main(sys.argv[1:])))
 
 
@@ -62,6 +61,8 @@ def _main(arguments: list[str]) -> int:
     if arguments and arguments[0] in _VERBS:
         return _act_on(arguments[0], arguments[1:])
     options = _parse(arguments)
+    from dms_train.cli.config_source import compose
+
     config = compose(options.overrides, options.config_dir)
     skipped = [name for name in options.skip.split(",") if name]
     check(
@@ -106,14 +107,16 @@ def _check_site(cluster: ClusterOptions) -> None:
 def _check_validation(jobs: list[Job], config: RunConfig) -> None:
     """Refuse a validation that its one GPU cannot hold."""
     name = config.cluster.gpu
-    if name is None or VALIDATE not in [job.stage for job in jobs]:
+    if name is None or VALIDATE_EXPORT not in [job.stage for job in jobs]:
         return
     gpu = GPUS[name]
-    problem = validation.problem(config, read_architecture(config.model), gpu.label, gpu.memory)
+    problem = validation_memory.problem(
+        config, read_architecture(config.model), gpu.label, gpu.memory
+    )
     if problem is not None:
         raise ConfigError(
-            f"{problem}; leave it out with --skip {VALIDATE}, and run dms-validate on a larger "
-            "GPU or on a CPU"
+            f"{problem}; leave it out with --skip {VALIDATE_EXPORT}, and run dms-validate on a "
+            "larger GPU or on a CPU"
         )
 
 
@@ -188,7 +191,7 @@ def _left(jobs: list[Job], config: RunConfig) -> list[Job]:
 
 
 def _show(jobs: list[Job], config: RunConfig) -> None:
-    """What would be submitted, and SLURM's answer to it."""
+    """Print what would be submitted, and SLURM's answer to it."""
     left = _left(jobs, config)
     print(f"run folder {config.run.dir}: {' -> '.join(job.stage for job in jobs)}")
     for job in jobs:
@@ -237,7 +240,7 @@ def _submit(jobs: list[Job], config: RunConfig) -> None:
 
 
 def _submitted(run: Path) -> dict[str, str]:
-    """Job ids of the newest submission by stage."""
+    """Return the job ids of the newest submission by stage."""
     file = run / _JOBS_FILE
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
@@ -263,7 +266,8 @@ def _act(verb: str, run: Path) -> int:
         return _cancel(run)
     scheduler.require()
     with _alone(run):
-        _submit([job for job in chain(config) if job.stage in _submitted(run)], config)
+        submitted = {current_stage(name) for name in _submitted(run)}
+        _submit([job for job in chain(config) if job.stage in submitted], config)
     return 0
 
 
@@ -278,7 +282,7 @@ def _cancel(run: Path) -> int:
 
 
 def _why(files: StateFiles) -> str:
-    """What the newest attempt records about its end."""
+    """Return what the newest attempt records about its end."""
     cause = files.root_cause()
     if cause is None or cause["error"] == "PeerLost":
         return (
@@ -288,7 +292,7 @@ def _why(files: StateFiles) -> str:
 
 
 def _ended(run: Path, stage: str, job: str) -> str:
-    """What is known about a job that SLURM ended before it wrote its state file."""
+    """Return what is known about a job that SLURM ended before it wrote its state file."""
     if not scheduler.available():
         return "not finished; SLURM is not installed here"
     state = scheduler.ended_as(job)
@@ -298,7 +302,7 @@ def _ended(run: Path, stage: str, job: str) -> str:
 
 
 def _status(run: Path) -> int:
-    """One line for each stage, why the run failed if it did, and how far it is."""
+    """Return one line for each stage, why the run failed if it did, and how far it is."""
     files, jobs = StateFiles(run), _submitted(run)
     queue = scheduler.states(jobs.values())
     failed = False

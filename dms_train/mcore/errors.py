@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint folder that cannot be used."""
+    """Error of a checkpoint folder that cannot be used."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that was not finished or has changed since; an older one may do."""
+    """Error of an incomplete or changed checkpoint; an older one may be usable."""
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written, the same on every rank; older ones are untouched."""
+    """Error of a checkpoint that cannot be written, the same on every rank; older ones stay."""
 
 
 class ModelError(ValueError):
-    """Weights or an architecture that cannot be built."""
+    """Error of weights or an architecture that cannot be built."""

@@ -1,8 +1,8 @@
 """Device of the program, chosen once, at start-up, in this module only.
 
 megatron-core names `torch.cuda` in its layers, schedules, optimizers and random-number tracker.
-Without CUDA, `start` makes those few names mean the CPU, so that the very same megatron code runs
-with gloo. With CUDA nothing is patched.
+Without CUDA, `start` redirects those names to the CPU, so that the same Megatron code runs with
+gloo. With CUDA nothing is patched.
 """
 
 from __future__ import annotations

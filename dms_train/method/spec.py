@@ -1,4 +1,4 @@
-"""The methods, found by their packages, their stored specifications and their presets; no torch.
+"""Find the methods by their packages, and read stored specifications and presets; no torch.
 
 A `method` block and a stored specification name their method under the key `kind`; without it the
 method is Dynamic Memory Sparsification. `conf/method/NAME.yaml` holds all values of each preset, so
@@ -19,7 +19,7 @@ import yaml
 from dms_train.method.base import SPEC_VERSION, MethodOptions, MethodSpec
 
 KIND = "kind"
-_DEFAULT = "dms"
+DEFAULT_METHOD = "dms"
 _PRESET_DIR = Path(__file__).resolve().parents[1] / "conf" / "method"
 
 
@@ -94,19 +94,20 @@ def options_from(spec: MethodSpec) -> MethodOptions:
 def _kind(values: Mapping[str, Any]) -> str:
     if not isinstance(values, Mapping):
         raise ValueError(f"method={values!r}: expected a mapping of constants")
-    kind = values.get(KIND, _DEFAULT)
+    kind = values.get(KIND, DEFAULT_METHOD)
     if not isinstance(kind, str) or kind not in OPTIONS:
         raise ValueError(f"method.{KIND}={kind}: choose one of {', '.join(OPTIONS)}")
     return kind
 
 
 def _presets() -> dict[str, MethodOptions]:
-    found = {}
+    presets = {}
     for file in sorted(_PRESET_DIR.glob("*.yaml")):
         values = yaml.safe_load(file.read_text("utf-8"))
-        found[file.stem] = options_of(values).from_fields({KIND: _DEFAULT, **values})
-        found[file.stem].require_valid()
-    return found
+        preset = options_of(values).from_fields({KIND: DEFAULT_METHOD, **values})
+        preset.require_valid()
+        presets[file.stem] = preset
+    return presets
 
 
 PRESETS = _presets()

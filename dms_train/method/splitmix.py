@@ -38,7 +38,7 @@ def steps(like: Tensor, value: int | Tensor) -> Tensor:
 
 
 def mix(x: Numbers) -> Numbers:
-    """The finalizer of SplitMix64, int64 to int64."""
+    """Apply the finalizer of SplitMix64, int64 to int64."""
     x = (x ^ shift_right(x, 30)) * MIX_1
     x = (x ^ shift_right(x, 27)) * MIX_2
     return x ^ shift_right(x, 31)

@@ -51,8 +51,8 @@ class Report:
     Attributes:
         host: Its machine.
         step: The last step that it took.
-        phase: What its main thread does.
-        place: Where it was at the time of writing.
+        phase: Phase of its main thread.
+        place: Function that the main thread was in at the time of writing.
         seconds: Time without progress in this phase.
         process: Its process (`processes.mark`).
     """
@@ -87,7 +87,7 @@ class Heartbeats:
     Attributes:
         folder: Folder of one file for each rank, on a file system that all ranks share.
         rank: This one.
-        ranks: How many there are.
+        ranks: Number of ranks.
         patience: Seconds without a heartbeat, or without progress in a phase with a limit, after
             which a rank counts as stalled.
         hang: Called once, in a thread of its own, with a description of the stalled ranks, or None
@@ -115,23 +115,23 @@ class Heartbeats:
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Begin to write and to watch."""
+        """Start to write and to watch."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._began = self._beat()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
 
     def reached(self, step: int) -> None:
-        """A step was taken. The first one of a process compiles kernels and has no limit."""
+        """Record a step. The first one of a process compiles kernels and has no limit."""
         self._step, self._warm = step, True
 
     def progressed(self) -> None:
-        """The main thread made progress within its phase, such as the next microbatch."""
+        """Record progress of the main thread within its phase, such as the next microbatch."""
         self._progress += 1
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """Meanwhile the main thread is in this phase."""
+        """Mark the phase of the main thread inside the block."""
         before, self._phase = self._phase, name
         self.progressed()
         try:
@@ -141,7 +141,7 @@ class Heartbeats:
             self.progressed()
 
     def stop(self, *, in_order: bool = True) -> None:
-        """End; not in order, the file stays, so that other ranks see that this one is gone."""
+        """End. After a failure the file stays, so that other ranks see that this one is gone."""
         if self._ends.is_set():
             return
         self._ends.set()
@@ -152,13 +152,13 @@ class Heartbeats:
             self._remove()
 
     def silent(self) -> list[Silent]:
-        """The ranks without a heartbeat for longer than the patience."""
+        """Return the ranks without a heartbeat for longer than the patience."""
         now = self._beat()
         found = (self._age(rank, now) for rank in range(self.ranks))
         return [silent for silent in found if silent is not None]
 
     def ended(self) -> str | None:
-        """The ranks of this machine whose processes were gone at this check and the last one.
+        """Return the ranks of this machine whose processes were gone at the last two checks.
 
         A rank that leaves in order removes its file before its process ends.
         """
@@ -167,7 +167,7 @@ class Heartbeats:
         return ", ".join(f"rank {r} ({found[r]})" for r in sorted(before & self._gone)) or None
 
     def _neighbours(self) -> Iterator[tuple[int, Report]]:
-        """Other ranks of this machine, which are consecutive."""
+        """Return other ranks of this machine, which are consecutive."""
         for row in (range(self.rank + 1, self.ranks), range(self.rank - 1, -1, -1)):
             for rank in row:
                 report = self._current(rank)
@@ -177,7 +177,7 @@ class Heartbeats:
                     yield rank, report
 
     def stuck(self) -> str | None:
-        """A description of ranks that run but make no progress.
+        """Describe ranks that run but make no progress.
 
         A rank checks all ranks when the next one is stalled; rank 0 detects that all wait.
         """
@@ -250,7 +250,7 @@ class Heartbeats:
         return False
 
     def _has_report(self) -> bool:
-        """Whether a rank of this run has reported why it ends."""
+        """Return whether a rank of this run has reported why it ends."""
         try:
             return (self.folder / _REPORTED).stat().st_mtime >= self._began
         except FileNotFoundError:
@@ -277,7 +277,7 @@ class Heartbeats:
         return self.folder / f"{self.rank}.stack"
 
     def _beat(self) -> float:
-        """Write; the time that the file system gives it."""
+        """Write the file and return the time that the file system gives it."""
         phase: Phase = self._phase if self._warm or self._phase == "data" else "other"
         seconds = self._without_progress()
         self._own = Report(
@@ -291,7 +291,7 @@ class Heartbeats:
         return self._file(self.rank).stat().st_mtime
 
     def _without_progress(self) -> float:
-        """Seconds; a pause of the whole process counts for two intervals at most."""
+        """Return seconds; a pause of the whole process counts for two intervals at most."""
         looked, progress, seconds = self._last
         now = time.monotonic()
         passed = min(now - looked, 2 * self._interval())
@@ -304,14 +304,14 @@ class Heartbeats:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _report(self, rank: int) -> Report | None:
-        """The last heartbeat of a rank; None when it left, or is just writing."""
+        """Return the last heartbeat of a rank; None when it left, or is just writing."""
         try:
             return Report(**json.loads(self._file(rank).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def _current(self, rank: int) -> Report | None:
-        """The last heartbeat since this rank watches; an earlier run may have left its file."""
+        """Return the last heartbeat since this rank watches; older files are ignored."""
         try:
             if self._file(rank).stat().st_mtime < self._began:
                 return None
@@ -330,7 +330,7 @@ class Heartbeats:
 
 
 def _spans(ranks: Iterable[int]) -> str:
-    """`ranks 0-2, 5` for 0, 1, 2, 5."""
+    """Format ranks briefly: `ranks 0-2, 5` for 0, 1, 2, 5."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:
@@ -342,7 +342,7 @@ def _spans(ranks: Iterable[int]) -> str:
 
 
 def _place() -> str:
-    """The main thread's innermost function, and its innermost one in this package."""
+    """Return the main thread's innermost function, and its innermost one in this package."""
     thread = threading.main_thread().ident
     frame = sys._current_frames().get(thread) if thread is not None else None
     stack = []

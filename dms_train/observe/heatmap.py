@@ -11,12 +11,12 @@ _CELL = 12  # pixels a side of one KV head
 
 
 def is_by_head(value: object) -> bool:
-    """Whether a metric is a table [layers][KV heads] rather than a number."""
+    """Return whether a metric is a table [layers][KV heads] rather than a number."""
     rows = list | tuple
     return isinstance(value, rows) and bool(value) and isinstance(value[0], rows)
 
 
 def pixels(shares: Sequence[Sequence[float]]) -> Any:
-    """Shares from 0 (black) to 1 (white) as uint8 [height, width]; layers downwards."""
+    """Draw shares from 0 (black) to 1 (white) as uint8 [height, width], layers downwards."""
     levels = numpy.clip(numpy.asarray(shares, dtype=numpy.float64), 0, 1) * 255
     return numpy.kron(levels.round().astype(numpy.uint8), numpy.ones((_CELL, _CELL), numpy.uint8))

@@ -59,7 +59,7 @@ class Holder:
 
     @classmethod
     def this(cls, job: str = "") -> Holder:
-        """This process, of this job."""
+        """Describe this process and its job."""
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -89,7 +89,7 @@ def held(path: Path, what: str, job: str = "") -> Iterator[None]:
 
     Args:
         path: The file; its folder is made if absent.
-        what: What it protects, as messages name it, such as `run.dir=outputs/cr4`.
+        what: The protected thing as messages name it, such as `run.dir=outputs/cr4`.
         job: `Holder.job` of this process.
 
     Raises:
@@ -171,7 +171,7 @@ def _advice(path: Path, holder: Holder, own: Holder) -> str:
 
 
 def _age(path: Path) -> float:
-    """Seconds since the lock was touched, by the clock of the file system."""
+    """Return the seconds since the lock was touched, by the clock of the file system."""
     now = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.now")
     now.touch()
     try:

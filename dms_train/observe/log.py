@@ -36,12 +36,12 @@ def configure(rank: int = 0, stream: TextIO | None = None) -> logging.Logger:
 
 
 def logger() -> logging.Logger:
-    """The project's logger."""
+    """Return the project's logger."""
     return logging.getLogger(_NAME)
 
 
 def adopt(library: str) -> None:
-    """Have the logger of a library write here, and repeat a message every ten seconds at most.
+    """Let the logger of a library write here, a repeated message every ten seconds at most.
 
     Args:
         library: Name of its logger.

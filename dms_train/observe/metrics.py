@@ -24,7 +24,7 @@ class Means:
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def take(self) -> dict[str, float]:
-        """The means, and start over."""
+        """Return the means and start over."""
         means = {name: self._sums[name] / self._weights[name] for name in self._sums}
         self._sums.clear()
         self._weights.clear()
@@ -33,7 +33,7 @@ class Means:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """How much of the devices' arithmetic a rate of tokens is, in model FLOPs.
+    """Share of the devices' arithmetic that a rate of tokens uses, in model FLOPs.
 
     Forward and backward of the student count as three forward passes, the teacher as one.
 
@@ -48,7 +48,7 @@ class Compute:
     peak_tflops: float | None = None
 
     def at(self, tokens_per_second: float, *, has_teacher: bool) -> dict[str, float]:
-        """`tflops_per_device` and, with a known peak, `mfu` (a share of 1)."""
+        """Return `tflops_per_device` and, with a known peak, `mfu` (a share of 1)."""
         passes = 4 if has_teacher else 3
         rate = tokens_per_second * passes * self.forward_flops / self.devices / 1e12
         values = {"tflops_per_device": rate}
@@ -75,7 +75,7 @@ class Throughput:
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m07s` or `2h05m`."""
+    """Format seconds as `42s`, `3m07s` or `2h05m`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"

@@ -1,4 +1,4 @@
-"""What a run records, and where."""
+"""Options of what a run records, and where."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 _ENDED = "ZX"  # proc_pid_stat(5): a zombie, dead
-_START_TIME = 19  # of the fields behind the name
+_START_TIME = 19  # index among the fields after the name
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def mark(pid: int | None = None) -> str:
-    """Identity of a process for `has_ended` (None: this one); empty where that is hidden."""
+    """Return the identity of a process for `has_ended` (None: this one); empty if hidden."""
     try:
         # not getpid: a container may see the numbers of the machine that it runs on
         number = int(os.readlink("/proc/self")) if pid is None else pid
@@ -24,7 +24,7 @@ def mark(pid: int | None = None) -> str:
 
 
 def has_ended(marked: str) -> bool:
-    """Whether a process is known to have ended; never for one of another machine or container."""
+    """Return whether a process of this machine and container is known to have ended."""
     try:
         machine = _machine()
         if not marked.startswith(f"{machine} "):
@@ -56,7 +56,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def _machine() -> str:
-    """What has process numbers of its own."""
+    """Return the name of the space of process numbers: machine and container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 

@@ -1,4 +1,4 @@
-"""How far a stage is, on the terminal: a live bar, plain lines now and then, or nothing.
+"""Progress of a stage on the terminal: a live bar, plain lines now and then, or nothing.
 
 Values are shown under the names below when a step reports them; other values are left to the
 sinks.
@@ -29,17 +29,17 @@ class Progress(Protocol):
     """Shows one stage at a time."""
 
     def start(self, stage: str, total: int, done: int = 0) -> None:
-        """A stage of `total` steps begins, `done` of them finished earlier."""
+        """Start a stage of `total` steps, `done` of them finished earlier."""
 
     def step(self, done: int, values: Mapping[str, float]) -> None:
-        """`done` steps of the stage are finished."""
+        """Show that `done` steps of the stage are finished."""
 
     def close(self) -> None:
         """Leave the terminal as it was; also after an exception."""
 
 
 def open_progress(enabled: bool, stream: TextIO | None = None) -> Progress:
-    """The richest display that `stream` (None: stderr) and the installed packages allow."""
+    """Choose the richest display that `stream` (None: stderr) and the packages allow."""
     stream = stream or sys.stderr
     if not enabled:
         return NoProgress()
@@ -52,7 +52,7 @@ def open_progress(enabled: bool, stream: TextIO | None = None) -> Progress:
 
 
 def describe(values: Mapping[str, float]) -> str:
-    """The shown values as one short text."""
+    """Format the shown values as one short text."""
     parts = (
         f"{label} {values[name]:{form}}"
         for name, (label, form) in SHOWN.items()
@@ -65,13 +65,13 @@ class NoProgress:
     """Shows nothing; for every rank but one."""
 
     def start(self, stage: str, total: int, done: int = 0) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, done: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class LineProgress:
@@ -106,7 +106,7 @@ class LineProgress:
         self._write(f"{self._stage} {done}/{self._total}  {describe(values)}  {left} left")
 
     def close(self) -> None:
-        """Nothing to clean up."""
+        """Do nothing: there is nothing to clean up."""
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")

@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, other views where configured. One rank owns them.
+"""Sinks of metrics: `metrics.jsonl`, and others if configured. One rank owns them.
 
 `metrics.jsonl` is the durable record: every row is on disk before the next step.
 Weights & Biases is a view of it that may fail in many ways, none of which may stop training.
@@ -31,9 +31,9 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 RUN_ID_FILE = "wandb_id"
 STEP, TOKENS = "step", "tokens"
-VALIDATION = "export_eval/"
+VALIDATION = "validate_export/"
 # Curves over steps, and over the tokens that a model has been trained on.
-_AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "eval/*": TOKENS}
+_AXES = {"train/*": STEP, f"{VALIDATION}*": STEP, "run_tasks/*": STEP, "eval/*": TOKENS}
 _PROBE_SECONDS = 3.0
 _FINISH_SECONDS = 60.0
 
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """Record final or best values of the whole run; later calls add to earlier ones."""
 
     def close(self) -> None:
-        """Finish; the sink is not used afterwards."""
+        """Close the sink, which is not used afterwards."""
 
 
 def open_sinks(
@@ -62,10 +62,10 @@ def open_sinks(
     resume_step: int,
     warn: Warn,
 ) -> list[Sink]:
-    """The sinks of a run.
+    """Open the sinks of a run.
 
     Args:
-        options: Which sinks to open.
+        options: The sinks to open.
         run_dir: Run folder; everything is written below it.
         config: The resolved configuration, shown beside the metrics.
         resume_step: Last finished step of the checkpoint a run continues from; 0 starts over.
@@ -173,7 +173,7 @@ class WandbSink:
             self._warn("wandb: did not finish in time; the run folder holds what is missing")
 
     def _row(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Numbers as they are; tables by head as media; a validation also as one table."""
+        """Return numbers as they are, tables by head as media, a validation also as one table."""
         wandb, row = self._wandb, {STEP: step, **values}
         for name, value in values.items():
             if heatmap.is_by_head(value):
@@ -220,7 +220,7 @@ class WandbSink:
             self._run.define_metric(names, step_metric=axis)
 
     def _mode(self, options: ObserveOptions, wandb: Any) -> Mode:
-        """Online only when a server answers and a key is configured; nothing prompts or hangs."""
+        """Choose `online` only if a server answers and a key is set; nothing prompts or hangs."""
         if options.wandb != "online":
             return "offline"
         url = wandb.setup().settings.base_url
@@ -233,7 +233,7 @@ class WandbSink:
         return "online"
 
     def _attempt(self, action: Callable[[], object]) -> None:
-        """Training continues after any error in here, hence the broad except."""
+        """Suppress any error inside the block, because training continues without a sink."""
         try:
             action()
         except Exception as error:
@@ -242,7 +242,7 @@ class WandbSink:
 
 
 def wandb_run_id(run_dir: Path, *, resumed: bool) -> str:
-    """The id of this run folder: kept when the run is resumed, otherwise made anew."""
+    """Return the id of this run folder: kept when the run is resumed, otherwise made anew."""
     file = run_dir / RUN_ID_FILE
     if resumed and file.is_file():
         return file.read_text(encoding="utf-8").strip()
@@ -253,7 +253,7 @@ def wandb_run_id(run_dir: Path, *, resumed: bool) -> str:
 
 
 def reachable(url: str) -> bool:
-    """Whether a TCP connection to a server (or to the proxy that leads there) opens quickly."""
+    """Return whether a TCP connection to a server, or to its proxy, opens quickly."""
     target = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(target.scheme)
     if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
@@ -267,7 +267,7 @@ def reachable(url: str) -> bool:
 
 
 def _settings(wandb: Any) -> Any:
-    """Short timeouts for the server; nothing about the machine, its code or its output."""
+    """Set short timeouts for the server, and record nothing about the machine or its code."""
     return wandb.Settings(
         init_timeout=10,
         login_timeout=1,
@@ -308,7 +308,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Writing to a full disk fails without naming the file."""
+    """Name the file in an error of writing, which a full disk omits."""
     try:
         yield
     except OSError as error:
@@ -325,5 +325,5 @@ def _one_line(error: BaseException) -> str:
 
 
 def _public(text: str) -> str:
-    """`text` without the user and password of addresses in it."""
+    """Remove the user and password of addresses from `text`."""
     return re.sub(r"(?<=://)[^/@\s]*@", "", text)

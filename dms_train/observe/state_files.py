@@ -23,6 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_FORMER_STAGES = {"validate": "validate_export", "evaluate": "run_tasks"}
+
+
+def current_stage(name: str) -> str:
+    """Return the name of a stage that a run folder written by an earlier version mentions."""
+    return _FORMER_STAGES.get(name, name)
+
 
 @dataclass(frozen=True, slots=True)
 class StateFiles:
@@ -32,7 +39,7 @@ class StateFiles:
 
     @property
     def state(self) -> Path:
-        """Folder of everything but the errors."""
+        """Folder of everything except the errors."""
         return self.folder / "state"
 
     @property
@@ -46,7 +53,7 @@ class StateFiles:
         return self.state / "lock"
 
     def begin(self) -> None:
-        """A run starts or continues."""
+        """Record that a run starts or continues."""
         self.state.mkdir(parents=True, exist_ok=True)
         (self.state / "STOPPED").unlink(missing_ok=True)
         self.beat()
@@ -56,35 +63,35 @@ class StateFiles:
         (self.state / "heartbeat").touch()
 
     def stopped(self, step: int) -> None:
-        """The run received a request to stop, and saved after `step` steps."""
+        """Record that the run was asked to stop and saved after `step` steps."""
         self._write(self.state / "STOPPED", f"step {step}\n")
 
     def refused(self, lines: list[str]) -> None:
-        """Nothing was started; the message names what must be done first."""
+        """Record that nothing was started; the message names what must be done first."""
         self.state.mkdir(parents=True, exist_ok=True)
         self._write(self.state / "REFUSED", "\n".join(lines) + "\n")
 
     def done(self, stage: str, step: int) -> None:
-        """A stage is finished, after `step` steps of the run; written once."""
+        """Record that a stage is finished after `step` steps of the run; written once."""
         if not self.is_done(stage):
             self.state.mkdir(parents=True, exist_ok=True)
             self._write(self.state / f"{stage}.done", f"step {step}\n")
 
     def all_done(self) -> None:
-        """Every stage of the configuration is finished."""
+        """Record that every stage of the configuration is finished."""
         self._write(self.state / "DONE", "all stages\n")
 
     def is_done(self, stage: str) -> bool:
-        """Whether a stage is finished."""
-        return (self.state / f"{stage}.done").is_file()
+        """Return whether a stage is finished."""
+        return stage in {current_stage(file.stem) for file in self.state.glob("*.done")}
 
     def failed(self, rank: int, attempt: str, error: BaseException, lines: list[str]) -> None:
         """Keep why a rank ends.
 
         Args:
             rank: The rank that ends.
-            attempt: Which start of the run this is, part of the file's name.
-            error: What ended it.
+            attempt: Number of this start of the run; part of the file's name.
+            error: Exception that ended it.
             lines: The message to the user.
         """
         self.errors.mkdir(parents=True, exist_ok=True)
@@ -98,7 +105,7 @@ class StateFiles:
         self._write(self.errors / f"{attempt}-rank{rank}.json", json.dumps(described, indent=1))
 
     def root_cause(self) -> dict[str, Any] | None:
-        """The first error of the newest attempt; ranks that only lost a peer come last."""
+        """Return the first error of the newest attempt; ranks that only lost a peer come last."""
         newest: dict[str, list[dict[str, Any]]] = {}
         for file in self.errors.glob("*-rank*.json"):
             described = json.loads(file.read_text())

@@ -1,6 +1,6 @@
 """The rows of `metrics.jsonl` as TensorBoard event files, under the same names.
 
-A view like Weights & Biases: whatever goes wrong in here is one warning and never stops training.
+A view like Weights & Biases: a failure is one warning and never stops training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorBoardSink:
             self._attempt(lambda: self._write(step, values))
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Nothing: event files have no summary; every value in one is in a row as well."""
+        """Do nothing: event files have no summary, and every value in one is in a row as well."""
 
     def close(self) -> None:
         """Finish the file."""
@@ -62,7 +62,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def _attempt(self, action: Callable[[], object]) -> None:
-        """Training continues after any error in here, hence the broad except."""
+        """Suppress any error inside the block, because training continues without a sink."""
         try:
             action()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How many sequences the server takes at a time, and when it accepts none."""
+"""Admission of sequences: how many run at a time, and when none is accepted."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Admission:
         queue: Sequences that may wait for one of these rows.
 
     Attributes:
-        draining: Whether new requests are refused.
+        draining: True if new requests are refused.
         inside: Sequences that run or wait in the engine.
-        rows: As given.
+        rows: Number of batch slots.
         most: Sequences that may be inside.
     """
 
@@ -49,7 +49,9 @@ class Admission:
             ApiError: 503 while draining; 429 when the queue is full; 400 when it could never run.
         """
         if self.draining:
-            raise ApiError(503, "the server stops; use another one", headers={"Retry-After": "5"})
+            raise ApiError(
+                503, "the server is shutting down; use another one", headers={"Retry-After": "5"}
+            )
         if sequences > self.most:
             raise ApiError(
                 400, f"{sequences} continuations: this server takes {self.most} at a time"
@@ -82,6 +84,6 @@ class Admission:
         await self._empty.wait()
 
     def _expected_wait(self) -> int:
-        """Whole seconds until the sequences that wait now have their rows."""
+        """Return the seconds, rounded up, until the sequences that wait now have batch slots."""
         rounds = max(1.0, self.inside / self.rows - 1)
         return min(_MOST_WAIT_SECONDS, math.ceil(rounds * self._seconds))

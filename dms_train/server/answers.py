@@ -13,22 +13,22 @@ Json = dict[str, Any]
 
 
 class AnswerShape(Protocol):
-    """How one route writes continuations."""
+    """Form in which one route writes continuations."""
 
     def opening(self, index: int) -> Json | None:
-        """The chunk choice that precedes a continuation; None for none."""
+        """Return the chunk choice that precedes a continuation; None for none."""
         ...
 
     def chunk(self, part: Part) -> Json:
-        """A choice of a chunk."""
+        """Return a choice of a chunk."""
         ...
 
     def choice(self, index: int, parts: list[Part]) -> Json:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
         ...
 
     def envelope(self, *, chunk: bool) -> Json:
-        """Everything but choices and usage."""
+        """Return everything except choices and usage."""
         ...
 
 
@@ -42,7 +42,7 @@ class _Shape:
         self._tokenizer = tokenizer
 
     def envelope(self, *, chunk: bool) -> Json:
-        """Everything but choices and usage."""
+        """Return everything except choices and usage."""
         return {
             "id": self._id,
             "object": self.names[chunk],
@@ -51,11 +51,11 @@ class _Shape:
         }
 
     def _extension(self, view: KVView | None) -> Json:
-        """`kv` of a chunk."""
+        """Return `kv` of a chunk."""
         return {} if view is None else {"kv": asdict(view)}
 
     def _shown(self, token: int, prefix: str = "") -> tuple[str, bytes | None]:
-        """Text and bytes of a token; a part of a character is written as in OpenAI's API."""
+        """Return text and bytes of a token; a part of a character is written as in OpenAI's API."""
         if self._tokenizer is None:
             return f"token_id:{token}", None
         data = self._tokenizer.token_bytes(token)
@@ -72,11 +72,11 @@ class CompletionShape(_Shape):
     names = ("text_completion", "text_completion")
 
     def opening(self, index: int) -> Json | None:
-        """None: a text needs no opening."""
+        """Return None, because a text needs no opening."""
         return None
 
     def chunk(self, part: Part) -> Json:
-        """A choice of a chunk."""
+        """Return a choice of a chunk."""
         return {
             "index": part.index,
             "text": part.text,
@@ -86,7 +86,7 @@ class CompletionShape(_Shape):
         }
 
     def choice(self, index: int, parts: list[Part]) -> Json:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
         return self.chunk(_joined(index, parts))
 
     def _logprobs(self, entries: list[TokenEntry] | None) -> Json | None:
@@ -94,16 +94,16 @@ class CompletionShape(_Shape):
             return None
         return {
             "tokens": [self._piece(entry.token) for entry in entries],
-            "token_logprobs": [found.logprob if found else None for _, found in entries],
-            "top_logprobs": [self._by_piece(found.top) if found else None for _, found in entries],
-            "text_offset": [found.text_offset if found else 0 for _, found in entries],
+            "token_logprobs": [entry.logprob if entry else None for _, entry in entries],
+            "top_logprobs": [self._by_piece(entry.top) if entry else None for _, entry in entries],
+            "text_offset": [entry.text_offset if entry else 0 for _, entry in entries],
         }
 
     def _piece(self, token: int) -> str:
         return self._shown(token, "bytes:")[0]
 
     def _by_piece(self, top: dict[int, float]) -> dict[str, float]:
-        """Log-probabilities by text; of tokens with one text only the first is named by it."""
+        """Return log-probabilities by text; further tokens of the same text are named by id."""
         values: dict[str, float] = {}
         for token, value in top.items():
             piece = self._piece(token)
@@ -118,12 +118,12 @@ class ChatShape(_Shape):
     names = ("chat.completion", "chat.completion.chunk")
 
     def opening(self, index: int) -> Json | None:
-        """The role."""
+        """Return the chunk with the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, part: Part) -> Json:
-        """A choice of a chunk."""
+        """Return a choice of a chunk."""
         return {
             "index": part.index,
             "delta": {"content": part.text} if part.text else {},
@@ -133,7 +133,7 @@ class ChatShape(_Shape):
         }
 
     def choice(self, index: int, parts: list[Part]) -> Json:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
         whole = _joined(index, parts)
         return {
             "index": index,
@@ -147,11 +147,11 @@ class ChatShape(_Shape):
             return None
         content = [
             {
-                **self._token(token, found.logprob),
-                "top_logprobs": [self._token(t, v) for t, v in found.top.items()],
+                **self._token(token, entry.logprob),
+                "top_logprobs": [self._token(t, v) for t, v in entry.top.items()],
             }
-            for token, found in entries
-            if found is not None
+            for token, entry in entries
+            if entry is not None
         ]
         return {"content": content, "refusal": None}
 
@@ -161,7 +161,7 @@ class ChatShape(_Shape):
 
 
 def _joined(index: int, parts: list[Part]) -> Part:
-    """The parts of one continuation as one."""
+    """Join the parts of one continuation."""
     entries = [entry for part in parts for entry in part.entries or ()]
     return Part(
         index=index,

@@ -58,11 +58,11 @@ class ServedModel:
     """The model as the routes see it.
 
     Attributes:
-        name: In requests and answers.
+        name: Name in requests and answers.
         longest: Most tokens of a sequence.
         vocabulary: Token ids are below this number.
         tokenizer: None if the directory has none.
-        template: Of chats.
+        template: Template of chats.
         created: Seconds since 1970 when it was loaded.
     """
 
@@ -78,7 +78,7 @@ class Api:
     """Answers the routes.
 
     Args:
-        model: What is served.
+        model: Served model.
         engine: Runs it.
         options: Limits.
         admission: Places for sequences.
@@ -97,7 +97,7 @@ class Api:
         self._admission, self._metrics = admission, metrics
 
     async def completions(self, request: Request) -> Response:
-        """`/v1/completions`."""
+        """Serve `/v1/completions`."""
         body = parse(await self._body(request), CompletionBody)
         self._check_model(body.model)
         if body.best_of not in (None, body.n):
@@ -115,7 +115,7 @@ class Api:
         return await self._generate(request, job, shape)
 
     async def chat(self, request: Request) -> Response:
-        """`/v1/chat/completions`."""
+        """Serve `/v1/chat/completions`."""
         body = parse(await self._body(request), ChatBody)
         self._check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
@@ -129,20 +129,20 @@ class Api:
         return await self._generate(request, job, shape)
 
     async def embeddings(self, request: Request) -> Response:
-        """`/v1/embeddings`: refused."""
+        """Refuse `/v1/embeddings`."""
         raise ApiError(400, "embeddings: this server generates text only", code="unsupported")
 
     async def models(self, request: Request) -> Response:
-        """`/v1/models`: the one model."""
+        """Serve `/v1/models`: the one model."""
         return JSONResponse({"object": "list", "data": [self._entry()]})
 
     async def model(self, request: Request) -> Response:
-        """`/v1/models/NAME`: the model, if it is this one."""
+        """Serve `/v1/models/NAME`: the model, if it is this one."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._entry())
 
     async def tokenize(self, request: Request) -> Response:
-        """`/tokenize`."""
+        """Serve `/tokenize`."""
         body = parse(await self._body(request), TokenizeBody)
         self._check_model(body.model)
         ids = await self._encoded(body.prompt, special=body.add_special_tokens)
@@ -150,7 +150,7 @@ class Api:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """`/detokenize`."""
+        """Serve `/detokenize`."""
         body = parse(await self._body(request), DetokenizeBody)
         self._check_model(body.model)
         self._check_ids(body.tokens, "tokens")
@@ -159,7 +159,7 @@ class Api:
         return JSONResponse({"prompt": text})
 
     async def health(self, request: Request) -> Response:
-        """`/health`: 200, or 503 while draining and when the engine is broken."""
+        """Serve `/health`: 200, or 503 while draining and when the engine is broken."""
         if self._engine.broken is not None:
             return JSONResponse({"status": "broken"}, 503)
         if self._admission.draining:
@@ -167,17 +167,17 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """`/metrics`."""
+        """Serve `/metrics`."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def page(self, request: Request) -> Response:
-        """The page in the browser and its files."""
+        """Serve the page in the browser and its files."""
         name, kind = _PAGE[request.url.path]
         content = files("dms_train.server").joinpath("page", name).read_bytes()
         return Response(content, media_type=kind, headers=_PAGE_HEADERS)
 
     async def _body(self, request: Request) -> bytes:
-        """The body, up to the limit."""
+        """Read the body, up to the limit."""
         coding = request.headers.get("content-encoding", "")
         if coding.strip().lower() not in ("", "identity"):
             raise ApiError(
@@ -204,7 +204,7 @@ class Api:
         return bytes(body)
 
     def _entry(self) -> Json:
-        """The model in the shape of OpenAI's API."""
+        """Return the model in the shape of OpenAI's API."""
         return {
             "id": self._model.name,
             "object": "model",
@@ -230,7 +230,7 @@ class Api:
         return self._model.tokenizer
 
     def _rendered(self, body: ChatBody) -> str:
-        """The prompt of a chat."""
+        """Return the prompt of a chat."""
         try:
             return self._model.template.render(
                 plain_messages(body.messages),
@@ -244,14 +244,14 @@ class Api:
             raise ApiError(400, str(error), param=param) from None
 
     async def _encoded(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         try:
             return await asyncio.to_thread(self._tokenizer().encode, text, special=special)
         except InferenceError as error:
             raise ApiError(400, str(error)) from None
 
     async def _tokens(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        """A prompt as checked token ids."""
+        """Return a prompt as checked token ids."""
         if isinstance(prompt, str):
             tokens = await self._encoded(prompt, special=special)
         else:
@@ -271,7 +271,7 @@ class Api:
         return tokens
 
     def _texts(self, prompts: list[str | list[int]]) -> list[str]:
-        """Texts of prompts, as they were given or decoded."""
+        """Return the texts of prompts, as they were given or decoded."""
         tokenizer = self._model.tokenizer
         return [
             prompt
@@ -369,7 +369,7 @@ def _event(content: Json) -> str:
 
 
 async def _until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves.
+    """Return the result of `work`, which is cancelled when the client leaves.
 
     Raises:
         ClientDisconnect: It has left.
@@ -398,7 +398,7 @@ def _id_of(request: Request) -> str:
 
 
 def build_app(api: Api, options: ServerOptions, metrics: Metrics) -> Starlette:
-    """The ASGI application."""
+    """Return the ASGI application."""
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
@@ -447,8 +447,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    found = ApiError(error.status_code, str(error.detail))
-    return JSONResponse(found.body(), error.status_code, error.headers)
+    refusal = ApiError(error.status_code, str(error.detail))
+    return JSONResponse(refusal.body(), error.status_code, error.headers)
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

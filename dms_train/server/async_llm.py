@@ -23,8 +23,8 @@ class AsyncLLM:
     The engine runs in a thread of its own while `async with AsyncLLM(path) as llm:` is entered.
 
     Args:
-        model: As in `LLM`.
-        options: How to run it; single values can be given by name instead.
+        model: See `LLM`.
+        options: Engine options; single values can be given by name instead.
         **overrides: Fields of `EngineOptions`.
     """
 
@@ -60,7 +60,7 @@ class AsyncLLM:
 
         Args:
             prompt: Text, token ids or `{"prompt_token_ids": [...]}`.
-            sampling_params: How to continue it.
+            sampling_params: Sampling parameters.
             priority: Lower ones go first.
 
         Yields:

@@ -1,7 +1,7 @@
 """HTTP connections with deadlines and a limit to their number.
 
-uvicorn closes a connection that stays idle after an answer. It sets no limit to the time in which
-a request arrives or an answer is read.
+uvicorn closes a connection that stays idle after an answer. It does not limit the time in which a
+request arrives or an answer is read.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Connection(H11Protocol):
         self._limit_sending()
 
     def resume_writing(self) -> None:
-        """The client has read all that was sent."""
+        """Note that the client has read all that was sent."""
         super().resume_writing()
         if self._sending is not None:
             self._sending.cancel()
 
     @property
     def idle_until(self) -> float | None:
-        """When the connection is closed because no request comes; None while one is answered."""
+        """Return when an idle connection is closed; None while a request is answered."""
         timer = self._arrival or self.timeout_keep_alive_task
         return None if timer is None else timer.when()
 

@@ -43,7 +43,7 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's shape."""
+        """Return the error in OpenAI's shape."""
         return {
             "error": {
                 "message": self.message,

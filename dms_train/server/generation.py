@@ -24,12 +24,12 @@ class Job:
 
     Attributes:
         prompts: Token ids, one list or several.
-        params: For each of them.
-        priority: As in `InferenceEngine.add_request`.
+        params: Sampling parameters of each prompt.
+        priority: See `InferenceEngine.add_request`.
         seconds: Time that the request has.
-        stream: Whether the answer is sent as it is generated.
-        include_usage: Whether a stream ends with the usage.
-        kv_positions: Whether the parts of a stream include the live tokens.
+        stream: Send the answer while it is generated.
+        include_usage: End a stream with the usage.
+        kv_positions: Include the live tokens in the parts of a stream.
         echo: Text of each prompt, with which its continuations begin; None without.
     """
 
@@ -57,14 +57,14 @@ class TokenEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVView:
-    """What the cache holds after a part of a stream.
+    """State of the cache after a part of a stream.
 
     Attributes:
         pieces: Texts of the tokens that are new in this part; in the first one the prompt's too.
         positions: Live positions by layer and head; None where the cache does not keep them.
         tokens: Tokens seen.
         cr_factor: Tokens seen over tokens held.
-        live_bytes: Of the tokens held.
+        live_bytes: Size of the tokens held.
     """
 
     pieces: list[str]
@@ -76,12 +76,12 @@ class KVView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What is new in one continuation.
+    """New part of one continuation.
 
     Attributes:
         index: Number of the continuation.
         text: New text.
-        entries: Of the new tokens, if log-probabilities were requested.
+        entries: Log-probabilities of the new tokens, if requested.
         finish_reason: None while it runs.
         kv: If it was requested.
     """
@@ -95,7 +95,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class _Choice:
-    """What was sent of a continuation."""
+    """Record of what was sent of a continuation."""
 
     index: int
     characters: int = 0
@@ -103,7 +103,7 @@ class _Choice:
     finish_reason: str | None = None
 
     def advance(self, output: CompletionOutput) -> Part | None:
-        """What is new; None if nothing is."""
+        """Return the new part; None if nothing is new."""
         ended = self.finish_reason is not None
         if ended or (len(output.token_ids) == self.tokens and output.finish_reason is None):
             return None
@@ -120,15 +120,15 @@ class PromptEcho:
     """The prompt in front of its continuations.
 
     Args:
-        text: Of the prompt.
-        tokenizer: Of the model; None if it has none.
+        text: Text of the prompt.
+        tokenizer: Tokenizer of the model; None if it has none.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer | None) -> None:
         self._text, self._tokenizer = text, tokenizer
 
     def part(self, index: int, output: RequestOutput) -> Part:
-        """The prompt as the first part of a continuation.
+        """Return the prompt as the first part of a continuation.
 
         Args:
             index: Number of the continuation.
@@ -137,8 +137,8 @@ class PromptEcho:
         entries = None
         if output.prompt_logprobs is not None:
             entries = [
-                TokenEntry(token, found and found._replace(text_offset=offset))
-                for token, found, offset in zip(
+                TokenEntry(token, entry and entry._replace(text_offset=offset))
+                for token, entry, offset in zip(
                     output.prompt_token_ids,
                     output.prompt_logprobs,
                     self._offsets(output.prompt_token_ids),
@@ -148,18 +148,18 @@ class PromptEcho:
         return Part(index=index, text=self._text, entries=entries, finish_reason=None)
 
     def shifted(self, part: Part) -> Part:
-        """A part of the continuation, whose offsets count from the start of the prompt."""
+        """Return a part of the continuation, whose offsets count from the start of the prompt."""
         if part.entries is None:
             return part
         ahead = len(self._text)
         entries = [
-            TokenEntry(token, found and found._replace(text_offset=found.text_offset + ahead))
-            for token, found in part.entries
+            TokenEntry(token, entry and entry._replace(text_offset=entry.text_offset + ahead))
+            for token, entry in part.entries
         ]
         return replace(part, entries=entries)
 
     def _offsets(self, tokens: list[int]) -> list[int]:
-        """Where each token starts; special tokens that the tokenizer put before it start at 0."""
+        """Return where each token starts; special tokens before the text start at 0."""
         pieces = TokenPieces(self._tokenizer)
         ends = list(accumulate(len(pieces.add(token)) for token in tokens))
         added = max(0, ends[-1] - len(self._text))
@@ -183,7 +183,7 @@ class _Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Timing:
-    """When things happened, in seconds of a clock that never goes back."""
+    """Times of events, in seconds of a clock that never goes back."""
 
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None
@@ -194,8 +194,8 @@ class Generation:
 
     Args:
         engine: Runs them.
-        tokenizer: Of the model; None if it has none.
-        job: What to run.
+        tokenizer: Tokenizer of the model; None if it has none.
+        job: Job to run.
         on_done: Called when the engine has finished with all of it.
     """
 
@@ -246,7 +246,7 @@ class Generation:
         self._abort()
 
     async def parts(self) -> AsyncIterator[Part]:
-        """New parts as they come, until every continuation has finished.
+        """Yield new parts as they come, until every continuation has finished.
 
         Raises:
             ApiError: 500 if a step failed, 503 if the server stopped.
@@ -261,10 +261,10 @@ class Generation:
             waiting = [prompt for prompt in waiting if not prompt.done]
 
     def usage(self) -> dict[str, Any]:
-        """Tokens and cache of the request, summed over its prompts and continuations."""
+        """Sum tokens and cache of the request over its prompts and continuations."""
         outputs = [p.ticket.output for p in self._prompts if p.ticket.output is not None]
         prompt = sum(map(len, self.job.prompts))
-        completion = sum(len(done.token_ids) for output in outputs for done in output.outputs)
+        completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -287,9 +287,9 @@ class Generation:
         if self.timing.first_token is None:
             self.timing.first_token = time.monotonic()
         parts: list[Part] = []
-        for choice, done in zip(prompt.choices, output.outputs, strict=True):
+        for choice, completion in zip(prompt.choices, output.outputs, strict=True):
             begins = choice.tokens == 0
-            part = choice.advance(done)
+            part = choice.advance(completion)
             if part is not None and prompt.echo is not None:
                 if begins:
                     parts.append(prompt.echo.part(choice.index, output))
@@ -329,12 +329,12 @@ def _with_view(part: Part, prompt: _Prompt, output: RequestOutput) -> Part:
 
 
 def _cached_tokens(outputs: list[RequestOutput]) -> int:
-    """Prompt tokens that were not computed for the first continuation of each prompt."""
+    """Return the prompt tokens that the first continuation of each prompt took from the cache."""
     return sum(output.outputs[0].kv.cached_tokens for output in outputs)
 
 
 def _kv_usage(outputs: list[RequestOutput]) -> dict[str, Any]:
-    costs = [done.kv for output in outputs for done in output.outputs]
+    costs = [each.kv for output in outputs for each in output.outputs]
     live = sum(kv.live_tokens for kv in costs)
     return {
         "kv_reads": sum(kv.kv_reads for kv in costs),

@@ -1,4 +1,4 @@
-"""What `/metrics` shows, in Prometheus' text format."""
+"""Content of `/metrics`, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Metrics:
         self._time(timing, now, tokens / generation.job.sequences)
 
     def text(self) -> bytes:
-        """All metrics."""
+        """Return all metrics."""
         return generate_latest(self._registry)
 
     def _time(self, timing: Timing, now: float, tokens: float) -> None:
@@ -81,7 +81,7 @@ class Metrics:
 
 
 def seconds_text(usage: dict[str, Any]) -> str:
-    """Numbers of a request for a log line; no text of the prompt or the answer."""
+    """Return numbers of a request for a log line; no text of the prompt or the answer."""
     return (
         f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, "
         f"cr_factor {usage['kv']['cr_factor']:.2f}"

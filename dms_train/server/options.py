@@ -1,4 +1,4 @@
-"""How the server is set up."""
+"""Options of the server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class ServerOptions:
     Attributes:
         host: Address to listen on.
         port: Port; 0 takes a free one.
-        api_key: What clients must send as `Authorization: Bearer KEY`; None requires none.
+        api_key: Key that clients must send as `Authorization: Bearer KEY`; None requires none.
         cors_origins: Origins of pages in browsers that may use the server; `*` allows all.
         max_queue: Sequences that may wait for a cache row; further ones are answered with 429.
-        max_body_bytes: Of a request's body.
-        max_prompt_tokens: Of one prompt; None leaves the model's own limit.
+        max_body_bytes: Maximum size of a request's body.
+        max_prompt_tokens: Maximum length of one prompt; None leaves the model's own limit.
         request_seconds: Time after which a request is ended.
-        drain_seconds: How long running requests may go on after SIGTERM.
+        drain_seconds: Time that running requests have after SIGTERM.
         default_chat_template_kwargs: Variables of the chat template, such as `enable_thinking` of
             Qwen3; those of a request replace them.
     """

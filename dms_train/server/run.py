@@ -34,8 +34,8 @@ def serve(model: str, name: str, engine_options: EngineOptions, options: ServerO
 
     Args:
         model: Directory or hub id (local cache only).
-        name: Of the model in requests and answers.
-        engine_options: How to run it.
+        name: Name of the model in requests and answers.
+        engine_options: Engine options.
         options: Address and limits.
 
     Returns:
@@ -63,7 +63,7 @@ def warm_up(engine: InferenceEngine) -> None:
 
 
 def bound_socket(options: ServerOptions) -> socket.socket:
-    """A socket bound to the address of the options; it does not listen yet.
+    """Return a socket bound to the address of the options; it does not listen yet.
 
     Raises:
         ServerError: The address is in use or not one of this machine.
@@ -83,7 +83,7 @@ def bound_socket(options: ServerOptions) -> socket.socket:
 
 
 def describe(engine: InferenceEngine, directory: Path, name: str) -> ServedModel:
-    """A loaded model as the routes see it."""
+    """Return a loaded model as the routes see it."""
     return ServedModel(
         name=name,
         longest=engine.longest,
@@ -163,7 +163,7 @@ class Server:
         return self._thread.broken is not None
 
     def _end_broken(self) -> None:
-        """Refuse requests, and end after a moment in which those that have failed are answered."""
+        """Refuse requests, wait until failed requests are answered, and end."""
         self.admission.draining = True
         logger().error(
             "%d steps failed and the engine did no work between them; the server shuts down - %s",
@@ -199,7 +199,7 @@ class _Http(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
+        """Do nothing: the signals stay as they are."""
         yield
 
 

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields and vLLM's extras, checked by pydantic.
+"""Bodies that clients send: OpenAI's fields and vLLM's extras, checked by pydantic.
 
 A field that is null counts as not given. A field without effect on the answer is accepted; any
 unknown field is refused, so that no option is silently ignored.
@@ -118,7 +118,7 @@ class _Body(_Fields):
 
 
 class StreamOptions(_Fields):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
@@ -150,12 +150,12 @@ class GenerationBody(_Body):
     def sampling(
         self, max_tokens: int, logprobs: int | None, *, of_prompt: bool = False
     ) -> SamplingParams:
-        """The engine's parameters.
+        """Return the engine's parameters.
 
         Args:
             max_tokens: Most tokens to generate.
             logprobs: Alternatives to return with every token; None for no log-probabilities.
-            of_prompt: Whether those of the prompt are returned too.
+            of_prompt: Return those of the prompt too.
 
         Raises:
             ApiError: `logit_bias` has a key that is no token id.
@@ -248,7 +248,7 @@ class DetokenizeBody(_Body):
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """A body as one of the classes above.
+    """Parse a body as one of the classes above.
 
     Raises:
         ApiError: 400 that names the field and what it takes.
@@ -285,7 +285,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """The first problem of a body."""
+    """Return the first problem of a body."""
     problem = error.errors(include_url=False, include_context=False)[0]
     names = [str(part) for part in problem["loc"]]
     place, name = ".".join(names)[:200], names[0][:100]
@@ -298,7 +298,7 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 def _shown(value: Any, names: list[str]) -> str:
-    """A short value for a message, which never has a part of a prompt."""
+    """Return a short value for a message, which never has a part of a prompt."""
     if isinstance(value, list | dict) or names[0] in ("prompt", "messages"):
         return ""
     text = repr(value)

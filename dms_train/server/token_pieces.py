@@ -6,13 +6,13 @@ from dms_train.inference.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class TokenPieces:
-    """What to show for each token of a text, special tokens included.
+    """Text to show for each token of a text, special tokens included.
 
     A token that leaves a character incomplete shows nothing; the one that completes it shows it,
     or `finish` where none does.
 
     Args:
-        tokenizer: Of the model; None shows nothing.
+        tokenizer: Tokenizer of the model; None shows nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -20,7 +20,7 @@ class TokenPieces:
         self._stream = None if tokenizer is None else IncrementalDetokenizer(tokenizer, [])
 
     def add(self, token: int) -> str:
-        """The text of the next token."""
+        """Return the text of the next token."""
         if self._tokenizer is None or self._stream is None:
             return ""
         text = self._stream.add(token)
@@ -29,5 +29,5 @@ class TokenPieces:
         return self._tokenizer.decode([token], special=True)
 
     def finish(self) -> str:
-        """What the last tokens have not shown."""
+        """Return the text that the last tokens have not shown."""
         return "" if self._stream is None else self._stream.finish()

@@ -1,8 +1,8 @@
 """The thread that runs the engine, and the event loop's side of it.
 
 `InferenceEngine` blocks and is not safe to share between threads, so only this thread touches it.
-The event loop sends it calls through a queue. After each step the thread returns the outputs; a
-reader that is slower than the engine finds the latest output only, which holds all tokens so far.
+The event loop sends it calls through a queue. After each step the thread returns the outputs. A
+reader that is slower than the engine finds only the latest output, with all tokens so far.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Ticket:
         request_id: The engine's; None until it has accepted the request.
         output: The latest.
         positions: Live positions at that time, if they were requested and the cache keeps them.
-        failure: Why the request ended without an output.
-        wants_positions: Whether `positions` are requested.
+        failure: Reason why the request ended without an output.
+        wants_positions: True if `positions` are requested.
         on_done: Called on the event loop when nothing more will come.
     """
 
@@ -53,7 +53,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether nothing more will come."""
         return self.failure is not None or (self.output is not None and self.output.finished)
 
 
@@ -65,7 +65,7 @@ class _Update:
     failure: ApiError | None = None
 
     def deliver(self) -> None:
-        """On the event loop."""
+        """Pass the update to its request, on the event loop."""
         ticket = self.ticket
         if self.output is not None:
             ticket.output, ticket.positions = self.output, self.positions
@@ -76,18 +76,18 @@ class _Update:
 
 
 class EngineThread:
-    """Runs an engine until `stop`.
+    """Thread that runs an engine until `stop`.
 
-    A step that fails ends its requests. After `MOST_FAILURES` failed steps without a proof between
-    them that the engine works, it counts as broken: all requests end, further ones are refused, and
-    no step is computed any more. A finished request is a proof, and so are `_PROOF_STEPS` steps in
-    a row that return tokens. On a GPU a single step may succeed that only starts what fails later.
+    A step that fails ends its requests. The engine counts as broken after `MOST_FAILURES` failed
+    steps without a proof between them that it works: all requests end, further ones are refused,
+    and no further step is computed. A proof is a finished request, or `_PROOF_STEPS` steps in a row
+    that return tokens. One good step proves nothing: on a GPU it may only launch a later failure.
 
     Args:
         engine: Used by the thread alone from `start` on.
 
     Attributes:
-        allocated_bytes: Of the cache after the last step or abort.
+        allocated_bytes: Size of the cache after the last step or abort.
         failures: Steps that raised an exception.
         broken: Last cause when the engine is broken; None before.
     """
@@ -118,7 +118,7 @@ class EngineThread:
     async def stop(self) -> None:
         """End the thread after the step that runs; what still runs ends with 503."""
         self._calls.put(None)
-        failure = ApiError(503, "the server stops")
+        failure = ApiError(503, "the server is shutting down")
         await asyncio.to_thread(self._thread.join)
         _deliver([_Update(ticket=ticket, failure=failure) for ticket in self._tickets.values()])
         self._tickets.clear()
@@ -130,7 +130,7 @@ class EngineThread:
 
         Args:
             ticket: Takes its outputs.
-            prompt: As in `InferenceEngine.add_request`.
+            prompt: See `InferenceEngine.add_request`.
             params: Likewise.
             priority: Likewise.
             seconds: Time that it has.
@@ -226,9 +226,9 @@ class EngineThread:
         ticket = self._tickets[output.request_id]
         positions = None
         if ticket.wants_positions:
-            found = self._engine.live_positions(output.request_id)
-            if found is not None:
-                positions = [[head.tolist() for head in layer] for layer in found]
+            live = self._engine.live_positions(output.request_id)
+            if live is not None:
+                positions = [[head.tolist() for head in layer] for layer in live]
         if output.finished:
             del self._tickets[output.request_id]
             self._free(output.request_id)
@@ -241,7 +241,7 @@ class EngineThread:
             self._in_a_row = 0
 
     def _lost(self, error: Exception) -> list[_Update]:
-        """Failures for the requests that a failed step has aborted, or for all of them."""
+        """Return failures for the requests that a failed step has aborted, or for all of them."""
         self.failures += 1
         self._in_a_row += 1
         self._returned = 0
@@ -258,7 +258,7 @@ class EngineThread:
         return updates
 
     def _free(self, request_id: str) -> None:
-        """Have the engine forget a request; an error is logged."""
+        """Let the engine forget a request; an error is logged."""
         try:
             self._engine.abort(request_id)
             self.allocated_bytes = self._engine.allocated_bytes

@@ -84,12 +84,12 @@ def _act(action: Action, state: TrainState, components: TrainerComponents) -> No
     components.engine.end_training()
     if action == "export":
         _export_final(state, components)
-    elif action == "validate":
-        components.reporter.measured(state.step, components.validator.validate(), "export_eval/")
+    elif action == "validate_export":
+        numbers = components.validator.validate()
+        components.reporter.measured(state.step, numbers, f"{action}/")
     else:
-        components.reporter.measured(
-            state.step, components.evaluator.evaluate_tasks(), "export_tasks/"
-        )
+        numbers = components.evaluator.evaluate_tasks()
+        components.reporter.measured(state.step, numbers, f"{action}/")
     state.next_stage()
     components.saver.annotate(state, state.to_dict())
 

@@ -12,7 +12,7 @@ from dms_train.hf.options import PRECISIONS
 from dms_train.limits import AtLeast, Below, OneOf, Positive, Share
 from dms_train.method.token_losses import TOKEN_LOSSES
 
-STAGES = ("pretrain", "zero_neuron", "retrofit", "hold", "export", "validate", "evaluate")
+STAGES = ("pretrain", "zero_neuron", "retrofit", "hold", "export", "validate_export", "run_tasks")
 _RETROFIT_STAGES = ("zero_neuron", "retrofit", "hold")
 _SEEDS = 2**32
 

@@ -20,7 +20,7 @@ from dms_train.training.options import (
     ZeroNeuronOptions,
 )
 
-Action = Literal["export", "validate", "evaluate"]
+Action = Literal["export", "validate_export", "run_tasks"]
 # Actions take no step.
 _ACTIONS: dict[str, Action] = {name: name for name in get_args(Action)}
 

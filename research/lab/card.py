@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from dms_train.cli.errors import run_main
-from dms_train.config.memory import parameter_count
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.results import RunResult, load
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.directory import read_architecture
+from dms_train.planning.memory import parameter_count
 from research.lab.differences import chain_scores, over_seeds
 from research.lab.tasks import TASKS, named
 

@@ -142,11 +142,11 @@ def solved(checked: CheckedRun, texts: list[list[str]]) -> float:
     """Return the share of the problems with a right chain."""
     scorer = find_scorer(checked.task.scorer)
     with AnswerChecker() as checker:
-        marks = [
-            scorer.marks(document, chains, checker)
+        scores = [
+            scorer.scores(document, chains, checker)
             for document, chains in zip(checked.documents, texts, strict=True)
         ]
-    return statistics.mean(any(mark.score == 1 for mark in chains) for chains in marks)
+    return statistics.mean(any(each.share == 1 for each in chains) for chains in scores)
 
 
 def drawn(record: dict[str, Any]) -> Any:

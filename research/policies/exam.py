@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,9 +10,8 @@ from typing import Any
 
 from dms_train.data_prep.exam_sheets import held_out_problems
 from dms_train.evaluation.bootstrap import ratio
-from dms_train.evaluation.measure import greedy
-from dms_train.evaluation.options import ANSWER_PATTERN
-from dms_train.evaluation.problems import Sheet, solved
+from dms_train.evaluation.problems import count_correct, greedy_params
+from dms_train.evaluation.tasks.base import Document
 from dms_train.inference.llm import LLM
 from research.policies.cases import Case
 
@@ -48,9 +46,15 @@ class ExamTask:
         """Measure accuracy with its interval, and means over the sheets."""
         found = held_out_problems(self.sheets, self.problems, self.seed)
         sheets = [
-            Sheet(prompt=s.prompt, answers=tuple(map(str, s.answers)), stop=_END) for s in found
+            Document(
+                id=str(number),
+                question=sheet.prompt,
+                gold=tuple(map(str, sheet.answers)),
+                details={"stop": _END},
+            )
+            for number, sheet in enumerate(found)
         ]
-        total = max(len(s.prompt) for s in sheets) + self.max_tokens  # a character is a token
+        total = max(len(s.question) for s in sheets) + self.max_tokens  # a character is a token
         llm = LLM(
             case.model or self.model,
             dtype="float32",
@@ -60,12 +64,10 @@ class ExamTask:
         )
         since = time.process_time()
         # some policies draw random numbers
-        params = [replace(greedy(sheet, self.max_tokens), seed=n) for n, sheet in enumerate(sheets)]
-        outputs = llm.generate([sheet.prompt for sheet in sheets], params)
+        params = [replace(greedy_params(s, self.max_tokens), seed=n) for n, s in enumerate(sheets)]
+        outputs = llm.generate([sheet.question for sheet in sheets], params)
         seconds = time.process_time() - since
-        pattern = re.compile(ANSWER_PATTERN)
-        pairs = list(zip(outputs, sheets, strict=True))
-        hits = [float(solved(o.outputs[0].text, s.answers, pattern)) for o, s in pairs]
+        hits = list(map(float, count_correct(sheets, [o.outputs[0].text for o in outputs])))
         accuracy = ratio(hits, [float(self.problems)] * len(hits))
         tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
         assert llm.kv is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 LARGEST = 100  # of results
@@ -17,21 +17,21 @@ class CountdownScorer(Scorer):
 
     name = "countdown"
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """Mark texts; `document.details` has `numbers` and `target`."""
+    ) -> list[Score]:
+        """Return the score of each text; `document.details` has `numbers` and `target`."""
         numbers, target = document.details["numbers"], document.details["target"]
-        return [_marks(numbers, target, text) for text in texts]
+        return [_score(numbers, target, text) for text in texts]
 
 
-def _marks(numbers: Sequence[int], target: int, text: str) -> Marks:
+def _score(numbers: Sequence[int], target: int, text: str) -> Score:
     _, found, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
     if not found:
-        return Marks(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
+        return Score(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
     right = solves(numbers, target, answer)
     verdict = Verdict.CORRECT if right else Verdict.WRONG
-    return Marks(answers=(answer.strip(),), correct=(right,), verdict=verdict.value)
+    return Score(answers=(answer.strip(),), correct=(right,), verdict=verdict.value)
 
 
 def solves(numbers: Sequence[int], target: int, answer: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -14,22 +14,22 @@ class WordsScorer(Scorer):
 
     name = "words"
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """Mark texts; too many parts make all of them wrong."""
-        return [_marks(document.gold, text) for text in texts]
+    ) -> list[Score]:
+        """Return the score of each text; too many parts make all of them wrong."""
+        return [_score(document.gold, text) for text in texts]
 
 
-def _marks(gold: tuple[str, ...], text: str) -> Marks:
+def _score(gold: tuple[str, ...], text: str) -> Score:
     _, found, answer = f" {' '.join(text.split())} ".rpartition(" ANS ")
     if not found:
         none = (None,) * len(gold)
         wrong = (False,) * len(gold)
-        return Marks(answers=none, correct=wrong, verdict=Verdict.NO_ANSWER.value)
+        return Score(answers=none, correct=wrong, verdict=Verdict.NO_ANSWER.value)
     given: list[str | None] = [part.strip() or None for part in answer.split(",")]
     fits = len(given) <= len(gold)
     given = [*given, *[None] * len(gold)][: len(gold)]
     correct = tuple(fits and part == right for part, right in zip(given, gold, strict=True))
     verdict = Verdict.CORRECT if all(correct) else Verdict.WRONG
-    return Marks(answers=tuple(given), correct=correct, verdict=verdict.value)
+    return Score(answers=tuple(given), correct=correct, verdict=verdict.value)

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("dms_train",)
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
 OPTIONAL = (
-    *("wandb", "transformers", "matplotlib", "rich", "safetensors", "tokenizers"),
-    *("starlette", "uvicorn", "prometheus_client"),
-    *("datasets", "pyarrow", "math_verify", "lm_eval"),
+    *("megatron", "hydra", "omegaconf", "psutil", "rich", "transformers"),
+    *("starlette", "uvicorn", "pydantic", "prometheus_client"),
+    *("datasets", "pyarrow", "math_verify", "lm_eval", "matplotlib", "wandb"),
 )
 
 
@@ -66,15 +66,15 @@ def test_every_module_imports(name):
     importlib.import_module(name)
 
 
-def test_training_needs_base_packages_only():
-    done = python(f"{BLOCK}import dms_train.cli.train, dms_train.app.session")
+def test_generation_needs_base_packages_only():
+    done = python(f"{BLOCK}import dms_train.inference.exports, dms_train.server.async_llm")
     assert done.returncode == 0, done.stderr
 
 
 def test_configuration_is_read_without_torch():
     done = python(
         "import sys\n"
-        "import dms_train.config.check, dms_train.cli.plan\n"
+        "import dms_train.planning.check, dms_train.cli.plan\n"
         "from dms_train.cli.config_source import compose\n"
         "compose(['experiment=tiny_pretrain'])\n"
         "sys.exit(', '.join({'torch', 'megatron', 'numpy', 'wandb'} & set(sys.modules)) or 0)\n"
@@ -83,10 +83,10 @@ def test_configuration_is_read_without_torch():
 
 
 @pytest.mark.parametrize("target", SCRIPTS.values(), ids=SCRIPTS)
-def test_help_is_shown_without_torch(target):
+def test_help_is_shown_within_two_seconds_and_without_torch(target):
     module, _, function = target.partition(":")
     done = python(
-        "import sys\n"
+        "import sys, time\n"
         f"from {module} import {function}\n"
         "sys.argv[1:] = ['--help']\n"
         "try:\n"
@@ -94,7 +94,19 @@ def test_help_is_shown_without_torch(target):
         "except SystemExit as end:\n"
         "    assert not end.code\n"
         "heavy = {'torch', 'megatron', 'transformers', 'triton'} & set(sys.modules)\n"
+        "assert time.process_time() < 2\n"
         "sys.exit(', '.join(heavy) or 0)\n"
     )
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower() or "dms-train" in done.stdout
+
+
+def test_data_is_written_without_torch(tmp_path):
+    words = ["exam-sheets", "--out", str(tmp_path / "data"), "--sheets", "20"]
+    done = python(
+        "import sys\n"
+        "from dms_train.data_prep import prepare\n"
+        f"assert prepare.main({words!r}) == 0\n"
+        "sys.exit(', '.join({'torch', 'megatron', 'hydra'} & set(sys.modules)) or 0)\n"
+    )
+    assert done.returncode == 0, done.stderr

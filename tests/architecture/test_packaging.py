@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from dms_train.app import failures
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def name_of(requirement):
+    return re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower().replace("_", "-")
 
 
 @pytest.mark.parametrize("target", PROJECT["scripts"].values(), ids=PROJECT["scripts"])
@@ -21,13 +29,30 @@ def test_commands_exist(target):
 
 def test_every_dependency_has_an_exact_version():
     def names(lines):
-        return {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower().replace("_", "-") for line in lines}
+        return {name_of(line) for line in lines}
 
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = names(line for line in lines if not line.startswith("#"))
-    extras = [item for extra in PROJECT["optional-dependencies"].values() for item in extra]
-    assert names([*PROJECT["dependencies"], *extras]) <= pinned
+    extras = [item for extra in EXTRAS.values() for item in extra]
+    assert names([*PROJECT["dependencies"], *extras]) <= {*pinned, "dms-train"}
     assert "torch==2.13.0" in lines
+
+
+def test_a_missing_package_is_attributed_to_every_extra_that_installs_it():
+    packages = {package: set(extras) for package, *extras in failures._OPTIONAL.values()}
+    for package, extras in packages.items():
+        installing = {
+            extra
+            for extra, items in EXTRAS.items()
+            if name_of(package) in map(name_of, items) and extra not in ("all", "dev", "docs")
+        }
+        assert extras == installing, package
+    assert not set(map(name_of, PROJECT["dependencies"])) & set(map(name_of, packages))
+
+
+def test_all_has_every_extra_of_users():
+    (item,) = EXTRAS["all"]
+    assert item == f"dms-train[{','.join(e for e in EXTRAS if e not in ('all', 'dev', 'docs'))}]"
 
 
 def test_presets_ship_with_the_package():

@@ -1,124 +1,71 @@
-"""The built wheel in its own environment: its contents and its commands.
-
-Dependencies come from the environment of the tests. The checkout is not importable: a folder on
-PYTHONPATH is not searched for .pth files, which is where an editable installation is named.
-"""
+"""The built wheel in clean environments: its contents, its commands, and what each extra adds."""
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import subprocess
-import sys
-import sysconfig
 import tomllib
-import venv
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import clean_environment
+from tests.support.clean_environment import ROOT, CleanEnvironment
+
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def call(*command: str | Path, cwd: Path, **extra: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1", **extra},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+OPTIONAL = {
+    "megatron": {"train"},
+    "hydra": {"train", "eval"},
+    "transformers": {"train", "serve", "eval", "data"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
+    "lm_eval": {"eval"},
+    "math_verify": {"data", "eval"},
+    "matplotlib": {"eval"},
+    "datasets": {"data", "eval"},
+    "wandb": {"track"},
+}
+# Commands that need an extra, and the line that they print without it. The others need none.
+NEEDED = {
+    ("dms-train", "experiment=demo"): 'dms-train needs hydra-core: pip install "dms-train[train]"',
+    ("dms-plan", "experiment=demo"): 'dms-plan needs hydra-core: pip install "dms-train[train]"',
+    (
+        "dms-eval",
+        "task.name=exam_sheets",
+    ): 'dms-eval needs hydra-core: pip install "dms-train[eval]"',
+    ("dms-eval", "harness", ".", "--tasks", "gsm8k"): (
+        'dms-eval needs datasets: pip install "dms-train[eval]"'
+    ),
+    ("dms-serve", "."): 'dms-serve needs uvicorn: pip install "dms-train[serve]"',
+    ("dms-import", ".", "out"): 'dms-import needs megatron-core: pip install "dms-train[train]"',
+}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what a checkout holds, without a network."""
-    folder = tmp_path_factory.mktemp("wheel")
-    copy = folder / "checkout"
-    copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "dms_train", copy / "dms_train", symlinks=True, ignore=ignored)
-    flags = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
-    call(sys.executable, "-m", "pip", "wheel", *flags, "-w", folder, copy, cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    return clean_environment.build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path) -> Path:
-    """The environment's folder."""
-    environment = wheel.parent / "environment"
-    venv.create(environment, symlinks=True)
-    flags = ("--no-deps", "--no-index", "--quiet")
-    pip = (sys.executable, "-m", "pip", "--python", environment / "bin" / "python")
-    call(*pip, "install", *flags, wheel, cwd=wheel.parent)
-    return environment
+def base(wheel: Path) -> CleanEnvironment:
+    return clean_environment.make(wheel.parent / "base", wheel)
 
 
-def packages(environment: Path) -> Path:
-    (found,) = environment.glob("lib/python*/site-packages")
-    return found
+@pytest.fixture(scope="module")
+def train(wheel: Path) -> CleanEnvironment:
+    return clean_environment.make(wheel.parent / "train", wheel, "train")
 
 
-def command(environment: Path, name: str, *words: str, cwd: Path) -> str:
-    return call(
-        environment / "bin" / name, *words, cwd=cwd, PYTHONPATH=sysconfig.get_path("purelib")
-    )
-
-
-def files(package: Path) -> set[str]:
-    return {
-        str((Path(folder) / name).relative_to(package))
-        for folder, _, names in os.walk(package)
-        for name in names
-        if not folder.endswith("__pycache__")
-    }
-
-
-def test_one_name_is_installed_with_every_file_of_the_package(installed):
-    site = packages(installed)
-    names = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"dms_train"}
-    assert files(site / "dms_train") == files(ROOT / "dms_train")
-    assert not any(path.is_symlink() for path in (ROOT / "dms_train").rglob("*"))
-
-
-def test_the_checkout_is_not_importable_there(installed, tmp_path):
-    code = "import dms_train; print(dms_train.__file__)"
-    found = command(installed, "python", "-c", code, cwd=tmp_path).strip()
-    assert Path(found) == packages(installed) / "dms_train" / "__init__.py"
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_command_answers_help(installed, tmp_path, name):
-    output = command(installed, name, "--help", cwd=tmp_path)
-    assert name in output
-    assert len(output.splitlines()) > 5
-
-
-def test_configurations_are_composed(installed, tmp_path):
-    output = command(
-        installed, "dms-train", "experiment=demo", "--cfg", "job", "--resolve", cwd=tmp_path
-    )
-    assert "target_cr: 4" in output
-    assert str(packages(installed) / "dms_train" / "assets") in output
-    plan = command(installed, "dms-plan", "experiment=tiny_pretrain", cwd=tmp_path)
-    assert "stage pretrain" in plan
-
-
-def test_a_model_is_trained_exported_verified_and_loaded(installed, tmp_path):
-    command(installed, "dms-data", "exam-sheets", "--out", "data", "--sheets", "60", cwd=tmp_path)
-    model = packages(installed) / "dms_train" / "assets" / "exam_teacher"
+@pytest.fixture(scope="module")
+def export(train: CleanEnvironment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained in the environment with [train]."""
+    folder = tmp_path_factory.mktemp("run")
+    train.run("dms-data", "exam-sheets", "--out", "data", "--sheets", "60", cwd=folder)
     words = (
-        f"model.path={model}",
+        f"model.path={train.site / 'dms_train' / 'assets' / 'exam_teacher'}",
         "data.paths=[data/train]",
         "data.seq_length=64",
         "data.micro_batch_size=2",
@@ -132,11 +79,102 @@ def test_a_model_is_trained_exported_verified_and_loaded(installed, tmp_path):
         "run.dir=run",
         "observe=quiet",
     )
-    command(installed, "dms-train", *words, cwd=tmp_path)
-    assert "PASS" in command(installed, "dms-verify", "run/exports/final/hf", cwd=tmp_path)
+    train.run("dms-train", *words, cwd=folder)
+    return folder / "run" / "exports" / "final" / "hf"
+
+
+def files(package: Path) -> set[str]:
+    return {
+        str((Path(folder) / name).relative_to(package))
+        for folder, _, names in os.walk(package)
+        for name in names
+        if not folder.endswith("__pycache__")
+    }
+
+
+def importable(environment: CleanEnvironment, cwd: Path) -> set[str]:
+    code = f"import importlib.util as u; print(*(n for n in {list(OPTIONAL)} if u.find_spec(n)))"
+    return set(environment.run("python", "-c", code, cwd=cwd).stdout.split())
+
+
+def test_the_wheel_has_every_file_of_the_package(base):
+    assert files(base.site / "dms_train") == files(ROOT / "dms_train")
+    assert not any(path.is_symlink() for path in (ROOT / "dms_train").rglob("*"))
+
+
+def test_the_checkout_is_not_importable_there(base, tmp_path):
+    code = "import dms_train; print(dms_train.__file__)"
+    found = base.run("python", "-c", code, cwd=tmp_path).stdout.strip()
+    assert Path(found) == base.site / "dms_train" / "__init__.py"
+
+
+@pytest.mark.parametrize("extra", ["", "train", "serve", "eval", "data"])
+def test_an_environment_has_the_packages_of_its_extra_only(request, wheel, tmp_path, extra):
+    if extra in ("", "train"):
+        environment = request.getfixturevalue(extra or "base")
+    else:
+        environment = clean_environment.make(tmp_path / "environment", wheel, extra)
+    expected = {name for name, extras in OPTIONAL.items() if extra in extras}
+    assert importable(environment, tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", sorted({*SCRIPTS} - {"dms-train"}))  # whose help Hydra prints
+def test_every_command_answers_help_without_extras(base, tmp_path, name):
+    output = base.run(name, "--help", cwd=tmp_path).stdout
+    assert name in output
+    assert len(output.splitlines()) > 5
+
+
+@pytest.mark.parametrize("words", NEEDED, ids=" ".join)
+def test_a_command_names_the_extra_that_it_needs(base, tmp_path, words):
+    assert base.run(*words, cwd=tmp_path, code=2).stderr.splitlines() == [NEEDED[words]]
+
+
+def test_base_loads_an_export_and_generates(base, export, tmp_path):
     code = (
+        "import sys\n"
         "from dms_train import SamplingParams, load_export\n"
-        "llm = load_export('run/exports/final/hf', max_num_seqs=1)\n"
+        "llm = load_export(sys.argv[1], max_num_seqs=1)\n"
         "print(llm.spec.window, len(llm.generate('1', SamplingParams(max_tokens=3))))\n"
     )
-    assert command(installed, "python", "-c", code, cwd=tmp_path).split() == ["8", "1"]
+    assert base.run("python", "-c", code, export, cwd=tmp_path).stdout.split() == ["8", "1"]
+    shown = base.run("dms-generate", export, "--prompt", "1x+2=5:", cwd=tmp_path).stdout
+    assert "cr_factor" in shown
+    assert "dms" in base.run("dms-inspect", export, cwd=tmp_path).stdout
+
+
+def test_serve_answers_requests(wheel, export, tmp_path):
+    serve = clean_environment.make(tmp_path / "environment", wheel, "serve")
+    with subprocess.Popen(
+        [serve.bin / "dms-serve", export, "--port", "0"],
+        cwd=tmp_path,
+        env=clean_environment.variables(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            address = next(
+                word for line in server.stderr for word in line.split() if "http://" in word
+            )
+            body = json.dumps({"prompt": "1x+2=5:", "max_tokens": 3}).encode()
+            request = urllib.request.Request(
+                f"{address.rstrip('/')}/v1/completions",
+                body,
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                assert json.load(reply)["usage"]["completion_tokens"] == 3
+        finally:
+            server.terminate()
+
+
+def test_train_plans_composes_and_verifies(train, export, tmp_path):
+    output = train.run(
+        "dms-train", "experiment=demo", "--cfg", "job", "--resolve", cwd=tmp_path
+    ).stdout
+    assert "target_cr: 4" in output
+    assert str(train.site / "dms_train" / "assets") in output
+    plan = train.run("dms-plan", "experiment=tiny_pretrain", cwd=tmp_path).stdout
+    assert "stage pretrain" in plan
+    assert "PASS" in train.run("dms-verify", export, cwd=tmp_path).stdout
+    assert "dms-train" in train.run("dms-train", "--help", cwd=tmp_path).stdout

@@ -40,7 +40,7 @@ def bad_step(engine: McoreEngine, where: str | None) -> dict[str, Any]:
                 for parameter in model.parameters():
                     parameter.main_grad.fill_(math.nan)
         if where == "loss":
-            totals[0] = math.inf
+            totals.values[0] = math.inf
         return totals
 
     engine._gradients = not_finite  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The stage `evaluate`: killed, continued by two ranks, and equal to `dms-eval` of the export."""
+"""The stage `run_tasks`: killed, continued by two ranks, and equal to `dms-eval` of the export."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def overrides(root: Path, *more: str) -> list[str]:
     return test_validate.overrides(
         root,
         "run",
-        "stage.run=[zero_neuron,retrofit,export,evaluate]",
-        "stage.evaluate.tasks=[exam_sheets]",
-        f"stage.evaluate.task.path={root}/problems.jsonl",
-        "stage.evaluate.task.limit=10",
-        "stage.evaluate.sweep.lengths=[0.03125]",
-        "stage.evaluate.sweep.widths=[1,2]",
-        "stage.evaluate.sampling.temperature=1.0",
-        "stage.evaluate.model.max_num_seqs=2",  # one document at a time
+        "stage.run=[zero_neuron,retrofit,export,run_tasks]",
+        "stage.run_tasks.tasks=[exam_sheets]",
+        f"stage.run_tasks.task.path={root}/problems.jsonl",
+        "stage.run_tasks.task.limit=10",
+        "stage.run_tasks.sweep.lengths=[0.03125]",
+        "stage.run_tasks.sweep.widths=[1,2]",
+        "stage.run_tasks.sampling.temperature=1.0",
+        "stage.run_tasks.model.max_num_seqs=2",  # one document at a time
         *more,
     )
 
@@ -72,9 +72,9 @@ def test_a_killed_evaluation_is_continued_and_equals_that_of_the_command(root: P
     assert found.complete
     shown = [line for line in done.stdout.splitlines() if line.startswith("exam_sheets ")]
     assert shown == [f"{'exam_sheets':18} {point}" for point in found.points()]
-    (row,) = test_validate.rows(run, "export_tasks/exam_sheets.0.03125-2-2.kv_reads")
+    (row,) = test_validate.rows(run, "run_tasks/exam_sheets.0.03125-2-2.kv_reads")
     for point in found.points():
-        name = f"export_tasks/exam_sheets.{point.budget}"
+        name = f"run_tasks/exam_sheets.{point.budget}"
         assert row[f"{name}.accuracy"] == point.accuracy.value
         assert row[f"{name}.kv_reads"] == point.kv_reads
         assert row[f"{name}.peak_tokens"] == point.peak_tokens
@@ -103,16 +103,16 @@ def test_a_job_of_a_chain_evaluates_the_same(root: Path) -> None:
     file = folder / "chains" / "00000-of-00001.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-2]))  # without the last document
-    (run / "state" / "evaluate.done").unlink()
-    launch.checked(launch.module("dms_train.launch.stage", str(run), "evaluate"))
+    (run / "state" / "run_tasks.done").unlink()
+    launch.checked(launch.module("dms_train.launch.stage", str(run), "run_tasks"))
     assert chains(folder) == before
     assert len(file.read_text().splitlines()) == len(lines)
-    assert (run / "state" / "evaluate.done").exists()
+    assert (run / "state" / "run_tasks.done").exists()
 
 
 def test_the_plan_names_the_tasks(root: Path) -> None:
     planned = launch.module("dms_train", *overrides(root, "run.dry_run=true"))
-    assert "stage evaluate: tasks exam_sheets" in launch.checked(planned)
+    assert "stage run_tasks: tasks exam_sheets" in launch.checked(planned)
 
 
 def test_results_of_other_settings_are_refused_and_kept(root: Path) -> None:
@@ -124,7 +124,7 @@ def test_results_of_other_settings_are_refused_and_kept(root: Path) -> None:
     # as if the run had been killed before it stored that the stage is finished
     (state / "run_state.json").write_text(json.dumps({**values, "stage": values["stage"] - 1}))
     done = launch.module(
-        "dms_train", *overrides(root, "stage.evaluate.sampling.seed=1"), timeout=400
+        "dms_train", *overrides(root, "stage.run_tasks.sampling.seed=1"), timeout=400
     )
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("lm_eval") is None,
-        reason="lm_eval is not installed; pip install -c constraints.txt -e '.[hf,harness]'",
+        reason="lm_eval is not installed; pip install -c constraints.txt -e '.[eval]'",
     ),
 ]
 

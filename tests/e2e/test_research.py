@@ -34,5 +34,5 @@ def test_a_task_of_the_experiments_is_made_evaluated_and_scored(tmp_path: Path) 
 
     (first, *_) = Countdown().documents(TaskOptions(path=str(problems)), lambda messages: 0)
     texts = [f"! ANS {first.gold[0]}", "! ANS 1 + 1"]
-    marks = CountdownScorer().marks(first, texts, AnswerChecker())
-    assert [mark.score for mark in marks] == [1.0, 0.0]
+    scores = CountdownScorer().scores(first, texts, AnswerChecker())
+    assert [score.share for score in scores] == [1.0, 0.0]

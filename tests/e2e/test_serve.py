@@ -121,7 +121,7 @@ def test_late_requests_are_ended_and_the_key_of_the_environment_is_required(mode
         stream = server.open_stream(1000, Authorization="Bearer secret")
         server.inner.send_signal(signal.SIGINT)
         events = stream.read().decode()
-        assert "the server stops" in events
+        assert "the server is shutting down" in events
         assert "[DONE]" not in events
         assert server.end() == 0
     assert "Traceback" not in server.log

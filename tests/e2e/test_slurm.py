@@ -27,7 +27,7 @@ from tests.support.local_slurm import LocalSlurm, missing
 from tests.support.r1_tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
-STAGES = ["prepare", "hf_to_megatron", "zero_neuron", "retrofit", "export", "validate"]
+STAGES = ["prepare", "hf_to_megatron", "zero_neuron", "retrofit", "export", "validate_export"]
 ZEROING, ANNEALING = 4, 60
 # the two stages that faults are put into, from the model's own weights
 TRAINING = ("--skip", "prepare,hf_to_megatron", "stage.run=[zero_neuron,retrofit]")
@@ -73,8 +73,8 @@ class Site:
             f"stage.zero_neuron.steps={ZEROING}",
             f"stage.retrofit.steps_per_cr={ANNEALING}",
             "stage.retrofit.target_cr=2",
-            "stage.validate.samples=4",
-            "stage.validate.problems=null",
+            "stage.validate_export.samples=4",
+            "stage.validate_export.problems=null",
             "run.eval_samples=8",
             "observe.wandb=disabled",
             "parallel.distributed_timeout_minutes=60",  # paused ranks are not lost
@@ -300,7 +300,7 @@ def test_a_stage_that_fails_repeatedly_is_not_restarted(site: Site) -> None:
     assert "prepare" in next(line for line in status.splitlines() if "FAILED" in line)
     assert "failure 1 of at most 1 without progress, exit code 7" in logs(run)
     assert site.field(site.job(run, "prepare"), "Restarts") == "1"
-    assert site.field(site.job(run, "validate"), "JobState") == "CANCELLED"
+    assert site.field(site.job(run, "validate_export"), "JobState") == "CANCELLED"
 
 
 def test_a_signal_before_the_ranks_handle_it_is_not_lost(site: Site, whole: Path) -> None:

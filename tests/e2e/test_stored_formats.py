@@ -18,7 +18,12 @@ import torch
 from safetensors.torch import load_file
 
 from dms_train import LLM, SamplingParams
+from dms_train.app.start_point import described_model
 from dms_train.app.verification import verify
+from dms_train.checkpoints_tools import inspect_folder
+from dms_train.mcore.checkpoints.state import read_state
+from dms_train.mcore.errors import CheckpointError
+from dms_train.method.base import SPEC_VERSION
 from tests.support import launch
 
 FIXTURE = launch.ROOT / "tests" / "fixtures" / "format_1"
@@ -110,6 +115,32 @@ def test_a_run_resumes_with_the_steps_and_weights_of_the_whole_run(tmp_path: Pat
     weights = load_file(folder / "dms/exports/final/hf/model.safetensors")
     for name, tensor in load_file(EXPORTS["dms"] / "model.safetensors").items():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_an_export_of_a_newer_version_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = tmp_path / "newer"
+    shutil.copytree(EXPORTS["dms"], export)
+    config = json.loads((export / "config.json").read_text())
+    config["dms"]["spec"] = {**config["dms"]["spec"], "version": 99, "unheard_of": 1}
+    (export / "config.json").write_text(json.dumps(config))
+    assert inspect_folder.main([str(export)]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(export) in line
+    assert "version 99" in line
+    assert f"reads up to {SPEC_VERSION}; install a newer dms-train" in line
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_in_one_line() -> None:
+    path = CHECKPOINTS["dms"]
+    state = read_state(path)
+    assert described_model(path, state)[1].window == 8
+    with pytest.raises(CheckpointError) as refused:
+        described_model(path, {**state, "spec": {**state["spec"], "version": 99}})
+    (line,) = str(refused.value).splitlines()
+    assert str(path) in line
+    assert line.endswith("install a newer dms-train")
 
 
 def steps(metrics: Path) -> dict[int, dict[str, float]]:

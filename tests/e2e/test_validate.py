@@ -1,4 +1,4 @@
-"""The stage `validate` and `dms-validate`, from the command line to the report."""
+"""The stage `validate_export` and `dms-validate`, from the command line to the report."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def overrides(root: Path, name: str, *more: str) -> list[str]:
         "data.micro_batch_size=1",
         "data.global_batch_size=4",
         "method.window=8",
-        "stage.run=[zero_neuron,retrofit,export,validate]",
+        "stage.run=[zero_neuron,retrofit,export,validate_export]",
         "stage.zero_neuron.steps=2",
         "stage.retrofit.target_cr=2",
         "stage.retrofit.steps_per_cr=4",
-        "stage.validate.samples=6",
-        "stage.validate.max_tokens=60",
-        "stage.validate.window_only=true",
-        f"stage.validate.problems={root}/problems.jsonl",
+        "stage.validate_export.samples=6",
+        "stage.validate_export.max_tokens=60",
+        "stage.validate_export.window_only=true",
+        f"stage.validate_export.problems={root}/problems.jsonl",
         "optim.lr=1e-2",
         "optim.lr_warmup_steps=0",
         "run.eval_samples=6",
@@ -96,9 +96,9 @@ def test_two_ranks_train_and_rank_0_validates(root: Path) -> None:
     run, found = root / "tp2", metrics(root / "tp2")
     assert all((run / name).is_file() for name in FILES)
     assert "| original, window only |" in done.stdout
-    evaluated = rows(run, "export_eval/cr_factor")
+    evaluated = rows(run, "validate_export/cr_factor")
     assert len(evaluated) == 1
-    assert {f"export_eval/{name}": value for name, value in found.items()}.items() <= evaluated[
+    assert {f"validate_export/{name}": value for name, value in found.items()}.items() <= evaluated[
         0
     ].items()
     assert found["problems"] == 2 * SHEETS
@@ -137,7 +137,7 @@ def test_the_command_measures_what_the_stage_measured(root: Path) -> None:
 def test_a_run_killed_in_validation_validates_and_trains_nothing_more(root: Path) -> None:
     run = root / "killed"
     # long enough to be killed in
-    slow = overrides(root, "killed", "stage.validate.max_num_seqs=1")
+    slow = overrides(root, "killed", "stage.validate_export.max_num_seqs=1")
     process = subprocess.Popen(
         [sys.executable, "-m", "dms_train", *slow],
         env=launch.environment(),

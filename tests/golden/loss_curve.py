@@ -64,7 +64,7 @@ EVALUATION = {
     "cache_reads": "eval/kv_reads",
     "kept_shares": "eval/kept",
 }
-EXPORT_EVALUATION_PREFIX = "export_eval/"
+EXPORT_EVALUATION_PREFIX = "validate_export/"
 EXPORT_EVALUATION = {
     "distillation_loss": "kl_nats_per_token",
     "top_1_agreement": "top1_agreement",
@@ -129,14 +129,14 @@ def _overrides(folder: Path) -> list[str]:
         "data.global_batch_size=3",
         "data.eod_mask_loss=true",
         "method.window=4",
-        "stage.run=[zero_neuron,retrofit,hold,export,validate]",
+        "stage.run=[zero_neuron,retrofit,hold,export,validate_export]",
         "stage.zero_neuron.steps=6",
         "stage.retrofit.target_cr=3",
         "stage.retrofit.steps_per_cr=6",
         "stage.retrofit.lr=2e-3",
         "stage.hold.steps=6",
         "stage.export.every_integer_cr=false",
-        "stage.validate.samples=4",
+        "stage.validate_export.samples=4",
         "optim.lr=1e-3",
         "optim.weight_decay=0.1",
         "optim.clip_grad=0.3",

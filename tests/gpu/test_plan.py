@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dms_train.config.activations import Microbatch, layer
 from dms_train.families import FAMILIES
 from dms_train.mcore import groups
 from dms_train.mcore.engine import McoreEngine, TrainEngineOptions
@@ -17,6 +16,7 @@ from dms_train.mcore.options import OptimOptions, ParallelOptions
 from dms_train.method.eviction_stats import EVICTION_STATS
 from dms_train.method.plan import StepPlan
 from dms_train.method.spec import PRESETS
+from dms_train.planning.activations import Microbatch, layer
 from tests.support import configs
 from tests.support.live_memory import saved_bytes
 

@@ -165,7 +165,7 @@ WIRING = [
     ),
     Mutation(
         "a validation generates as many tokens as it likes",
-        "dms_train/evaluation/findings.py",
+        "dms_train/evaluation/validation.py",
         "max_tokens=options.max_tokens",
         "max_tokens=16",
         "tests/unit/wiring/test_evaluation.py::test_an_option_of_a_validation_acts[max_tokens]",
@@ -178,7 +178,7 @@ WIRING = [
         EVALUATES + "[sampling.top_k-by_command]",
     ),
     Mutation(
-        "the stage evaluate forgets its workers",
+        "the stage run_tasks forgets its workers",
         "dms_train/evaluation/options.py",
         "workers=self.workers, ",
         "",

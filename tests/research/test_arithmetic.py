@@ -196,9 +196,9 @@ def test_the_scorer_takes_the_common_root_and_no_other_number(tmp_path: Path) ->
         for document in task("arithmetic").documents(TaskOptions(path=str(path)), lambda _: 0):
             found = roots(coefficients(document.question.split()))
             for x in range(61):
-                (marks,) = all_scorers()["words"].marks(document, [f"! ANS {x} "], checker)
-                assert marks.correct == (all(x in each for each in found.values()),)
-                assert marks.answers == (str(x),)
+                (score,) = all_scorers()["words"].scores(document, [f"! ANS {x} "], checker)
+                assert score.correct == (all(x in each for each in found.values()),)
+                assert score.answers == (str(x),)
 
 
 def made(folder: Path, *words: str) -> list[np.ndarray]:

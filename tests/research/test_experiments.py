@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dms_train.cli.config_source import CONF_DIR, compose
-from dms_train.config.check import check
+from dms_train.planning.check import check
 from research.folders import CONFIG_DIR
 
 FILES = {path.stem: path for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml"))}

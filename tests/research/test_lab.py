@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from dms_train.cli.config_source import compose, compose_evaluation
-from dms_train.config.check import check
 from dms_train.evaluation.scaling.results import load
 from dms_train.evaluation.scaling.run import evaluate, prepare
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.tokenizer import read_stop_ids
 from dms_train.observe.processes import has_ended, mark
+from dms_train.planning.check import check
 from research.folders import CONFIG_DIR
 from research.lab import run as lab
 from research.lab.scales import SCALES

@@ -207,8 +207,8 @@ def test_the_scorer_takes_the_answer_and_nothing_near_it(name, answers, tmp_path
                 [*words, words[-1]],
             ]
             texts = [f"ANS {right}", *(f"ANS {' '.join(each)}" for each in near), right]
-            marks = scorer.marks(document, texts, checker)
-            assert [each.correct for each in marks] == [(True,), *[(False,)] * (len(texts) - 1)]
+            scores = scorer.scores(document, texts, checker)
+            assert [each.correct for each in scores] == [(True,), *[(False,)] * (len(texts) - 1)]
 
 
 @pytest.mark.parametrize("command", ["lab-niah", "lab-variable-tracking"])

@@ -109,8 +109,8 @@ def test_the_answer_behind_the_working_is_scored() -> None:
     found = task("lab_linear_1d")
     (document,) = found.documents(TaskOptions(fixture=True, limit=1), lambda messages: 0)
     texts = [f"1 + 2 = 3 : 3 / 3 = 1 . ANS {document.gold[0]}", "ANS 101", document.gold[0]]
-    marks = all_scorers()[found.scorer].marks(document, texts, AnswerChecker())
-    assert [each.correct for each in marks] == [(True,), (False,), (False,)]
+    scores = all_scorers()[found.scorer].scores(document, texts, AnswerChecker())
+    assert [each.correct for each in scores] == [(True,), (False,), (False,)]
 
 
 def test_the_loss_counts_what_stands_behind_prompts(tmp_path: Path) -> None:

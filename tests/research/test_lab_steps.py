@@ -10,12 +10,12 @@ import pytest
 
 from dms_train.checkpoints_tools import pool_kv_heads
 from dms_train.cli.config_source import compose, compose_evaluation
-from dms_train.config.check import check
 from dms_train.data.index_file import read_index
 from dms_train.data.packing import pack
 from dms_train.export.kv_pooling import with_kv_heads
 from dms_train.method.dmc.spec import DMCOptions
 from dms_train.method.dms.spec import DMSOptions
+from dms_train.planning.check import check
 from dms_train.training.stages import Stage, build_stages
 from research.data import command as data
 from research.folders import CONFIG_DIR

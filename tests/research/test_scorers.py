@@ -63,16 +63,16 @@ def test_gold_answers_of_the_fixtures_are_accepted(name, checker):
     for each in documents:
         assert each.question in found.messages(each).user
         text = FORMS[found.scorer] % " , ".join(each.gold)
-        (marks,) = scorer(found.scorer).marks(each, [text], checker)
-        assert marks.score == 1.0
-        assert None not in marks.answers
+        (score,) = scorer(found.scorer).scores(each, [text], checker)
+        assert score.share == 1.0
+        assert None not in score.answers
 
 
 @pytest.mark.parametrize(("name", "gold"), REFUSED)
 def test_wrong_cut_and_malformed_answers_are_refused(name, gold, checker):
     for text in REFUSED[name, gold]:
-        (marks,) = scorer(name).marks(document(gold), [text], checker)
-        assert (marks.score, marks.correct) == (0.0, (False,)), text
+        (score,) = scorer(name).scores(document(gold), [text], checker)
+        assert (score.share, score.correct) == (0.0, (False,)), text
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_countdown_is_played_again(checker, numbers, target, answer):
     found = Document(
         id="0", question="q", gold=("-",), details={"numbers": numbers, "target": target}
     )
-    (marks,) = scorer("countdown").marks(found, [f"! ANS {answer}"], checker)
-    assert marks.correct == (answer in ("4 * 3 , 12 - 1 , 4 * 11", "20 / 5 , 4 * 3 , 12 - 2"),)
+    (score,) = scorer("countdown").scores(found, [f"! ANS {answer}"], checker)
+    assert score.correct == (answer in ("4 * 3 , 12 - 1 , 4 * 11", "20 / 5 , 4 * 3 , 12 - 2"),)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_countdown_is_played_again(checker, numbers, target, answer):
     ],
 )
 def test_words_are_compared_part_by_part(checker, text, correct):
-    (marks,) = scorer("words").marks(document("7 3", "4"), [text], checker)
-    assert marks.correct == correct
-    assert (marks.verdict == "correct") == all(correct)
-    assert (marks.verdict == "no_answer") == (marks.answers == (None, None))
+    (score,) = scorer("words").scores(document("7 3", "4"), [text], checker)
+    assert score.correct == correct
+    assert (score.verdict == "correct") == all(correct)
+    assert (score.verdict == "no_answer") == (score.answers == (None, None))

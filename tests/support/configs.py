@@ -23,7 +23,7 @@ MAPPING: dict[str, Any] = {
         "retrofit": {"target_cr": 4, "steps_per_cr": 10},
         "hold": {"steps": 10},
         "export": {},
-        "validate": {},
+        "validate_export": {},
     },
     "data": {
         "paths": ["some/data"],
@@ -32,6 +32,7 @@ MAPPING: dict[str, Any] = {
         "global_batch_size": 8,
     },
     "parallel": {},
+    "loss": {},
     "optim": {"lr": 1e-4},
     "observe": {},
     "run": {"dir": "outputs/test"},

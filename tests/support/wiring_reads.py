@@ -36,7 +36,7 @@ def stages(built: Built) -> dict[str, tuple[LearningRate, list[StepPlan]]]:
             found.append((given[0], []))
         elif kind == "train":
             found[-1][1].append(given[0])
-    names = [name for name in built.config.stage.run if name not in ("export", "evaluate")]
+    names = [name for name in built.config.stage.run if name not in ("export", "run_tasks")]
     return dict(zip(names, found, strict=True))
 
 
@@ -156,7 +156,7 @@ def expected_noise(built: Built) -> float:
     )
     engine = McoreEngine(
         refusals.architecture(),
-        built.prepared.spec,
+        built.config.method,
         built.view,
         own,
         WeightReader(built.assets.model),

@@ -20,18 +20,21 @@ _RESAMPLES, _SEED = 500, 0
 
 
 class Cost(NamedTuple):
-    """What a budget is measured in.
+    """Cost of a budget.
 
     Attributes:
         name: Field of `Point` and `DocumentMeasure`.
-        title: In figures.
+        title: Title in figures.
+        unit: Unit of the axis.
     """
 
     name: str
     title: str
+    unit: str
 
 
-READS, PEAK = Cost("kv_reads", "KV reads"), Cost("peak_tokens", "peak tokens")
+READS = Cost("kv_reads", "KV reads", "cache slots")
+PEAK = Cost("peak_tokens", "peak tokens", "tokens")
 
 
 class Mark(NamedTuple):
@@ -99,7 +102,7 @@ class Comparison:
         return sorted(names, key=lambda name: (name != VANILLA, name))
 
     def marks(self, task: str, cost: Cost) -> list[Mark]:
-        """Points of a task, or their averages over all tasks."""
+        """Return the points of a task, or their averages over all tasks."""
         if task == AVERAGE:
             return self._averages(cost)
         return [
@@ -115,7 +118,7 @@ class Comparison:
         ]
 
     def _averages(self, cost: Cost) -> list[Mark]:
-        """Means of the budgets that every task has."""
+        """Average the budgets that every task has."""
         grouped: dict[tuple[str, Budget], dict[str, Mark]] = {}
         for task in self.tasks:
             for mark in self.marks(task, cost):
@@ -125,26 +128,26 @@ class Comparison:
             Mark(
                 method,
                 budget,
-                sum(mark.cost for mark in found.values()) / count,
-                sum(mark.accuracy for mark in found.values()) / count,
+                sum(mark.cost for mark in by_task.values()) / count,
+                sum(mark.accuracy for mark in by_task.values()) / count,
                 "",
             )
-            for (method, budget), found in grouped.items()
-            if len(found) == count
+            for (method, budget), by_task in grouped.items()
+            if len(by_task) == count
         ]
 
     def margins(self, cost: Cost) -> list[Margin]:
-        """Of every method against every one before it, on each task."""
+        """Compare every method with every earlier one, on each task."""
         samples: dict[tuple[str, str], list[_Sample]] = {}
         for result in self.results:
             samples.setdefault((result.title, result.method), []).append(_sample(result, cost))
-        found = []
+        margins = []
         for number, second in enumerate(self.methods):
             for first in self.methods[number + 1 :]:
                 for task in self.tasks:
                     pair = [samples.get((task, method), []) for method in (first, second)]
-                    found.append(Margin(task, first, second, *_margin(pair)))
-        return found
+                    margins.append(Margin(task, first, second, *_margin(pair)))
+        return margins
 
 
 def _require_same_sampling(results: Sequence[RunResult]) -> None:
@@ -160,14 +163,14 @@ def _require_same_sampling(results: Sequence[RunResult]) -> None:
 
 
 def _asked(result: RunResult) -> dict[str, Any]:
-    """How a run prompts and samples, seeds apart."""
+    """Return how a run prompts and samples, without seeds."""
     config = result.header["config"]
     sampling = {k: v for k, v in config.get("sampling", {}).items() if k != "seed"}
     return {"prompt_format": config["model"].get("prompt_format"), "sampling": sampling}
 
 
 def line(marks: Sequence[Mark], method: str) -> list[BudgetPoint]:
-    """The frontier of a method."""
+    """Return the frontier of a method."""
     return frontier(BudgetPoint(m.cost, m.accuracy) for m in marks if m.method == method)
 
 
@@ -182,8 +185,8 @@ class _Sample(NamedTuple):
 def _margin(
     samples: Sequence[Sequence[_Sample]],
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Value and interval of a `Margin` of two methods."""
-    whole = margin(*(_means(found, lambda count: torch.arange(count)) for found in samples))
+    """Return value and interval of a `Margin` of two methods."""
+    whole = margin(*(_means(group, lambda count: torch.arange(count)) for group in samples))
     drawn = sorted(_resampled(samples)) if whole is not None else []
     interval = None
     if drawn:
@@ -209,7 +212,7 @@ def _sample(result: RunResult, cost: Cost) -> _Sample:
 
 
 def _means(samples: Sequence[_Sample], draw: Callable[[int], Tensor]) -> list[BudgetPoint]:
-    found = []
+    points = []
     for sample in samples:
         chosen = draw(len(sample.documents))
         pairs = zip(
@@ -217,14 +220,14 @@ def _means(samples: Sequence[_Sample], draw: Callable[[int], Tensor]) -> list[Bu
             sample.scores[:, chosen].mean(1).tolist(),
             strict=True,
         )
-        found += [BudgetPoint(*pair) for pair in pairs]
-    return found
+        points += [BudgetPoint(*pair) for pair in pairs]
+    return points
 
 
 def _resampled(samples: Sequence[Sequence[_Sample]]) -> Iterator[float]:
-    """Margins of resampled documents; runs on the same documents share the draw."""
+    """Yield margins of resampled documents; runs on the same documents share the draw."""
     generator = torch.Generator().manual_seed(_SEED)
-    same = len({sample.documents for found in samples for sample in found}) == 1
+    same = len({sample.documents for group in samples for sample in group}) == 1
     for _ in range(_RESAMPLES):
         known: dict[int, Tensor] = {}
 
@@ -235,18 +238,18 @@ def _resampled(samples: Sequence[Sequence[_Sample]]) -> Iterator[float]:
                 known[count] = torch.randint(count, (count,), generator=generator)
             return known[count]
 
-        value = margin(*(_means(found, draw) for found in samples))
+        value = margin(*(_means(group, draw) for group in samples))
         if value is not None:
             yield value
 
 
 def accuracy_cells(comparison: Comparison) -> dict[tuple[str, str, float], Estimate]:
-    """Accuracy of one chain of the longest length, by task, method and compression ratio."""
-    found: dict[tuple[str, str, float], tuple[Budget, Estimate]] = {}
+    """Return the accuracy of one chain of the longest length, by task, method and ratio."""
+    longest: dict[tuple[str, str, float], tuple[Budget, Estimate]] = {}
     for result, point in comparison.points:
         key = (result.title, result.method, result.cr)
-        best = found.get(key)
+        best = longest.get(key)
         order = (-point.budget.width, point.budget.length)
         if best is None or order > (-best[0].width, best[0].length):
-            found[key] = (point.budget, point.accuracy)
-    return {key: estimate for key, (_, estimate) in found.items()}
+            longest[key] = (point.budget, point.accuracy)
+    return {key: estimate for key, (_, estimate) in longest.items()}

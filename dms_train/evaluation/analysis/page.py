@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from dms_train.evaluation.analysis import tables
-from dms_train.evaluation.analysis.charts import color, margin_chart, scaling_chart
+from dms_train.evaluation.analysis.charts import margin_chart, scaling_chart
 from dms_train.evaluation.analysis.comparison import AVERAGE, PEAK, READS, VANILLA, Comparison
 from dms_train.evaluation.analysis.tables import Table
 from dms_train.evaluation.errors import EvaluationError
@@ -25,15 +26,12 @@ _NOTES = (
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem }
 section { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem }
-svg { width: 100%; font: 11px system-ui, sans-serif }
-svg .title { font-weight: 600; font-size: 13px }
-svg .budget { font-size: 9px; fill: #555 } circle:hover { stroke: #000; stroke-width: 2 }
+svg { width: 100%; height: auto } use:hover { stroke: #000 !important }
 .wide { overflow-x: auto } table { border-collapse: collapse; margin: .3rem 0 1.5rem }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; white-space: nowrap }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem } th { cursor: pointer }
 th, td { border-bottom: 1px solid #ddd; padding: .15rem .6rem; text-align: right; font-size: 13px }
 th:first-child, td:first-child { text-align: left } pre { white-space: pre-wrap; text-align: left }
-.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
 """
 _SCRIPT = """
 document.querySelectorAll('th').forEach(head => head.addEventListener('click', () => {
@@ -64,7 +62,7 @@ def _all_tables(comparison: Comparison) -> list[Table]:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The tables.
+    """Return the tables as Markdown.
 
     Raises:
         EvaluationError: No run holds a chain.
@@ -78,7 +76,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def page(comparison: Comparison) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Raises:
         EvaluationError: No run holds a chain.
@@ -94,7 +92,7 @@ def page(comparison: Comparison) -> str:
         "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">",
         f"<title>Evaluation</title><style>{_STYLE}</style></head><body><main>",
-        f"<h1>Evaluation</h1><p>{_NOTES}</p>{_legend(comparison)}",
+        f"<h1>Evaluation</h1><p>{_NOTES}</p>",
         f"<h2>Figures</h2><section>{''.join(svg for _, svg in figures(comparison))}</section>",
         f"<h2>Tables</h2>{own}",
         f"<h2>Published by the paper, not measured here</h2>{known}",
@@ -109,17 +107,18 @@ def _require_points(comparison: Comparison) -> None:
         raise EvaluationError("the runs hold no chains yet; let dms-eval finish a document")
 
 
-def _legend(comparison: Comparison) -> str:
-    keys = (
-        f"<span class='key' style='background:{color(method, comparison.methods)}'></span>"
-        f"{html.escape(method)}"
-        for method in comparison.methods
-    )
-    return f"<p>{''.join(keys)}</p>"
+def figures(comparison: Comparison, *, links: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the name of each figure and its SVG element.
 
+    Args:
+        comparison: Runs to compare.
+        links: Link each point to the chains of its run on the same page.
 
-def figures(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Names of the figures, and each as SVG that a page contains."""
+    Raises:
+        EvaluationError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise EvaluationError("a report needs matplotlib; pip install 'dms-train[eval]'")
     methods = comparison.methods
     for cost in (READS, PEAK):
         against = [m for m in comparison.margins(cost) if m.second == VANILLA]
@@ -133,7 +132,7 @@ def figures(comparison: Comparison) -> Iterator[tuple[str, str]]:
             if marks:
                 title = f"{task}: {cost.title} (form of Figure {figure})"
                 name = re.sub(r"\W+", "_", f"{task}_{cost.name}".lower())
-                yield name, scaling_chart(title, marks, cost, methods)
+                yield name, scaling_chart(title, marks, cost, methods, links=links)
 
 
 def _cell(cell: tables.Cell) -> str:

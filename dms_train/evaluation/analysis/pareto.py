@@ -20,7 +20,7 @@ class BudgetPoint(NamedTuple):
 
 
 def frontier(points: Iterable[BudgetPoint]) -> list[BudgetPoint]:
-    """The points that no other one dominates, by rising budget.
+    """Return the points that no other point dominates, by rising budget.
 
     A point dominates another if it needs no larger budget and is no less accurate, and is better in
     one of them.
@@ -33,7 +33,7 @@ def frontier(points: Iterable[BudgetPoint]) -> list[BudgetPoint]:
 
 
 def accuracy_at(line: Sequence[BudgetPoint], budget: float) -> float:
-    """Accuracy of a frontier at a budget within its range, linear between its points."""
+    """Interpolate the accuracy of a frontier linearly at a budget within its range."""
     after = min(bisect_right([p.budget for p in line], budget), len(line) - 1)
     right = line[after]
     left = line[max(after - 1, 0)]
@@ -44,7 +44,7 @@ def accuracy_at(line: Sequence[BudgetPoint], budget: float) -> float:
 
 
 def margin(first: Iterable[BudgetPoint], second: Iterable[BudgetPoint]) -> float | None:
-    """Mean difference of two frontiers over the budgets that both cover, in accuracy points.
+    """Return the mean difference of two frontiers over their common budgets, in accuracy points.
 
     Args:
         first: Points of one method.

@@ -13,7 +13,7 @@ _FILE = "assets/published_dms.json"
 
 @cache
 def published() -> dict[str, dict[str, Any]]:
-    """Tables by name: `caption`, `columns`, and `rows` of a label and its cells (None is NA)."""
+    """Return tables by name: `caption`, `columns`, and `rows` of a label and cells (None is NA)."""
     text = files("dms_train").joinpath(_FILE).read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found
+    tables: dict[str, dict[str, Any]] = json.loads(text)
+    return tables

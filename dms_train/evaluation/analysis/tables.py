@@ -18,7 +18,7 @@ class Table:
     """A table with a caption.
 
     Attributes:
-        caption: What it shows.
+        caption: Title.
         columns: Titles.
         rows: Cells; None is absent.
     """
@@ -28,12 +28,12 @@ class Table:
     rows: list[list[Cell]]
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """Return the table as Markdown."""
         text = markdown_table(self.columns, (map(shown, row) for row in self.rows))
         return f"**{self.caption}**\n\n{text}"
 
     def html(self) -> str:
-        """As HTML; numbers keep their value, by which a click on a title sorts."""
+        """Return the table as HTML; numbers keep their values, so that a page can sort by them."""
         rows = (map(_sortable, row) for row in self.rows)
         return html_table(self.columns, rows, caption=self.caption)
 
@@ -43,7 +43,7 @@ def _sortable(cell: Cell) -> str | tuple[Cell, str]:
 
 
 def shown(cell: Cell) -> str:
-    """A cell as text."""
+    """Return a cell as text."""
     if cell is None:
         return "NA"
     if isinstance(cell, int):
@@ -54,7 +54,7 @@ def shown(cell: Cell) -> str:
 
 
 def budget_table(comparison: Comparison) -> Table:
-    """Every budget of every run."""
+    """Return every budget of every run."""
     rows: list[list[Cell]] = []
     for result, point in comparison.points:
         low, high = 100 * point.accuracy.low, 100 * point.accuracy.high
@@ -79,7 +79,7 @@ def budget_table(comparison: Comparison) -> Table:
 
 
 def run_table(comparison: Comparison) -> Table:
-    """Wall time and memory, which depend on the machine."""
+    """Return wall time and memory, which depend on the machine."""
     rows: list[list[Cell]] = [
         [
             *(r.title, r.label, len(r.documents), "yes" if r.complete else "no"),
@@ -99,7 +99,7 @@ def run_table(comparison: Comparison) -> Table:
 
 
 def task_table(comparison: Comparison) -> Table:
-    """Tasks by methods and ratios, one chain of the longest length (form of Table 1)."""
+    """Return tasks by methods and ratios, one chain of the longest length (form of Table 1)."""
     cells = accuracy_cells(comparison)
     columns = sorted({key[1:] for key in cells}, key=lambda key: (key[1], key[0]))
     rows: list[list[Cell]] = [
@@ -114,7 +114,7 @@ def task_table(comparison: Comparison) -> Table:
 
 
 def method_table(comparison: Comparison) -> Table:
-    """Methods and ratios by tasks and contexts (form of Tables 2 and 3)."""
+    """Return methods and ratios by tasks and contexts (form of Tables 2 and 3)."""
     cells = accuracy_cells(comparison)
     methods = sorted({key[1:] for key in cells}, key=lambda key: (key[1], key[0]))
     rows: list[list[Cell]] = [
@@ -137,7 +137,7 @@ def _named(method: str, cr: float) -> str:
 
 
 def margin_table(margins: Sequence[Margin], cost: str) -> Table:
-    """Margins of Pareto frontiers (form of Tables 5 and 6)."""
+    """Return margins of Pareto frontiers (form of Tables 5 and 6)."""
     rows: list[list[Cell]] = [
         [
             *(f"{m.first} vs {m.second}", m.task, m.value),
@@ -153,12 +153,12 @@ def margin_table(margins: Sequence[Margin], cost: str) -> Table:
 
 
 def published_tables() -> list[Table]:
-    """What the paper prints, named as such."""
+    """Return the tables that the paper prints, named as such."""
     return [
         Table(
-            caption=f"Published, {name.replace('table', 'Table ')}: {found['caption']} ({SOURCE})",
-            columns=["", *found["columns"]],
-            rows=found["rows"],
+            caption=f"Published, {name.replace('table', 'Table ')}: {table['caption']} ({SOURCE})",
+            columns=["", *table["columns"]],
+            rows=table["rows"],
         )
-        for name, found in published().items()
+        for name, table in published().items()
     ]

@@ -48,7 +48,7 @@ class _Shared(NamedTuple):
     Attributes:
         context: Token ids.
         continuations: Token ids of each.
-        numbers: Of the requests.
+        numbers: Numbers of the requests.
     """
 
     context: list[int]
@@ -64,12 +64,12 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     Args:
         model: Directory or hub id (local cache only), with a tokenizer.
-        options: How the engine runs it.
-        seed: Of sampled answers; each request has random numbers of its own.
+        options: Engine options.
+        seed: Seed of sampled answers; each request has random numbers of its own.
 
     Attributes:
         engine: Runs the requests.
-        tokenizer: Of transformers.
+        tokenizer: Tokenizer of transformers.
 
     Raises:
         EvaluationError: The directory has no tokenizer that transformers can read.
@@ -118,11 +118,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Messages as the text that the model's chat template makes of them.
+        """Render messages by the model's chat template.
 
         Args:
             chat_history: Messages with `role` and `content`.
-            add_generation_prompt: Whether the assistant speaks next; otherwise the last message is
+            add_generation_prompt: Let the assistant speak next; otherwise the last message is
                 its own, to be continued.
 
         Raises:
@@ -143,11 +143,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
             string: The text.
-            add_special_tokens: Whether the tokenizer's special tokens go around it; None adds them
+            add_special_tokens: Put the tokenizer's special tokens around the text; None adds them
                 unless it begins with the first of them.
         """
         if add_special_tokens is None:
@@ -158,27 +158,27 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
-        """Log-likelihoods of continuations, and whether greedy decoding gives them.
+        """Return log-likelihoods of continuations, and whether greedy decoding gives them.
 
         Args:
             requests: Each with a context and a continuation.
-            disable_tqdm: Whether to show no progress.
+            disable_tqdm: Hide the progress.
         """
         pairs = [request.args for request in requests]
         texts = [text for c, more in pairs if c for text in (c + more, c.rstrip())]
         texts = list(dict.fromkeys(texts))  # those that are encoded one by one otherwise
         self._encoded = dict(zip(texts, self._encode_all(texts), strict=True))
-        found: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return answers
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts, in windows of the most tokens that the model takes.
+        """Return log-likelihoods of whole texts, in windows of the model's maximum length.
 
         Args:
             requests: Each with a text.
-            disable_tqdm: Whether to show no progress.
+            disable_tqdm: Hide the progress.
         """
         texts: list[str] = [request.args[0] for request in requests]
         windows: list[Scored] = []
@@ -192,21 +192,21 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             ):
                 windows.append((None, *utils.make_disjoint_window(window)))
                 owners.append(number)
-        totals = [0.0] * len(texts)
+        log_likelihoods = [0.0] * len(texts)
         for owner, (value, _) in zip(
             owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
         ):
-            totals[owner] += value
-        for text, total in zip(texts, totals, strict=True):
+            log_likelihoods[owner] += value
+        for text, total in zip(texts, log_likelihoods, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return totals
+        return log_likelihoods
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to the first stop text.
+        """Return continuations up to the first stop text.
 
         Args:
             requests: Each with a context and its `generation_kwargs`.
-            disable_tqdm: Whether to show no progress.
+            disable_tqdm: Hide the progress.
 
         Raises:
             EvaluationError: A key of `generation_kwargs` is not known, or the answer is too long.
@@ -239,7 +239,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[Answer]:
-        """Log-probability of each continuation, and whether greedy decoding gives it."""
+        """Return the log-probability of each continuation, and whether greedy decoding gives it."""
         self._encoded = {}
         shared = self._by_context(requests)
 
@@ -248,27 +248,27 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
         answers: list[Answer] = [(0.0, True)] * len(requests)
         for group, output in self._outputs(len(shared), add, "loglikelihood", disable_tqdm):
-            for number, done in zip(shared[group].numbers, output.outputs, strict=True):
-                answers[number] = _answer(done)
+            for number, completion in zip(shared[group].numbers, output.outputs, strict=True):
+                answers[number] = _answer(completion)
         for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
-        """`tok_encode` of texts, many at a time on all cores."""
-        found: list[list[int]] = [[]] * len(texts)
+        """Encode texts like `tok_encode`, many at a time on all cores."""
+        encoded: list[list[int]] = [[]] * len(texts)
         for special in (False, True):
             numbers = [i for i, x in enumerate(texts) if x.startswith(self._prefix) != special]
             for begin in range(0, len(numbers), _TEXTS):
                 part = numbers[begin : begin + _TEXTS]
                 ids = self.tokenizer([texts[i] for i in part], add_special_tokens=special)
                 for number, tokens in zip(part, ids["input_ids"], strict=True):
-                    found[number] = tokens
-        return found
+                    encoded[number] = tokens
+        return encoded
 
     def _by_context(self, requests: Sequence[Scored]) -> list[_Shared]:
-        """The requests by their contexts, which are cut at the left to what the model takes."""
+        """Group requests by their contexts, cut at the left to the model's maximum length."""
         most = self.engine.options.max_num_seqs
         shared: list[_Shared] = []
         last: dict[tuple[int, ...], _Shared] = {}
@@ -288,7 +288,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return shared
 
     def _params(self, stated: dict[str, Any], seed: int) -> SamplingParams:
-        """The engine's parameters for a task's `generation_kwargs`."""
+        """Return the engine's parameters for a task's `generation_kwargs`."""
         given = dict(normalize_gen_kwargs(stated, self.max_gen_toks))
         end = self.tokenizer.decode(self.eot_token_id)
         until = handle_stop_sequences(given.pop("until"), end)
@@ -312,13 +312,13 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def _outputs(
         self, count: int, add: Callable[[int], str], title: str, disable_tqdm: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Finished requests with their numbers, in the order in which they finish.
+        """Yield finished requests with their numbers, in the order in which they finish.
 
         Args:
-            count: Of the requests.
+            count: Number of requests.
             add: Adds the request of a number to the engine; returns its id.
-            title: Of the progress.
-            disable_tqdm: Whether to show none.
+            title: Title of the progress.
+            disable_tqdm: Hide the progress.
         """
         waiting, running = deque(range(count)), dict[str, int]()
         ahead = _AHEAD * self.engine.options.max_num_seqs
@@ -346,13 +346,13 @@ def _tokenizer(directory: Path) -> Any:
         raise EvaluationError(str(error)) from None
 
 
-def _answer(done: CompletionOutput) -> Answer:
-    assert done.scores is not None
-    return sum(done.scores.logprobs), all(done.scores.greedy)
+def _answer(completion: CompletionOutput) -> Answer:
+    assert completion.scores is not None
+    return sum(completion.scores.logprobs), all(completion.scores.greedy)
 
 
 def _require_whole(output: RequestOutput) -> None:
-    if any(done.finish_reason == "memory" for done in output.outputs):
+    if any(each.finish_reason == "memory" for each in output.outputs):
         length = len(output.prompt_token_ids)
         raise InferenceError(
             f"a prompt of {length} tokens: the cache is too small for it; raise --cache-bytes"

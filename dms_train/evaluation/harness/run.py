@@ -36,7 +36,7 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessOptions:
-    """Which tasks are evaluated, and how they are asked.
+    """Tasks, and how they are asked.
 
     Attributes:
         tasks: Names of tasks, groups or tags, or paths of their YAML files.
@@ -45,8 +45,8 @@ class HarnessOptions:
         limit: Documents of each task, or their share below 1; None takes all.
         gen_kwargs: Changes of `generation_kwargs`, such as `temperature=0.7,do_sample=true`.
         system_instruction: Text before every prompt.
-        apply_chat_template: Whether prompts become chats by the model's template.
-        seed: Of the choice of examples and of sampled answers.
+        apply_chat_template: Turn prompts into chats by the model's template.
+        seed: Seed of the choice of examples and of sampled answers.
         download: Fetch data sets from the hub where they are absent.
     """
 
@@ -76,7 +76,7 @@ def require_unused(folder: Path) -> None:
 
 
 def load_tasks(options: HarnessOptions) -> list[Any]:
-    """The tasks and groups with their data, from this machine unless `download`.
+    """Load the tasks and groups with their data, from this machine unless `download`.
 
     Raises:
         EvaluationError: A task is not known or not supported, or its data set is not there.
@@ -85,12 +85,12 @@ def load_tasks(options: HarnessOptions) -> list[Any]:
     loaded: list[Any] = []
     with _network(allowed=options.download):
         for name in dict.fromkeys(options.tasks):
-            found = _load(manager, name, download=options.download)
-            groups = found.get("groups", {})
+            entry = _load(manager, name, download=options.download)
+            groups = entry.get("groups", {})
             nested = {child for group in groups.values() for child in group.child_names}
             tops = [group for key, group in groups.items() if key not in nested]
-            loaded += tops or list(found["tasks"].values())
-            for key, task in found["tasks"].items():
+            loaded += tops or list(entry["tasks"].values())
+            for key, task in entry["tasks"].items():
                 if getattr(task, "UNSAFE_CODE", False):
                     raise EvaluationError(
                         f"task {key}: runs programs that the model wrote without limits; use "
@@ -102,13 +102,13 @@ def load_tasks(options: HarnessOptions) -> list[Any]:
 def evaluate(
     model: str, engine_options: EngineOptions, tasks: list[Any], options: HarnessOptions
 ) -> dict[str, Any]:
-    """Results in the form of lm-evaluation-harness, with samples and a block `dms`.
+    """Return results in the form of lm-evaluation-harness, with samples and a block `dms`.
 
     Args:
         model: Directory or hub id (local cache only).
-        engine_options: How the engine runs it.
+        engine_options: Engine options.
         tasks: From `load_tasks`.
-        options: How they are asked.
+        options: Tasks, and how they are asked.
 
     Raises:
         EvaluationError: The model has no tokenizer, or a request cannot be answered.
@@ -117,7 +117,7 @@ def evaluate(
     started, directory = time.monotonic(), resolve(model)
     lm = EngineLM(model, engine_options, seed=options.seed)
     limit = options.limit
-    found: dict[str, Any] = simple_evaluate(
+    results: dict[str, Any] = simple_evaluate(
         model=lm,
         tasks=tasks,
         task_manager=TaskManager(include_defaults=False),
@@ -130,7 +130,7 @@ def evaluate(
         torch_random_seed=options.seed,
         fewshot_random_seed=options.seed,
     )
-    found["dms"] = {
+    results["dms"] = {
         "model": model,
         "model_sha256": model_hash(directory),
         "engine": asdict(engine_options),
@@ -139,34 +139,34 @@ def evaluate(
         "versions": {name: _version(name) for name in _PACKAGES}
         | {"python": platform.python_version()},
     }
-    return found
+    return results
 
 
-def write_results(found: dict[str, Any], folder: Path, *, samples: bool) -> None:
+def write_results(results: dict[str, Any], folder: Path, *, samples: bool) -> None:
     """Write `results.json`, and the samples of each task as JSON lines if asked for.
 
     Args:
-        found: From `evaluate`.
-        folder: Where to; made if it is not there.
-        samples: Whether to write prompts, answers and scores of every document.
+        results: From `evaluate`.
+        folder: Output folder; made if it is not there.
+        samples: Also write prompts, answers and scores of every document.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if samples:
-        for task, rows in found["samples"].items():
+        for task, rows in results["samples"].items():
             lines = (json.dumps(row, default=handle_non_serializable) for row in rows)
             (folder / f"samples_{task}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    results = {name: value for name, value in found.items() if name != "samples"}
+    results = {name: value for name, value in results.items() if name != "samples"}
     text = json.dumps(results, indent=1, default=handle_non_serializable)
     partial = folder / f"{RESULTS}.partial"
     partial.write_text(text + "\n", encoding="utf-8")
     partial.rename(folder / RESULTS)
 
 
-def table(found: dict[str, Any]) -> str:
-    """The harness' tables of results, as Markdown."""
-    tables: list[str] = [make_table(found)]
-    if found.get("groups"):
-        tables.append(make_table(found, "groups"))
+def table(results: dict[str, Any]) -> str:
+    """Return the harness' tables of results, as Markdown."""
+    tables: list[str] = [make_table(results)]
+    if results.get("groups"):
+        tables.append(make_table(results, "groups"))
     return "\n".join(tables)
 
 
@@ -183,7 +183,7 @@ def _network(*, allowed: bool) -> Iterator[None]:
 
 
 def _manager(options: HarnessOptions) -> Any:
-    """Knows the tasks of the options; the harness' own are read, for seconds, only if needed."""
+    """Return a manager that knows the tasks of the options."""
     include = options.include_path
     if include is None:
         return TaskManager()
@@ -202,12 +202,12 @@ def _load(manager: Any, name: str, *, download: bool) -> dict[str, Any]:
         hint = f"; did you mean {', '.join(near)}?" if near else "; see --include-path"
         raise EvaluationError(f"task {name}: lm-evaluation-harness has no such task{hint}")
     try:
-        found: dict[str, Any] = manager.load([name])
+        loaded: dict[str, Any] = manager.load([name])
     except Exception as error:  # of the hub, of the files of data sets, of the task's own code
         reason = " ".join(str(error).split())[:200]
         hint = "" if download else "; --download fetches its data set where it is not on this disk"
         raise EvaluationError(f"task {name}: {reason}{hint}") from None
-    return found
+    return loaded
 
 
 def _kv(engine: InferenceEngine) -> dict[str, Any] | None:

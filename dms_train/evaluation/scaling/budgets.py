@@ -26,10 +26,10 @@ class Budget(NamedTuple):
         return length_in_tokens(self.length)
 
     def __str__(self) -> str:
-        """As the paper writes it, such as 32-1-4."""
+        """Return the budget as the paper writes it, such as 32-1-4."""
         return f"{self.length:g}-{self.width}-{self.cr:.3g}"
 
 
 def length_in_tokens(length: float) -> int:
-    """Tokens of a length in units of 1,024."""
+    """Return the tokens of a length in units of 1,024."""
     return round(length * TOKENS_PER_LENGTH)

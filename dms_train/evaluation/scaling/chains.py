@@ -33,7 +33,7 @@ class GeneratedChain:
     """One continuation with its costs.
 
     Attributes:
-        output: What was generated.
+        output: Generated text and its costs.
         trace: Its costs at each token.
     """
 
@@ -46,9 +46,9 @@ class GeneratedDocument:
     """All chains of a document.
 
     Attributes:
-        prompted: What was asked.
+        prompted: Document and prompt.
         prompt_tokens: Length of the prompt.
-        chains: In the order of their numbers.
+        chains: Chains in the order of their numbers.
     """
 
     prompted: PromptedDocument
@@ -59,7 +59,7 @@ class GeneratedDocument:
 def generate(
     engine: InferenceEngine, documents: Iterable[PromptedDocument], max_num_seqs: int
 ) -> Iterator[GeneratedDocument]:
-    """Documents in the order in which they finish; as many run as there is room for.
+    """Yield documents in the order in which they finish; as many run as fit.
 
     A document is prompted once and its chains are forked from there. The chains of a document
     start together where `max_num_seqs` allows it. The engine returns a document when all its chains
@@ -67,7 +67,7 @@ def generate(
 
     Args:
         engine: Without other requests.
-        documents: What to generate.
+        documents: Documents to generate for.
         max_num_seqs: Chains at the same time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What chains cost: KV reads and peak tokens, of one chain and of several at the same time.
+"""Costs of chains: KV reads and peak tokens, of one chain and of several at the same time.
 
 Decoding only: G generated tokens take G - 1 forward passes, because the prompt gives the first
 token. Reads of the prompt are counted apart. All numbers are means over layers and KV heads, so
@@ -16,13 +16,13 @@ from dms_train.inference.accounting import KVTrace
 
 
 def reads_within(trace: KVTrace, tokens: int) -> float:
-    """KV reads of a chain, cut off after `tokens` generated tokens."""
+    """Return the KV reads of a chain, cut off after `tokens` generated tokens."""
     kept = trace.kv_reads[:tokens]
     return kept[-1].item() if len(kept) else 0.0
 
 
 def peak_within(trace: KVTrace, tokens: int) -> float:
-    """Most tokens that a chain held, cut off likewise; 0 for a chain without tokens."""
+    """Return the peak tokens of a chain, cut off likewise; 0 for a chain without tokens."""
     kept = trace.live_tokens[:tokens]
     return kept.max().item() if len(kept) else 0.0
 
@@ -43,18 +43,17 @@ class Peak:
 def joint_peaks(
     traces: Sequence[KVTrace], limits: Sequence[int], window: int | None
 ) -> list[list[Peak]]:
-    """Most tokens that the first chains of a document hold together, for every number of them.
+    """Return the joint peak tokens of the first chains of a document, for every number of chains.
 
-    The chains decode in step from one prompt, and a chain frees its cache when it ends. No token
-    that a chain generated has left its window during the first `window` + 1 steps, so what it
-    holds then is the prompt and all its tokens; afterwards what it holds of the prompt does not
-    change.
+    The chains decode in step from one prompt, and a chain frees its cache when it ends. During the
+    first `window` + 1 steps no generated token leaves the window: a chain holds its prompt and all
+    its tokens. Afterwards the part of the prompt that it holds does not change.
 
     Args:
-        traces: Of the chains.
+        traces: Traces of the chains.
         limits: Generated tokens after which chains are cut off.
-        window: Newest tokens that are never evicted; None where tokens of the prompt may be at
-            any time, so that what chains hold of it together is not known: they count apart.
+        window: Newest tokens that are never evicted. None if prompt tokens can be evicted at any
+            time; the chains' shares of the prompt are then unknown, and each counts on its own.
 
     Returns:
         [chains][limits]: entry i is about the first i + 1 chains.

@@ -1,8 +1,8 @@
 """One run: a model on a task, all lengths and widths of a sweep from the same chains.
 
 The chains are generated once, with the largest length and width. A shorter budget cuts them off,
-and a narrower one takes the first of them: that gives the tokens and the costs that generating
-them again would give, because a chain depends on its seed and its number only.
+and a narrower one takes the first of them. Generating them again would give the same tokens and
+costs, because a chain depends only on its seed and its number.
 """
 
 from __future__ import annotations
@@ -19,23 +19,33 @@ from typing import Any, NamedTuple
 
 from dms_train.evaluation.devices import resolve_device
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import TOKENS_PER_LENGTH, CachePolicyOptions, EvaluationOptions
+from dms_train.evaluation.options import (
+    SANDBOX,
+    TOKENS_PER_LENGTH,
+    CachePolicyOptions,
+    EvaluationOptions,
+)
+from dms_train.evaluation.programs import sandbox
 from dms_train.evaluation.scaling import results, store
 from dms_train.evaluation.scaling.budgets import length_in_tokens
 from dms_train.evaluation.scaling.chains import GeneratedDocument, PromptedDocument, generate
 from dms_train.evaluation.scaling.costs import Peak, joint_peaks, peak_within, reads_within
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks
+from dms_train.evaluation.scorers.base import AnswerChecker, Score
 from dms_train.evaluation.scorers.registry import scorer as find_scorer
 from dms_train.evaluation.tasks.base import Document, Messages, Task, fingerprint
 from dms_train.evaluation.tasks.data_files import file_sha256
-from dms_train.evaluation.tasks.prompts import detect_format, render
+from dms_train.evaluation.tasks.prompts import (
+    detect_format,
+    load_tokenizer,
+    prompt_length,
+    render,
+)
 from dms_train.evaluation.tasks.registry import task as find_task
 from dms_train.hf.directory import read_architecture, resolve
 from dms_train.hf.formats import read_spec, read_target_cr
 from dms_train.inference.engine import InferenceEngine
 from dms_train.inference.options import EngineOptions, SamplingParams
 from dms_train.inference.policies.registry import build_policy, check_policy, parse_options
-from dms_train.inference.tokenizer import Tokenizer
 from dms_train.method.spec import OPTIONS as METHODS
 
 _MODEL_FILES = ("*.safetensors", "config.json", "export.json", "tokenizer.json")
@@ -47,14 +57,14 @@ class PreparedRun:
     """A run that was checked, before its model is loaded.
 
     Attributes:
-        options: What was asked for.
-        task: Of the options.
-        directory: Of the model.
-        documents: With their prompts, in order.
-        engine: How the engine is set up.
+        options: Options of the run.
+        task: Task of the options.
+        directory: Directory of the model.
+        documents: Documents with their prompts, in order.
+        engine: Engine options.
         window: Newest tokens that the policy never evicts; None where it evicts tokens of prompts
             at any later time.
-        header: For `run.json`.
+        header: Content of `run.json`.
     """
 
     options: EvaluationOptions
@@ -67,19 +77,19 @@ class PreparedRun:
 
 
 class CheckedRun(NamedTuple):
-    """What the files besides the weights decide.
+    """Part of a run that files other than the weights decide.
 
     Attributes:
-        options: With the defaults of the task.
-        task: Of the options.
-        directory: Of the model.
-        documents: In order.
+        options: Options with the defaults of the task.
+        task: Task of the options.
+        directory: Directory of the model.
+        documents: Documents in order.
         prompts: Text of each.
         longest: Tokens of the longest prompt.
         prompt_format: Around them.
         window: Newest tokens that the policy never evicts; None where it evicts none.
         cr: Compression ratio of the run.
-        engine: How the engine is set up.
+        engine: Engine options.
     """
 
     options: EvaluationOptions
@@ -102,21 +112,19 @@ def check(options: EvaluationOptions) -> CheckedRun:
         FileNotFoundError: The model or a file is absent.
     """
     task, directory = find_task(options.task.name), resolve(options.model.path)
-    if find_scorer(task.scorer).runs_code and not options.run.allow_code:
-        raise EvaluationError(
-            f"task {task.name}: runs programs that the model wrote; --allow-code allows it"
-        )
+    if find_scorer(task.scorer).runs_code:
+        _require_code(task.name, options.run.allow_code)
     options = _with_defaults(options, task)
-    tokenizer, prompt_format = _tokenizer(directory), options.model.prompt_format
+    tokenizer, prompt_format = load_tokenizer(directory), options.model.prompt_format
     if prompt_format == "auto":
         prompt_format = detect_format(tokenizer.knows)
 
     def tokens(messages: Messages) -> int:
-        return _length(tokenizer, render(messages, prompt_format), directory)
+        return prompt_length(tokenizer, render(messages, prompt_format), directory)
 
     documents = task.documents(options.task, tokens)
     prompts = [render(task.messages(document), prompt_format) for document in documents]
-    longest = max(_length(tokenizer, prompt, directory) for prompt in prompts)
+    longest = max(prompt_length(tokenizer, prompt, directory) for prompt in prompts)
     window, cr = _policy(options, directory, longest)
     return CheckedRun(
         options=options,
@@ -132,11 +140,21 @@ def check(options: EvaluationOptions) -> CheckedRun:
     )
 
 
+def _require_code(task: str, allowed: str | None) -> None:
+    """Refuse early if programs of the model must not run, or cannot be isolated."""
+    if allowed is None:
+        raise EvaluationError(
+            f"task {task}: runs programs that the model wrote; --allow-code allows it"
+        )
+    if allowed == SANDBOX:
+        sandbox()
+
+
 def prepare(options: EvaluationOptions) -> PreparedRun:
-    """`check`, and hash the model.
+    """Run `check`, and hash the model.
 
     Raises:
-        EvaluationError: As `check`.
+        EvaluationError: See `check`.
         FileNotFoundError: Likewise.
     """
     checked = check(options)
@@ -173,7 +191,7 @@ def prepare(options: EvaluationOptions) -> PreparedRun:
 
 
 def _with_defaults(options: EvaluationOptions, task: Task) -> EvaluationOptions:
-    """The options with the task's own sampling and length where none is given."""
+    """Return the options with the task's own sampling and length where none is given."""
     sampling, sweep, own = options.sampling, options.sweep, task.sampling
     lengths = sweep.lengths
     if lengths is None:
@@ -201,24 +219,8 @@ def _with_defaults(options: EvaluationOptions, task: Task) -> EvaluationOptions:
     )
 
 
-def _tokenizer(directory: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(directory)
-    if tokenizer is None:
-        raise EvaluationError(f"{directory}: tasks need a tokenizer.json beside the model")
-    return tokenizer
-
-
-def _length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
-    try:
-        return len(tokenizer.encode(prompt))
-    except Exception as error:  # tokenizers raises no other class for unknown text
-        raise EvaluationError(
-            f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
-        ) from None
-
-
 def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[int | None, float]:
-    """Window of the policy, None without one, and the compression ratio of the run."""
+    """Return the window of the policy, None without one, and the compression ratio of the run."""
     policy, spec = options.policy, read_spec(directory)
     own = read_target_cr(directory) if spec is not None else 1.0
     if policy.name in ("auto", "keep_all", *METHODS):
@@ -239,7 +241,7 @@ def _policy(options: EvaluationOptions, directory: Path, longest: int) -> tuple[
 
 
 def _given(policy: CachePolicyOptions) -> dict[str, Any]:
-    """The policy's options by name."""
+    """Return the policy's options by name."""
     sizes = {"window": policy.window, "budget": policy.budget, "cr": policy.cr}
     others = parse_options(policy.options)
     for key in sizes.keys() & others.keys():
@@ -267,7 +269,7 @@ def _engine_options(options: EvaluationOptions, window: int | None) -> EngineOpt
 
 
 def _most_tokens(checked: CheckedRun) -> int:
-    """Of a prompt and its chain, and of a group of decode steps, whose pages are asked before."""
+    """Return the maximum number of tokens of a prompt, its chain and a decode burst."""
     lengths = checked.options.sweep.lengths
     assert lengths is not None
     most = checked.longest + length_in_tokens(max(lengths)) + checked.engine.decode_steps
@@ -275,18 +277,18 @@ def _most_tokens(checked: CheckedRun) -> int:
 
 
 def _stored_as(cache_dtype: str) -> dict[str, str]:
-    """How keys and values are stored, where that is not the model's own dtype."""
+    """Return how keys and values are stored, unless that is the model's own dtype."""
     return {} if cache_dtype == "auto" else {"cache_dtype": cache_dtype}
 
 
 def _task_config(options: EvaluationOptions) -> dict[str, Any]:
-    """What of the task decides its documents; they are hashed besides."""
+    """Return the options that decide the documents, which are hashed besides."""
     names = ("name", "fixture", "limit", "seed", "context_length")
     return {name: getattr(options.task, name) for name in names}
 
 
 def _method(checked: CheckedRun) -> str:
-    """What the run measures: Vanilla, the method of the export or the name of a policy."""
+    """Return the method of the run: Vanilla, the method of the export or the name of a policy."""
     name, spec = checked.options.policy.name, read_spec(checked.directory)
     if checked.cr == 1:
         name = "Vanilla"
@@ -322,7 +324,7 @@ def _version(package: str) -> str:
 
 
 def model_hash(directory: Path) -> str:
-    """SHA-256 of the weights, configuration and tokenizer of a model directory."""
+    """Return the SHA-256 of the weights, configuration and tokenizer of a model directory."""
     digest = hashlib.sha256()
     for pattern in _MODEL_FILES:
         for path in sorted(directory.glob(pattern)):
@@ -370,20 +372,20 @@ def evaluate(
         store.ChainWriter(folder, options.shard, options.shards, job) as writer,
         AnswerChecker(options.workers, allow_code=options.allow_code) as checker,
     ):
-        done = {row["document"] for row in store.read_chains(folder)}
+        finished = {row["document"] for row in store.read_chains(folder)}
         mine = prepared.documents[options.shard :: options.shards]
-        missing = [each for each in mine if each.document.id not in done]
+        missing = [each for each in mine if each.document.id not in finished]
         note(f"{len(missing)} of {len(mine)} documents to do")
         if missing:
             for number, rows in enumerate(_chains(prepared, missing, checker), 1):
                 writer.add(rows)
-                note(f"{number}/{len(missing)}: {rows[0]['document']}: {_marked(rows)}")
-    found = results.load([folder])
-    store.write_summary(folder, results.summary(found))
-    return found
+                note(f"{number}/{len(missing)}: {rows[0]['document']}: {_counts(rows)}")
+    result = results.load([folder])
+    store.write_summary(folder, results.summary(result))
+    return result
 
 
-def _marked(rows: list[store.Row]) -> str:
+def _counts(rows: list[store.Row]) -> str:
     right = sum(all(row["correct"]) for row in rows)
     return f"{right} of {len(rows)} chains right, {sum(row['tokens'] for row in rows):,} tokens"
 
@@ -391,7 +393,7 @@ def _marked(rows: list[store.Row]) -> str:
 def _chains(
     prepared: PreparedRun, missing: list[PromptedDocument], checker: AnswerChecker
 ) -> Iterator[list[store.Row]]:
-    """Rows of each document, in the order in which they finish."""
+    """Yield rows of each document, in the order in which they finish."""
     session, engine = secrets.token_hex(8), InferenceEngine(prepared.directory, prepared.engine)
     scorer = find_scorer(prepared.task.scorer)
     lengths = prepared.options.sweep.lengths
@@ -399,7 +401,7 @@ def _chains(
     limits, since = [length_in_tokens(length) for length in lengths], time.monotonic()
     for generated in generate(engine, missing, prepared.engine.max_num_seqs):
         texts = [chain.output.text for chain in generated.chains]
-        marks = scorer.marks(generated.prompted.document, texts, checker)
+        scores = scorer.scores(generated.prompted.document, texts, checker)
         total = engine.kv
         assert total is not None
         shared = {
@@ -409,15 +411,15 @@ def _chains(
         }
         joint = joint_peaks([c.trace for c in generated.chains], limits, prepared.window)
         yield [
-            {**_row(generated, index, limits, joint[index], marks[index]), **shared}
+            {**_row(generated, index, limits, joint[index], scores[index]), **shared}
             for index in range(len(generated.chains))
         ]
 
 
 def _row(
-    generated: GeneratedDocument, index: int, limits: list[int], joint: list[Peak], marks: Marks
+    generated: GeneratedDocument, index: int, limits: list[int], joint: list[Peak], score: Score
 ) -> store.Row:
-    """One line of a file of chains; lists have an entry for each length of the sweep."""
+    """Return one line of a file of chains; lists have an entry for each length of the sweep."""
     chain = generated.chains[index]
     output, trace = chain.output, chain.trace
     return {
@@ -428,14 +430,14 @@ def _row(
         "prompt_tokens": generated.prompt_tokens,
         "tokens": len(output.token_ids),
         "finish_reason": output.finish_reason,
-        "answers": list(marks.answers),
-        "correct": list(marks.correct),
-        "verdict": marks.verdict,
+        "answers": list(score.answers),
+        "correct": list(score.correct),
+        "verdict": score.verdict,
         "prefill_reads": output.kv.prefill_reads,
         "kv_reads": [reads_within(trace, limit) for limit in limits],
         "peak": [peak_within(trace, limit) for limit in limits],
-        "joint_peak": [found.separate for found in joint],
-        "joint_peak_shared": [found.shared for found in joint],
+        "joint_peak": [peak.separate for peak in joint],
+        "joint_peak_shared": [peak.shared for peak in joint],
         "peak_bytes": output.kv.peak_live_bytes,
         "seconds": output.seconds,
         "text": output.text,

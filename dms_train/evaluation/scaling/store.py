@@ -4,8 +4,8 @@
     chains/00000-of-00004.jsonl   chains of one process
     summary.json              scores and costs of every budget
 
-The chains of a document are written at once and synchronised, so that a process that is killed at
-any moment leaves whole documents and at most one damaged end, which the next one removes.
+The chains of a document are written at once and synchronised. A killed process therefore leaves
+whole documents and at most one damaged end, and the next process removes that end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 of what decides the result of a run, whatever the order of its keys."""
+    """Return the SHA-256 of the settings that decide the result of a run, in any order of keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
@@ -37,7 +37,7 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         folder: Made if absent.
-        header: What `run.json` says; `config` and `config_hash` decide whether it is the same run.
+        header: Content of `run.json`; `config` and `config_hash` decide whether it is the same run.
 
     Returns:
         The header of the run.
@@ -68,52 +68,52 @@ def open_run(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> list[str]:
-    """Dotted keys whose values are not the same."""
-    found = []
+    """Return dotted keys whose values are not the same."""
+    keys = []
     for key in sorted({*first, *second}):
         here, a, b = f"{path}{key}", first.get(key), second.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differing_keys(a, b, f"{here}.")
+            keys += differing_keys(a, b, f"{here}.")
         elif a != b:
-            found.append(here)
-    return found
+            keys.append(here)
+    return keys
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """What `run.json` of a folder says.
+    """Return the content of `run.json` in a folder.
 
     Raises:
         EvaluationError: There is none, or it is damaged or of another program.
     """
     try:
-        found = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        content = json.loads((folder / RUN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EvaluationError(f"{folder}: no {RUN}; give the folder of a dms-eval run") from None
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{folder / RUN}: not UTF-8 ({error.reason})") from None
     except (ValueError, RecursionError) as error:
         raise EvaluationError(f"{folder / RUN}: not valid JSON ({error})") from None
-    header: dict[str, Any] = found if isinstance(found, dict) else {}
+    header: dict[str, Any] = content if isinstance(content, dict) else {}
     if not isinstance(header.get("config"), dict) or not header.get("config_hash"):
         raise EvaluationError(f"{folder / RUN}: not of a dms-eval run; leave the folder out")
     return header
 
 
 def read_chains(folder: Path) -> list[Row]:
-    """All chains of a run, each once, by document and number; damaged ends are left out.
+    """Return all chains of a run, each once, by document and number; damaged ends are left out.
 
     Raises:
         EvaluationError: A file is damaged elsewhere than at its end.
     """
-    found: dict[tuple[str, int], Row] = {}
+    chains: dict[tuple[str, int], Row] = {}
     for path in sorted((folder / CHAINS).glob("*.jsonl")):
         for row in _whole_documents(path)[0]:
-            found.setdefault((row["document"], row["chain"]), row)
-    return [found[key] for key in sorted(found)]
+            chains.setdefault((row["document"], row["chain"]), row)
+    return [chains[key] for key in sorted(chains)]
 
 
 def _whole_documents(path: Path) -> tuple[list[Row], int]:
-    """Rows of documents that were written whole, and the bytes that they take."""
+    """Return rows of documents that were written whole, and their size in bytes."""
     data = path.read_bytes()
     rows: list[Row] = []
     pending: list[Row] = []
@@ -144,12 +144,12 @@ def _row(line: bytes) -> Row | None:
 
 
 class ChainWriter:
-    """Appends the chains of documents to the file of one process; use it as a context manager.
+    """Writer of the chains of documents to the file of one process; use it as a context manager.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         shard: Number of this process.
-        shards: How many there are.
+        shards: Number of shards.
         job: SLURM job of this process (`locks.Holder.job`).
     """
 
@@ -199,13 +199,13 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[Path]:
-    """Folders of runs: the given ones, and those below the given ones.
+    """Return folders of runs: the given ones, and those below the given ones.
 
     Raises:
         EvaluationError: There is none at or below a path.
     """
     for path in paths:
-        found = sorted({file.parent for file in path.rglob(RUN)})
-        if not found:
+        folders = sorted({file.parent for file in path.rglob(RUN)})
+        if not folders:
             raise EvaluationError(f"{path}: no {RUN} here or below; give folders of dms-eval runs")
-        yield from found
+        yield from folders

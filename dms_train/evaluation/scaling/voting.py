@@ -10,20 +10,20 @@ from typing import NamedTuple
 from dms_train.evaluation.tasks.base import Aggregate
 
 
-class ChainMarks(NamedTuple):
-    """Marks of one chain within a budget; a chain that was cut off has none.
+class ChainScore(NamedTuple):
+    """Score of one chain within a budget; a chain that was cut off has none.
 
     Attributes:
-        answers: To each question; None where there is none.
-        correct: Whether each is right.
+        answers: Answer to each question; None where there is none.
+        correct: True for each right answer.
     """
 
     answers: tuple[str | None, ...]
     correct: tuple[bool, ...]
 
 
-def score(chains: Sequence[ChainMarks], how: Aggregate) -> float:
-    """Share of the questions that the chains together answer right."""
+def score(chains: Sequence[ChainScore], how: Aggregate) -> float:
+    """Return the share of the questions that the chains together answer right."""
     questions = range(len(chains[0].correct))
     if how is Aggregate.MEAN:
         return sum(sum(c.correct) for c in chains) / len(chains) / len(questions)
@@ -34,8 +34,8 @@ def score(chains: Sequence[ChainMarks], how: Aggregate) -> float:
     return right / len(questions)
 
 
-def _majority(chains: Sequence[ChainMarks], question: int) -> bool:
-    """Whether the answer that most chains give is right; the one given first wins a tie."""
+def _majority(chains: Sequence[ChainScore], question: int) -> bool:
+    """Return whether the most frequent answer is right; the one given first wins a tie."""
     votes = Counter(c.answers[question] for c in chains if c.answers[question] is not None)
     if not votes:
         return False
@@ -44,7 +44,7 @@ def _majority(chains: Sequence[ChainMarks], question: int) -> bool:
 
 
 def pass_at_k(chains: int, right: int, k: int) -> float:
-    """Probability that one of k chains, drawn from these without replacement, is right.
+    """Return the probability that one of k chains, drawn without replacement, is right.
 
     The unbiased estimator of Chen et al. (2021): 1 - C(n - c, k) / C(n, k).
 

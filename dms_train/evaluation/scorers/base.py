@@ -1,4 +1,4 @@
-"""What a scorer is: the marks of the texts that a model wrote for one document."""
+"""Interface of scorers, which judge the texts that a model wrote for one document."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dms_train.evaluation.verification import Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """Marks of one text.
+class Score:
+    """Score of one text.
 
     Attributes:
         answers: The answer given to each question; equal answers of a document are the same text,
             and None is no answer. They are what a majority vote counts.
-        correct: Whether each is right.
-        verdict: Why, in a word.
+        correct: True for each right answer.
+        verdict: Reason, in a word.
     """
 
     answers: tuple[str | None, ...]
@@ -29,20 +29,20 @@ class Marks:
     verdict: str
 
     @property
-    def score(self) -> float:
+    def share(self) -> float:
         """Share of the questions that are answered right."""
         return sum(self.correct) / len(self.correct)
 
 
 class AnswerChecker:
-    """What scorers need from outside; use it as a context manager.
+    """Services that scorers need; use it as a context manager.
 
     Args:
         workers: Processes that compare expressions; they start with the first comparison.
-        allow_code: Whether programs that a model wrote may run.
+        allow_code: One of `options.CODE_MODES`; None runs no program that a model wrote.
     """
 
-    def __init__(self, workers: int = 1, *, allow_code: bool = False) -> None:
+    def __init__(self, workers: int = 1, *, allow_code: str | None = None) -> None:
         self._workers = workers
         self._verifier: Verifier | None = None
         self.allow_code = allow_code
@@ -78,21 +78,21 @@ class Scorer(ABC):
     """Judge of texts with a `name`, added as tasks are (`scorers.registry`).
 
     Attributes:
-        name: What tasks call it.
-        runs_code: Whether it runs programs that a model wrote.
+        name: Name by which tasks refer to it.
+        runs_code: True if it runs programs that a model wrote.
     """
 
     name: ClassVar[str]
     runs_code: ClassVar[bool] = False
 
     @abstractmethod
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """The marks of each text, in order.
+    ) -> list[Score]:
+        """Return the score of each text, in order.
 
         Args:
-            document: What was asked.
-            texts: What a model wrote, reasoning included.
+            document: Document that was asked about.
+            texts: Texts that a model wrote, reasoning included.
             checker: Compares expressions and runs programs.
         """

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -18,18 +18,18 @@ class ContainsScorer(Scorer):
 
     name = "contains"
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """As `Scorer.marks`."""
-        return [_marks(document.gold, text) for text in texts]
+    ) -> list[Score]:
+        """Return the score of each text."""
+        return [_score(document.gold, text) for text in texts]
 
 
-def _marks(references: tuple[str, ...], text: str) -> Marks:
+def _score(references: tuple[str, ...], text: str) -> Score:
     correct = tuple(_contains(text, reference) for reference in references)
     answers = tuple(r if c else None for r, c in zip(references, correct, strict=True))
     verdict = Verdict.CORRECT if all(correct) else Verdict.WRONG
-    return Marks(answers=answers, correct=correct, verdict=verdict.value)
+    return Score(answers=answers, correct=correct, verdict=verdict.value)
 
 
 def _contains(text: str, reference: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, boxed_answer
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -14,10 +14,10 @@ class ExpressionScorer(Scorer):
 
     name = "expression"
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """As `Scorer.marks`; equal wrong answers are recognised as equal."""
+    ) -> list[Score]:
+        """Return the score of each text; equal wrong answers count as one answer."""
         (gold,) = document.gold
         verdicts = checker.verdicts([Attempt(gold, text) for text in texts])
         wrong = [
@@ -25,21 +25,21 @@ class ExpressionScorer(Scorer):
             for text, verdict in zip(texts, verdicts, strict=True)
         ]
         same = _representatives([answer for answer in wrong if answer is not None], checker)
-        found = []
+        scores = []
         for answer, verdict in zip(wrong, verdicts, strict=True):
             correct = verdict is Verdict.CORRECT
             given = gold if correct else same.get(answer) if answer is not None else None
-            found.append(Marks(answers=(given,), correct=(correct,), verdict=verdict.value))
-        return found
+            scores.append(Score(answers=(given,), correct=(correct,), verdict=verdict.value))
+        return scores
 
 
 def _representatives(answers: list[str], checker: AnswerChecker) -> dict[str, str]:
-    """For every answer the first one that equals it."""
-    found: dict[str, str] = {}
+    """Return, for every answer, the first one that equals it."""
+    representatives: dict[str, str] = {}
     for answer in dict.fromkeys(answers):
-        known = list(dict.fromkeys(found.values()))
+        known = list(dict.fromkeys(representatives.values()))
         text = f"\\boxed{{{answer}}}"
         verdicts = checker.verdicts([Attempt(other, text, AnswerForm.BOXED) for other in known])
         equal = [o for o, v in zip(known, verdicts, strict=True) if v is Verdict.CORRECT]
-        found[answer] = equal[0] if equal else answer
-    return found
+        representatives[answer] = equal[0] if equal else answer
+    return representatives

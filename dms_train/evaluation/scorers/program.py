@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from dms_train.evaluation.answers import Verdict, final_text
 from dms_train.evaluation.errors import EvaluationError
+from dms_train.evaluation.options import SANDBOX
 from dms_train.evaluation.programs import ProgramTest, passes
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 from dms_train.evaluation.tasks.livecodebench import program_tests
 
@@ -17,32 +18,33 @@ _PYTHON = ("", "python", "python3", "py")
 
 
 class ProgramScorer(Scorer):
-    """The last block of code behind the reasoning is run on the tests of the document."""
+    """Runs the last block of code after the reasoning on the tests of the document."""
 
     name = "program"
     runs_code = True
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """As `Scorer.marks`.
+    ) -> list[Score]:
+        """Return the score of each text.
 
         Raises:
-            EvaluationError: Running code was not allowed, or cannot be limited here.
+            EvaluationError: Running code was not allowed, or cannot be isolated here.
         """
-        if not checker.allow_code:
+        if checker.allow_code is None:
             raise EvaluationError("programs of a model run only with --allow-code")
         tests = program_tests(document)
-        return [_marks(text, tests) for text in texts]
+        sandboxed = checker.allow_code == SANDBOX
+        return [_score(text, tests, sandboxed) for text in texts]
 
 
-def _marks(text: str, tests: list[ProgramTest]) -> Marks:
+def _score(text: str, tests: list[ProgramTest], sandboxed: bool) -> Score:
     answer = final_text(text)
     if answer is None:
-        return Marks(answers=(None,), correct=(False,), verdict=Verdict.UNFINISHED.value)
+        return Score(answers=(None,), correct=(False,), verdict=Verdict.UNFINISHED.value)
     blocks = [code for name, code in _BLOCK.findall(answer) if name.casefold() in _PYTHON]
     if not blocks:
-        return Marks(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
-    correct = passes(blocks[-1], tests)
+        return Score(answers=(None,), correct=(False,), verdict=Verdict.NO_ANSWER.value)
+    correct = passes(blocks[-1], tests, sandboxed=sandboxed)
     verdict = Verdict.CORRECT if correct else Verdict.WRONG
-    return Marks(answers=(blocks[-1],), correct=(correct,), verdict=verdict.value)
+    return Score(answers=(blocks[-1],), correct=(correct,), verdict=verdict.value)

@@ -1,11 +1,11 @@
-"""Numbers behind "The final answer is"."""
+"""Numbers after "The final answer is"."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dms_train.evaluation.answers import AnswerForm, Attempt, Verdict, stated_answer, verify_answer
-from dms_train.evaluation.scorers.base import AnswerChecker, Marks, Scorer
+from dms_train.evaluation.scorers.base import AnswerChecker, Score, Scorer
 from dms_train.evaluation.tasks.base import Document
 
 
@@ -14,16 +14,16 @@ class StatedScorer(Scorer):
 
     name = "stated"
 
-    def marks(
+    def scores(
         self, document: Document, texts: Sequence[str], checker: AnswerChecker
-    ) -> list[Marks]:
-        """As `Scorer.marks`."""
+    ) -> list[Score]:
+        """Return the score of each text."""
         (gold,) = document.gold
-        found = []
+        scores = []
         for text in texts:
             verdict = verify_answer(Attempt(gold, text, AnswerForm.STATED))
             complete = verdict in (Verdict.CORRECT, Verdict.WRONG)
             answer = stated_answer(text) if complete else None
             correct = verdict is Verdict.CORRECT
-            found.append(Marks(answers=(answer,), correct=(correct,), verdict=verdict.value))
-        return found
+            scores.append(Score(answers=(answer,), correct=(correct,), verdict=verdict.value))
+        return scores

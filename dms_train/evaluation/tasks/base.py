@@ -1,4 +1,4 @@
-"""What a task is: documents, their prompts, how to sample, and the scorer of the answers."""
+"""Interface of tasks: documents, their prompts, how to sample, and the scorer of the answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Document:
         id: Unique in its task.
         question: Text of the problem, as the prompt contains it.
         gold: Right answers in the order in which they are asked for; most problems have one.
-        details: What else the prompt or the scorer needs; plain JSON values.
+        details: Further values for the prompt or the scorer; plain JSON.
     """
 
     id: str
@@ -41,10 +41,10 @@ class Messages:
     """A prompt before the format of a model is put around it.
 
     Attributes:
-        user: What is asked.
+        user: Question.
         system: System prompt; empty for the format's own.
-        answer_prefix: Start of the answer, written behind the header of the assistant.
-        plain: Whether the text is the whole prompt, without any format.
+        answer_prefix: Start of the answer, written after the header of the assistant.
+        plain: True if the text is the whole prompt, without any format.
     """
 
     user: str
@@ -57,7 +57,7 @@ TokenCounter = Callable[[Messages], int]
 
 
 class Aggregate(StrEnum):
-    """How the chains of a document become one score.
+    """Rule that turns the chains of a document into one score.
 
     Attributes:
         VOTE: The answer that most chains give; the first to be given wins a tie.
@@ -92,14 +92,14 @@ class Task(ABC):
         name: On the command line.
         title: In tables.
         scorer: Name of a scorer in `evaluation.scorers`.
-        aggregate: How several chains count.
+        aggregate: Rule for several chains.
         sampling: Its own settings.
-        where: How a user gets its documents, in a few words.
+        where: Source of its documents for a user, in a few words.
         source: Its file on the hub; None for a task that is generated or made by the user.
-        scores_truncated: Whether a text that reached `max_tokens` is scored. Reasoning that is cut
+        scores_truncated: True if a text that reached `max_tokens` is scored. Reasoning that is cut
             off is wrong; a short answer of fixed length is not.
         published: Rows of its file where there is no `source`; None for any number.
-        publishable: Whether a report may show what a model wrote about a document.
+        publishable: True if a report may show what a model wrote about a document.
         fixtures: Folder of NAME.jsonl with the few documents of `task.fixture=true`.
     """
 
@@ -117,7 +117,7 @@ class Task(ABC):
 
     @abstractmethod
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """The document of a row.
+        """Return the document of a row.
 
         Raises:
             KeyError: A column is missing.
@@ -126,18 +126,18 @@ class Task(ABC):
 
     @abstractmethod
     def messages(self, document: Document) -> Messages:
-        """The prompt of a document."""
+        """Return the prompt of a document."""
 
     def selects(self, row: Row) -> bool:
-        """Whether a row of the file belongs to the task."""
+        """Return whether a row of the file belongs to the task."""
         return True
 
     def stop(self, document: Document) -> tuple[str, ...]:
-        """Texts that end the answer besides the model's own end."""
+        """Return texts that end the answer besides the model's own end."""
         return ()
 
     def generate(self, options: TaskOptions, tokens: TokenCounter) -> Iterable[Row] | None:
-        """Rows of a task that needs no file; None for one that does.
+        """Return the rows of a task that needs no file; None for one that does.
 
         Args:
             options: Number of documents, seed and length.
@@ -146,16 +146,16 @@ class Task(ABC):
         return None
 
     def documents(self, options: TaskOptions, tokens: TokenCounter) -> list[Document]:
-        """The documents to evaluate, the first `options.limit` of them.
+        """Return the first `options.limit` documents.
 
         Raises:
             EvaluationError: The data is absent, damaged, or not the published set.
             FileNotFoundError: `options.path` names no file.
         """
         rows, where = self._rows(options, tokens)
-        found: dict[str, Document] = {}
+        documents: dict[str, Document] = {}
         for number, row in enumerate(rows, 1):
-            if len(found) == options.limit:
+            if len(documents) == options.limit:
                 break
             try:
                 if not self.selects(row):
@@ -165,15 +165,15 @@ class Task(ABC):
                 raise EvaluationError(f"{where}:{number}: no column {error}") from None
             except (ValueError, TypeError, AttributeError) as error:
                 raise EvaluationError(f"{where}:{number}: {error}") from None
-            if document.id in found:
+            if document.id in documents:
                 raise EvaluationError(f"{where}:{number}: document {document.id} occurs twice")
-            found[document.id] = document
-        if not found:
+            documents[document.id] = document
+        if not documents:
             raise EvaluationError(f"{where}: no documents")
-        return list(found.values())
+        return list(documents.values())
 
     def _rows(self, options: TaskOptions, tokens: TokenCounter) -> tuple[list[Row], str]:
-        """All rows, and what they are called in a refusal."""
+        """Return all rows, and their name in error messages."""
         if options.fixture:
             path = self.fixtures / f"{self.name}.jsonl"
             return list(read_rows(path)), str(path)
@@ -202,7 +202,7 @@ class Task(ABC):
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
-    """SHA-256 of the content of documents, so that runs on other data are told apart."""
+    """Return the SHA-256 of the content of documents, so that runs on other data are told apart."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(json.dumps(asdict(document), sort_keys=True).encode())

@@ -28,7 +28,7 @@ class CompetitionMath(Task):
     id_columns: ClassVar[tuple[str, ...]] = ("unique_id", "id", "source")
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns `problem` (or `question`) and `answer`."""
+        """Read columns `problem` (or `question`) and `answer`."""
         question = row["question"] if "question" in row else row["problem"]
         answer = row["answer"]
         if type(answer) is int or (type(answer) is float and math.isfinite(answer)):
@@ -43,5 +43,5 @@ class CompetitionMath(Task):
         )
 
     def messages(self, document: Document) -> Messages:
-        """The prompt of open-r1."""
+        """Return the prompt of open-r1."""
         return Messages(user=_TEMPLATE + document.question)

@@ -17,7 +17,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Where the file of a benchmark comes from.
+    """Place of a benchmark's file on the hub.
 
     Attributes:
         repo: Data set on the hub.
@@ -30,20 +30,16 @@ class DataSource:
     rows: int
 
     def from_hub(self, *, download: bool) -> Path:
-        """The file in the local cache of the hub; the network is used only for `download`.
+        """Return the file in the local cache of the hub; only `download` uses the network.
 
         Raises:
             EvaluationError: It is not there, or cannot be downloaded.
         """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
         try:
-            from huggingface_hub import hf_hub_download
-            from huggingface_hub.errors import LocalEntryNotFoundError
-        except ImportError:
-            raise EvaluationError(
-                "the hub needs huggingface_hub; pip install 'dms-train[hf]'"
-            ) from None
-        try:
-            found = hf_hub_download(
+            path = hf_hub_download(
                 self.repo, self.file, repo_type="dataset", local_files_only=not download
             )
         except Exception as error:  # of the hub, the network and the disk
@@ -51,15 +47,15 @@ class DataSource:
             if not download and isinstance(error, LocalEntryNotFoundError):
                 reason = "not in the local cache of the hub; task.download=true fetches it"
             raise EvaluationError(f"{self.repo}/{self.file}: {reason}") from None
-        return Path(found)
+        return Path(path)
 
 
 def read_rows(path: Path, *, sha256: str | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of a file as mappings.
+    """Yield rows of a file as mappings.
 
     Args:
         path: `.jsonl`, `.json` (a list), `.csv` or `.parquet`.
-        sha256: What the file must hash to; None skips the check.
+        sha256: Required hash of the file; None skips the check.
 
     Raises:
         EvaluationError: The file is another one, damaged, or of an unknown kind.
@@ -82,7 +78,7 @@ def read_rows(path: Path, *, sha256: str | None = None) -> Iterator[dict[str, An
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -95,12 +91,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise EvaluationError(
-            f"{path}: parquet needs pyarrow; pip install 'dms-train[data]'"
-        ) from None
+    from pyarrow import ArrowException, parquet
+
     path.open("rb").close()  # what the system refuses is no damage
     try:
         yield from parquet.read_table(path).to_pylist()

@@ -18,21 +18,29 @@ class ExamSheets(Task):
     where = "dms-data exam-problems --out FILE --sheets 100 makes one"
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns `prompt`, `answers` and, if there is one, `stop`."""
-        answers = row["answers"]
-        if not isinstance(answers, list) or not answers or not isinstance(row["prompt"], str):
-            raise ValueError("prompt must be a text, and answers a list that is not empty")
+        """Return the sheet of a row with `prompt`, `answers` and optionally `stop`."""
+        prompt, answers, stop = row["prompt"], row["answers"], row.get("stop")
+        if not _is_text(prompt):
+            raise ValueError('"prompt" must be a text that is not empty')
+        if not isinstance(answers, list) or not answers or not all(map(_is_text, answers)):
+            raise ValueError('"answers" must be a list of texts, such as ["15"]')
+        if stop is not None and not _is_text(stop):
+            raise ValueError('"stop" must be a text that is not empty, or absent')
         return Document(
             id=str(row.get("id", row["number"] - 1)),
-            question=row["prompt"],
-            gold=tuple(str(answer) for answer in answers),
-            details={"stop": row["stop"]} if row.get("stop") else {},
+            question=prompt,
+            gold=tuple(answers),
+            details={} if stop is None else {"stop": stop},
         )
 
     def messages(self, document: Document) -> Messages:
-        """The sheet itself."""
+        """Return the sheet itself."""
         return Messages(user=document.question, plain=True)
 
     def stop(self, document: Document) -> tuple[str, ...]:
-        """The end of a sheet."""
+        """Return the end of a sheet."""
         return (document.details["stop"],) if "stop" in document.details else ()
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)

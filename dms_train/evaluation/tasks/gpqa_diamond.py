@@ -35,7 +35,7 @@ class GpqaDiamond(Task):
     )
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`."""
+        """Read columns `Question`, `Correct Answer` and `Incorrect Answer 1` to `3`."""
         name = str(row.get("Record ID") or row["number"] - 1)
         right = row["Correct Answer"].strip()
         choices = [right, *(row[f"Incorrect Answer {n}"].strip() for n in (1, 2, 3))]
@@ -50,7 +50,7 @@ class GpqaDiamond(Task):
         )
 
     def messages(self, document: Document) -> Messages:
-        """The template, the question and its choices."""
+        """Return the template with the question and its choices."""
         lines = zip(_LETTERS, document.details["choices"], strict=True)
         choices = "\n".join(f"{letter}) {choice}" for letter, choice in lines)
         return Messages(user=f"{_TEMPLATE}{document.question}\n\n{choices}")

@@ -10,7 +10,7 @@ _ANSWER_MARK = "####"
 
 
 def meta_prompt(problem: str) -> Messages:
-    """The zero-shot prompt that Meta publishes for Llama 3 (paper, appendix F)."""
+    """Zero-shot prompt that Meta publishes for Llama 3 (paper, appendix F)."""
     return Messages(
         user="Given the following problem, reason and give a final answer to the problem.\n"
         f"Problem: {problem}\n"
@@ -34,7 +34,7 @@ class Gsm8k(Task):
     )
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns `question` (or `problem`) and `answer`, which may be a whole solution."""
+        """Read columns `question` (or `problem`) and `answer`, which may be a whole solution."""
         question = row["question"] if "question" in row else row["problem"]
         answer = str(row["answer"]).rpartition(_ANSWER_MARK)[2].replace(",", "").strip()
         if not answer.lstrip("-").replace(".", "", 1).isdecimal():
@@ -43,5 +43,5 @@ class Gsm8k(Task):
         return Document(id=str(name), question=question, gold=(answer,))
 
     def messages(self, document: Document) -> Messages:
-        """Meta's prompt."""
+        """Return Meta's prompt."""
         return meta_prompt(document.question)

@@ -16,7 +16,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?]) +(?=[A-Z0-9\"'(])")
 
 
 def read_words(path: Path) -> list[str]:
-    """The words of a text file.
+    """Return the words of a text file.
 
     Raises:
         EvaluationError: It holds no text, or is not UTF-8.
@@ -32,22 +32,22 @@ def read_words(path: Path) -> list[str]:
 
 
 def cycled(words: list[str], count: int) -> str:
-    """The first `count` words, from the start again where the text ends, joined by blanks."""
+    """Return `count` words joined by blanks, from the start again where the text ends."""
     repeats, rest = divmod(count, len(words))
     return " ".join(words * repeats + words[:rest])
 
 
 def sentences(text: str) -> list[str]:
-    """A text cut behind full stops, question and exclamation marks."""
+    """Split a text after full stops, question marks and exclamation marks."""
     return _SENTENCE_END.split(text)
 
 
 def largest_fit(length_of: Callable[[int], int], limit: int, what: str) -> int:
-    """The largest size whose prompt is at most `limit` tokens long.
+    """Return the largest size whose prompt is at most `limit` tokens long.
 
     Args:
         length_of: Tokens of the prompt of a size; it grows with the size.
-        limit: Most tokens.
+        limit: Maximum number of tokens.
         what: Name of the task, for the refusal.
 
     Raises:
@@ -65,7 +65,7 @@ def largest_fit(length_of: Callable[[int], int], limit: int, what: str) -> int:
 
 
 def unlike(draw: Callable[[random.Random], str], rng: random.Random) -> Iterator[str]:
-    """Values of `draw`, none of them twice."""
+    """Yield values of `draw`, each once."""
     seen = set[str]()
     while True:
         value = draw(rng)

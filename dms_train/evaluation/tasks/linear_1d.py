@@ -36,7 +36,7 @@ class Linear1d(Task):
     sampling = TaskSampling(temperature=0.0, top_p=1.0, max_tokens=1024)
 
     def generate(self, options: TaskOptions, tokens: TokenCounter) -> Iterator[Row]:
-        """Different equations, drawn from `options.seed`."""
+        """Yield different equations, drawn from `options.seed`."""
         rng, seen = random.Random(options.seed), set[str]()
         while len(seen) < options.count:
             question, answer = equation(rng)
@@ -45,7 +45,7 @@ class Linear1d(Task):
                 yield {"problem": question, "answer": str(answer)}
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns `problem` and `answer`."""
+        """Read columns `problem` and `answer`."""
         answer = str(row["answer"]).strip()
         if not answer.removeprefix("-").isdecimal():
             raise ValueError(f"answer {answer!r}: not a whole number")
@@ -54,7 +54,7 @@ class Linear1d(Task):
         )
 
     def messages(self, document: Document) -> Messages:
-        """Meta's prompt, as in appendix C of the paper."""
+        """Return Meta's prompt, as in appendix C of the paper."""
         return meta_prompt(document.question)
 
 
@@ -90,7 +90,7 @@ def _integer(rng: random.Random, entropy: float) -> int:
 
 
 def _split(rng: random.Random, total: int, count: int) -> list[int]:
-    """`count` integers of about the size of `total` that add up to it."""
+    """Draw `count` integers of about the size of `total` that add up to it."""
     if count == 0:
         return []
     most = max(1, 2 * abs(total))

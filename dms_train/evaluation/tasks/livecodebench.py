@@ -56,11 +56,11 @@ class LiveCodeBench(Task):
     )
 
     def selects(self, row: Row) -> bool:
-        """Whether the contest lies in the window of the paper."""
+        """Return whether the contest lies in the window of the paper."""
         return _FIRST <= str(row["contest_date"])[:10] <= _LAST
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns of the release file."""
+        """Read columns of the release file."""
         return Document(
             id=str(row["question_id"]),
             question=row["question_content"],
@@ -74,7 +74,7 @@ class LiveCodeBench(Task):
         )
 
     def messages(self, document: Document) -> Messages:
-        """The prompt for DeepSeek R1."""
+        """Return the prompt for DeepSeek R1."""
         starter = document.details["starter"]
         how = _WITH_STARTER if starter else _WITHOUT_STARTER
         code = starter or "# YOUR CODE HERE"
@@ -85,7 +85,7 @@ class LiveCodeBench(Task):
 
 
 def program_tests(document: Document) -> list[ProgramTest]:
-    """Shown and hidden tests of a document.
+    """Return shown and hidden tests of a document.
 
     Raises:
         EvaluationError: They are damaged.

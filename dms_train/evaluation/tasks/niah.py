@@ -51,7 +51,7 @@ class Niah(Task):
     scores_truncated = True
 
     def generate(self, options: TaskOptions, tokens: TokenCounter) -> Iterator[Row]:
-        """Prompts that fill `options.context_length` tokens together with their answers."""
+        """Yield prompts that fill `options.context_length` tokens together with their answers."""
         if options.haystack is None:
             raise EvaluationError(f"task niah: needs task.haystack=FILE, {self.where}")
         words = read_words(Path(options.haystack))
@@ -60,7 +60,7 @@ class Niah(Task):
             yield {"context": context, "query": needle.key, **needle._asdict()}
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns `context`, `query`, `value` and `depth`."""
+        """Read columns `context`, `query`, `value` and `depth`."""
         return Document(
             id=str(row["number"] - 1),
             question=row["context"],
@@ -69,12 +69,12 @@ class Niah(Task):
         )
 
     def messages(self, document: Document) -> Messages:
-        """RULER's template for one key and one value."""
+        """Return RULER's template for one key and one value."""
         return _messages(document.question, document.details["query"])
 
 
 class Needle(NamedTuple):
-    """What is hidden.
+    """Hidden sentence.
 
     Attributes:
         key: An adjective and a noun.
@@ -97,7 +97,7 @@ def needles(count: int, seed: int) -> Iterator[Needle]:
     adjectives, nouns = words["adjectives"], words["nouns"]
     most = len(adjectives) * len(nouns)
     if count > most:
-        raise EvaluationError(f"task niah: task.count={count}; there are {most} keys")
+        raise EvaluationError(f"task niah: task.count={count}: only {most} keys exist; lower it")
     rng = random.Random(seed)
     keys = unlike(lambda r: f"{r.choice(adjectives)}-{r.choice(nouns)}", rng)
     values = unlike(lambda r: str(r.randint(1_000_000, 9_999_999)), rng)
@@ -108,12 +108,12 @@ def needles(count: int, seed: int) -> Iterator[Needle]:
 @cache
 def _key_words() -> dict[str, list[str]]:
     text = files("dms_train").joinpath(_WORDS).read_text(encoding="utf-8")
-    found: dict[str, list[str]] = json.loads(text)
-    return found
+    words: dict[str, list[str]] = json.loads(text)
+    return words
 
 
 def hidden(text: str, needle: Needle) -> str:
-    """A text with the needle between two of its sentences."""
+    """Return a text with the needle between two of its sentences."""
     parts = sentences(text) if text else []
     line = f"One of the special magic numbers for {needle.key} is: {needle.value}."
     at = int(len(parts) * needle.depth / 100)
@@ -121,7 +121,7 @@ def hidden(text: str, needle: Needle) -> str:
 
 
 def _filled(words: list[str], needle: Needle, length: int, tokens: TokenCounter) -> str:
-    """The longest context whose prompt leaves room for the answer in `length` tokens."""
+    """Return the longest context whose prompt leaves room for the answer in `length` tokens."""
 
     def prompt_tokens(size: int) -> int:
         return tokens(_messages(hidden(cycled(words, size), needle), needle.key))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.tasks.base import Messages
+from dms_train.inference.tokenizer import Tokenizer
 
 _LLAMA_SYSTEM = (
     "Cutting Knowledge Date: December 2023\nToday Date: 23 July 2024\n\n"
@@ -14,7 +16,7 @@ _LLAMA_SYSTEM = (
 
 
 def _llama3(messages: Messages) -> str:
-    """Llama 3, with the date that the paper's prompt names (appendix F)."""
+    """Format for Llama 3, with the date that the paper's prompt names (appendix F)."""
     system = messages.system or _LLAMA_SYSTEM
     turns = "".join(
         f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
@@ -24,7 +26,7 @@ def _llama3(messages: Messages) -> str:
 
 
 def _r1(messages: Messages) -> str:
-    """DeepSeek R1 and its distilled models; the reasoning has begun."""
+    """Format for DeepSeek R1 and its distilled models; the reasoning has begun."""
     reasoning = messages.answer_prefix or "<think>\n"
     return f"{messages.system}<｜User｜>{messages.user}<｜Assistant｜>{reasoning}"  # noqa: RUF001
 
@@ -38,7 +40,7 @@ def _chatml(messages: Messages) -> str:
 
 
 def _plain(messages: Messages) -> str:
-    """A base model continues the task's text."""
+    """Join the parts as they are: a base model continues the task's text."""
     before = f"{messages.system}\n\n" if messages.system else ""
     return f"{before}{messages.user}{messages.answer_prefix}"
 
@@ -58,16 +60,16 @@ _MARKS = {
 
 
 def detect_format(knows: Callable[[str], bool]) -> str:
-    """The format whose special token is in a vocabulary; `plain` if none is.
+    """Return the format whose special token is in a vocabulary; `plain` if none is.
 
     Args:
-        knows: Whether a text is one token of the vocabulary.
+        knows: Function that tells whether a text is one token of the vocabulary.
     """
     return next((name for name, mark in _MARKS.items() if knows(mark)), "plain")
 
 
 def render(messages: Messages, prompt_format: str) -> str:
-    """The text that a model continues.
+    """Return the text that a model continues.
 
     Raises:
         EvaluationError: There is no such format.
@@ -79,3 +81,29 @@ def render(messages: Messages, prompt_format: str) -> str:
             f"model.prompt_format={prompt_format}: choose one of auto, {', '.join(FORMATS)}"
         )
     return FORMATS[prompt_format](messages)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Load the tokenizer of a model.
+
+    Raises:
+        EvaluationError: The directory holds none.
+    """
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer is None:
+        raise EvaluationError(f"{directory}: tasks need a tokenizer.json beside the model")
+    return tokenizer
+
+
+def prompt_length(tokenizer: Tokenizer, prompt: str, directory: Path) -> int:
+    """Return the number of tokens of a prompt.
+
+    Raises:
+        EvaluationError: The tokenizer, of the model in `directory`, cannot encode it.
+    """
+    try:
+        return len(tokenizer.encode(prompt))
+    except Exception as error:  # tokenizers raises no other class for unknown text
+        raise EvaluationError(
+            f"{directory}: its tokenizer cannot encode the task's prompts ({error})"
+        ) from None

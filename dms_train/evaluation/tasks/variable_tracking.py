@@ -40,12 +40,12 @@ class VariableTracking(Task):
     scores_truncated = True
 
     def generate(self, options: TaskOptions, tokens: TokenCounter) -> Iterator[Row]:
-        """Prompts that fill `options.context_length` tokens together with their answers."""
+        """Yield prompts that fill `options.context_length` tokens together with their answers."""
         for number in range(options.count):
             yield _row(f"{options.seed}:{number}", options.context_length, tokens)
 
     def document(self, row: Row, options: TaskOptions) -> Document:
-        """Columns `context`, `query` and `answers`."""
+        """Read columns `context`, `query` and `answers`."""
         return Document(
             id=str(row["number"] - 1),
             question=row["context"],
@@ -54,19 +54,19 @@ class VariableTracking(Task):
         )
 
     def messages(self, document: Document) -> Messages:
-        """RULER's template, with its spelling of 2025."""
+        """Return RULER's template, with its spelling of 2025."""
         return _messages(document.question, document.details["query"], len(document.gold))
 
 
 def assignments(rng: random.Random) -> list[tuple[str, str]]:
-    """Variables of five capitals and numbers of five digits; none occurs twice."""
+    """Draw variables of five capitals and numbers of five digits; none occurs twice."""
     names = unlike(lambda r: "".join(r.choices(string.ascii_uppercase, k=_LETTERS)), rng)
     values = unlike(lambda r: str(r.randint(10_000, 99_998)), rng)
     return [(next(names), next(values)) for _ in range(CHAINS)]
 
 
 def scattered(chains: list[tuple[str, str]], lines: int, rng: random.Random) -> str:
-    """Assignments between `lines` lines of noise."""
+    """Return assignments between `lines` lines of noise."""
     text = [NOISE] * lines
     for name, value in chains:
         text.insert(rng.randint(0, len(text)), f"VAR {name} = {value}")

@@ -1,4 +1,4 @@
-"""The cache of `generate`, which frees what Dynamic Memory Sparsification (DMS) evicts.
+"""Cache of `generate` that frees what Dynamic Memory Sparsification (DMS) evicts.
 
 This file is shipped with the weights and needs only torch and transformers (4.57 or later). If the
 package that wrote it is installed too, its kernels decode on GPUs.
@@ -27,7 +27,7 @@ _CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 
 
 class _Layer(CacheLayerMixin):
-    """The layer interface of transformers' caches; keys and values are in its store."""
+    """Layer interface of transformers' caches; keys and values are in its store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Columns(NamedTuple):
 
 
 class DMSCache(Cache):
-    """A cache that frees what is evicted. Memory comes from one pool per device.
+    """Cache that frees evicted tokens. Memory comes from one pool per device.
 
     Evicted tokens cannot return: `crop` raises ValueError if the remaining tokens need one.
 

@@ -134,7 +134,7 @@ class DMSAttention(_Mixed):
         Args:
             query: [batch, heads, T, d].
             key: [batch, kv_heads, keys, d].
-            value: Likewise.
+            value: [batch, kv_heads, keys, d].
             evicted: bool [batch, kv_heads, keys].
             real: bool [batch or 1, 1, 1, keys], False for padding.
 

@@ -1,4 +1,4 @@
-"""Pages of live tokens in torch operations: the memory behind the cache of `generate`.
+"""Pages of live tokens in torch operations, for the cache of `generate`.
 
 This file is shipped with the weights and needs only torch. Every sequence and KV head of a layer
 owns a list of pages. Its live tokens fill the slots of that list from the front without holes: a
@@ -59,7 +59,7 @@ class _Slots(NamedTuple):
         position: int64 [b, h, s], position in the sequence; -1 for an empty slot.
         marked: float32 [b, h, s], 1 for a token that leaves when the window has passed it.
         key: [b, h, s, d] with RoPE applied; None if it was not read.
-        value: Likewise.
+        value: [b, h, s, d]; None if it was not read.
     """
 
     position: Tensor
@@ -72,7 +72,7 @@ class Pages:
     """Live tokens of one layer.
 
     Args:
-        pool: Where the pages come from.
+        pool: Pool that the pages come from.
         window: Distance up to which a token is always read.
         shift: Distance from a token to the decision that governs it.
         rows: Sequences.
@@ -345,7 +345,7 @@ def _attend_pages(pool: PagePool, numbers: Tensor, query: Tensor) -> Tensor:
     sorted by sequence.
 
     Args:
-        pool: Where the slots lie.
+        pool: Pool that holds the slots.
         numbers: Slot numbers of whole pages, int64 [b, h, s]; -1 after the last live one.
         query: [b, heads, 1, d].
 

@@ -34,7 +34,7 @@ class PagePool:
     Args:
         head_size: Channels of a key and of a value.
         dtype: Dtype of keys and values.
-        device: Where the slabs live.
+        device: Device of the slabs.
         page_slots: Slots of one page.
         slab_pages: Pages of one slab.
     """

@@ -15,7 +15,7 @@ from dms_train.method.spec import NewerSpecError, spec_from_dict
 
 
 class ExportRefused(ValueError):
-    """The consumer of a format would silently compute something else with these weights."""
+    """Refusal of an export whose consumer would silently compute something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

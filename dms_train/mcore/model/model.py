@@ -187,7 +187,7 @@ class DMSModel(GPTModel):
         ) -> tuple[Tensor, Tensor]:
             for layer in self.decoder.layers[first:last]:
                 attention = layer.self_attention
-                # kept with the recomputed unit, so right also when an older microbatch returns
+                # kept with the recomputed unit, so right also when an older micro-batch returns
                 attention.noise_keys, attention.documents = noise_keys, documents
                 hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rope)
                 eviction_stats = eviction_stats + attention.eviction_stats

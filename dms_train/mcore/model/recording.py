@@ -28,7 +28,7 @@ def _forward_step(view: ParallelView, outputs: list[Tensor]) -> Any:
         output = model(*(t.to(view.device) for t in arguments))
 
         def keep(result: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            if not outputs:  # every microbatch is the same text
+            if not outputs:  # every micro-batch is the same text
                 outputs.append(result[0].detach())
             return result[1].sum(), {}
 

@@ -125,7 +125,7 @@ class DMCOptions(DMCSpec, MethodOptions):
 
     @property
     def independent_heads(self) -> bool:
-        """Whether every KV head decides by itself and the loss sums over heads."""
+        """True if every KV head decides by itself and the loss sums over heads."""
         return self.heads == "separate" and self.prior == "global" and not self.consistency
 
     def check(self, path: str) -> Iterator[str]:

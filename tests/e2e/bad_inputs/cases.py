@@ -21,7 +21,7 @@ class Case:
     """One kind of bad input.
 
     Attributes:
-        done: What the user did, for the documentation.
+        done: Action of the user, printed when the case fails.
         arrange: Damages a workspace and returns the command.
         kind: Beginning of the line on stderr that the case is about: the class of the error.
         facts: What this line must contain: key, value, and how to fix it.
@@ -99,7 +99,10 @@ def edit_weights(workspace: Workspace, edit: Callable[[dict[str, torch.Tensor]],
     save_file(tensors, file, {"format": "pt"})
 
 
-VALIDATED = ("stage.run=[zero_neuron,retrofit,export,validate]", "stage.validate.samples=2")
+VALIDATED = (
+    "stage.run=[zero_neuron,retrofit,export,validate_export]",
+    "stage.validate_export.samples=2",
+)
 
 
 def file_in_place_of_run(workspace: Workspace) -> None:
@@ -147,7 +150,7 @@ def check(case: Case, workspace: Workspace) -> None:
         found = answer(case, workspace)
     except CannotArrange as reason:
         pytest.skip(str(reason))
-    assert message_of(case, found), found.stderr
+    assert message_of(case, found), f"{case.done}: {found.stderr}"
     assert found.code == case.code, found.stderr
     assert len(found.messages) == case.lines, found.stderr
     assert "Traceback" not in found.stderr

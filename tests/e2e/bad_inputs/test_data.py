@@ -276,31 +276,31 @@ CASES = {
         facts=("FOLDER/rows.jsonl", "row 0", "prompt or messages", "--column"),
     ),
     "problems-missing": Case(
-        done="`stage.validate.problems` of a file that is not there",
+        done="`stage.validate_export.problems` of a file that is not there",
         arrange=damaged(
             lambda workspace: None,
             *VALIDATED,
-            "stage.validate.problems={workspace.folder}/problems.jsonl",
+            "stage.validate_export.problems={workspace.folder}/problems.jsonl",
         ),
         kind="error",
         facts=("FOLDER/problems.jsonl",),
     ),
     "problems-broken": Case(
-        done="a malformed line in `stage.validate.problems`",
+        done="a malformed line in `stage.validate_export.problems`",
         arrange=damaged(
             lambda workspace: _problems(workspace, '{"prompt": "So 1", "answers": ["1"]}', "{"),
             *VALIDATED,
-            "stage.validate.problems={workspace.folder}/problems.jsonl",
+            "stage.validate_export.problems={workspace.folder}/problems.jsonl",
         ),
         kind="error",
         facts=("FOLDER/problems.jsonl", "2", "JSON"),
     ),
     "problems-answers": Case(
-        done="a line of `stage.validate.problems` whose answers are numbers",
+        done="a line of `stage.validate_export.problems` whose answers are numbers",
         arrange=damaged(
             lambda workspace: _problems(workspace, '{"prompt": "So 1", "answers": [1]}'),
             *VALIDATED,
-            "stage.validate.problems={workspace.folder}/problems.jsonl",
+            "stage.validate_export.problems={workspace.folder}/problems.jsonl",
         ),
         kind="error",
         facts=("FOLDER/problems.jsonl", "1"),
@@ -312,7 +312,7 @@ CASES = {
                 workspace, json.dumps({"prompt": "1" * 128, "answers": ["1"]})
             ),
             *VALIDATED,
-            "stage.validate.problems={workspace.folder}/problems.jsonl",
+            "stage.validate_export.problems={workspace.folder}/problems.jsonl",
         ),
         kind="error",
         facts=("128",),
@@ -322,7 +322,7 @@ CASES = {
         arrange=damaged(
             _without_tokenizer,
             *VALIDATED,
-            "stage.validate.problems={workspace.folder}/problems.jsonl",
+            "stage.validate_export.problems={workspace.folder}/problems.jsonl",
         ),
         kind="error",
         facts=("MODEL", "tokenizer.json"),

@@ -89,7 +89,7 @@ def _malicious_shard(workspace: Workspace) -> None:
     first = min(
         (p for p in places.values() if p.relative_path == file.name), key=lambda p: p.offset
     )
-    pickled = pickle.dumps(_Malicious())
+    pickled = pickle.dumps(_Malicious(), protocol=2)  # as torch.save writes
     content = file.read_bytes()
     file.write_bytes(pickled.ljust(first.length, b"\0") + content[first.length :])
     _reseal(workspace.checkpoint(4), file.name)

@@ -176,9 +176,9 @@ CASES = {
     ),
     "validate-problems": Case(
         done="`dms-validate --problems` of a file that is not there",
-        arrange=command(*_validate("--problems={workspace.folder}/absent"), finished=True),
+        arrange=command(*_validate("--problems={workspace.folder}/absent.jsonl"), finished=True),
         kind="error",
-        facts=("FOLDER/absent",),
+        facts=("FOLDER/absent.jsonl",),
     ),
     "validate-selftest": Case(
         done="`dms-validate` of an export that does not pass its self-test",

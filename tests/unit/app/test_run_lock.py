@@ -69,9 +69,9 @@ def test_a_job_that_trains_nothing_is_refused_too(
 ) -> None:
     folder, pid = used
     monkeypatch.setattr(stage, "read_frozen", lambda path: None)
-    monkeypatch.setitem(stage._STAGES, "validate", lambda config: pytest.fail("it ran"))
+    monkeypatch.setitem(stage._STAGES, "validate_export", lambda config: pytest.fail("it ran"))
     with pytest.raises(LockedError, match=rf"process {pid} "):
-        stage.run(folder, "validate")
+        stage.run(folder, "validate_export")
 
 
 def test_a_stage_of_a_locked_folder_may_be_tried_again(used: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_stage_of_a_locked_folder_may_be_tried_again(used: Any) -> None:
     config = configs.mapping(run__dir=str(folder))
     (folder / "config.yaml").write_text(json.dumps(config))
     with pytest.raises(LockedError):
-        stage.run(folder, stage.VALIDATE)
+        stage.run(folder, stage.VALIDATE_EXPORT)
     assert not list(folder.rglob("REFUSED"))
     assert not list(folder.rglob("*rank0.json"))
 

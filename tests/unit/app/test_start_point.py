@@ -11,7 +11,7 @@ from dms_train.app.model import read_architecture
 from dms_train.app.start_point import find_start, with_student
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
+from dms_train.planning.check import check
 from tests.support import refusals
 
 

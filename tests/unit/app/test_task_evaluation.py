@@ -1,4 +1,4 @@
-"""A stage `evaluate` that cannot be run is refused before anything is allocated."""
+"""A stage `run_tasks` that cannot be run is refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(path: Path | None, *tasks: str, **changes: Any) -> RunConfig:
     block = {"tasks": tasks, "task": {"path": path and str(path)}, "model": {"device": "cpu"}}
     block["sweep"] = {"lengths": [0.25]}
     return configs.config(
-        stage__run=["zero_neuron", "export", "evaluate"], stage__evaluate={**block, **changes}
+        stage__run=["zero_neuron", "export", "run_tasks"], stage__run_tasks={**block, **changes}
     )
 
 
@@ -53,11 +53,11 @@ def test_a_stage_that_can_be_run_is_accepted(sheets: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"tasks": ["exam_sheet"]}, "stage.evaluate: .*exam_sheet"),
-        ({"sweep": {}}, "stage.evaluate: task exam_sheets: needs sweep.lengths"),
-        ({"tasks": ["livecodebench"]}, "stage.evaluate: .*runs programs"),
-        ({"policy": {"name": "window"}}, "stage.evaluate: policy.name=window: give"),
-        ({"policy": {"window": 4}}, "stage.evaluate: policy=auto: takes no options, got window"),
+        ({"tasks": ["exam_sheet"]}, "stage.run_tasks: .*exam_sheet"),
+        ({"sweep": {}}, "stage.run_tasks: task exam_sheets: needs sweep.lengths"),
+        ({"tasks": ["livecodebench"]}, "stage.run_tasks: .*runs programs"),
+        ({"policy": {"name": "window"}}, "stage.run_tasks: policy.name=window: give"),
+        ({"policy": {"window": 4}}, "stage.run_tasks: policy=auto: takes no options, got window"),
     ],
 )
 def test_values_are_refused(sheets: Path, changes: dict[str, Any], expected: str) -> None:
@@ -69,7 +69,7 @@ def test_documents_and_a_tokenizer_are_needed(sheets: Path, tmp_path: Path) -> N
     with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
         check_tasks(config(tmp_path / "absent.jsonl", "exam_sheets"), start())
     sheets.write_text(json.dumps({"prompt": "\u4e00", "answers": ["2"]}) + "\n")
-    with pytest.raises(EvaluationError, match=r"stage\.evaluate: .*tokenizer cannot encode"):
+    with pytest.raises(EvaluationError, match=r"stage\.run_tasks: .*tokenizer cannot encode"):
         check_tasks(config(sheets, "exam_sheets"), start())
     with pytest.raises(ConfigError, match=r"set model\.tokenizer"):
         check_tasks(config(sheets, "exam_sheets"), start(None))
@@ -83,7 +83,7 @@ def test_a_resumed_run_may_change_the_stage_and_older_runs_have_none(tmp_path: P
     file = tmp_path / "config.yaml"
     values = to_mapping(configs.config())
     file.write_text(yaml.safe_dump(values))
-    require_same(configs.config(stage__evaluate={"tasks": ["niah"]}), file)
-    del values["stage"]["evaluate"]
+    require_same(configs.config(stage__run_tasks={"tasks": ["niah"]}), file)
+    del values["stage"]["run_tasks"]
     file.write_text(yaml.safe_dump(values))
     assert read_frozen(file) == configs.config()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[harness]'")
+pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval]'")
 
 from benchmarks.__main__ import main
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.plan_memory import main as plan_memory
 from benchmarks.train_step.shapes import Case
-from dms_train.config.gpus import GPUS, calibration, read_calibration
-from dms_train.config.memory import of_stage
-from dms_train.config.step_time import step_time
+from dms_train.planning.gpus import GPUS, calibration, read_calibration
+from dms_train.planning.memory import of_stage
+from dms_train.planning.step_time import step_time
 
 RESULTS = Path(plan_memory.__file__).parents[1] / "results" / "nvidia_h200" / "plan_memory.json"
 ROWS = json.loads(RESULTS.read_text())["rows"]

@@ -13,10 +13,10 @@ import yaml
 from dms_train.cli import config_source
 from dms_train.cli.config_source import CONF_DIR, compose
 from dms_train.config.build import ConfigError, build, to_mapping, valid_paths
-from dms_train.config.check import check
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.spec import PRESETS
+from dms_train.planning.check import check
 from tests.support import configs
 
 GIVEN = ["model.path=x", "data.paths=[y]"]

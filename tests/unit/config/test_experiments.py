@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dms_train.cli.config_source import compose
-from dms_train.config.check import check
-from dms_train.config.gpus import GPUS
-from dms_train.config.layouts import memory_problems
-from dms_train.config.memory import estimate
 from dms_train.config.schema import RunConfig
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS
+from dms_train.planning.layouts import memory_problems
+from dms_train.planning.memory import estimate
 from tests.support import configs
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "experiments.md"

@@ -45,3 +45,25 @@ def test_a_changed_value_is_named_with_what_the_run_was_started_with(
     with pytest.raises(ConfigError) as refused:
         require_same(configs.config(**changes), file)
     assert named in str(refused.value)
+
+
+def test_a_folder_with_former_stage_names_is_read_and_resumed(tmp_path) -> None:
+    run = ["zero_neuron", "export", "validate_export", "run_tasks"]
+    changes = {"stage__run": run, "stage__run_tasks": {"tasks": ["gsm8k"]}}
+    config = configs.config(**changes, stage__validate_export={"samples": 3})
+    values = to_mapping(config)
+    stage = values["stage"]
+    stage["validate"], stage["evaluate"] = stage.pop("validate_export"), stage.pop("run_tasks")
+    stage["run"] = ["zero_neuron", "export", "validate", "evaluate"]
+    file = tmp_path / CONFIG_FILE
+    file.write_text(yaml.safe_dump(values))
+    assert read_frozen(file) == config
+    require_same(config, file)
+
+
+@pytest.mark.parametrize(("stored", "mode"), [(False, None), (True, "sandbox")])
+def test_the_permission_to_run_code_of_an_earlier_version_is_read(tmp_path, stored, mode) -> None:
+    values = to_mapping(configs.config())
+    values["stage"]["run_tasks"]["allow_code"] = stored
+    (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump(values))
+    assert read_frozen(tmp_path / CONFIG_FILE).stage.run_tasks.allow_code == mode

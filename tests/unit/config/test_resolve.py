@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dms_train.config.build import ConfigError, to_mapping
-from dms_train.config.check import check
 from dms_train.config.resolve import resolved
+from dms_train.planning.check import check
 from tests.support import configs
 
 RATES = ("pretrain", "zero_neuron", "retrofit", "hold")

@@ -36,7 +36,8 @@ def test_problems_are_what_validation_reads(tmp_path: Path) -> None:
     assert main(command) == 0
     sheets = read_problems(path, 100)
     assert len(sheets) == 7
-    assert all(len(sheet.answers) == 3 and sheet.stop == "\n\n" for sheet in sheets)
+    assert all(len(sheet.gold) == 3 for sheet in sheets)
+    assert all(sheet.details == {"stop": "\n\n"} for sheet in sheets)
     assert json.loads(path.read_text().splitlines()[0])["prompt"].endswith("Solution 1.")
     assert main(command) == 2  # exists already
     assert main([*command, "--overwrite"]) == 0

@@ -153,7 +153,7 @@ def test_show_refuses_another_tokenizer_and_absent_documents(
     shown: list[str], tmp_path: Path, r1: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*shown, "--first", "3"]) == 2
-    assert "no document 3, there are 3" in capsys.readouterr().err
+    assert "no document 3, only 3 exist" in capsys.readouterr().err
     other = shard(tmp_path / "other", 0, [5])
     assert main(["show", other, "--tokenizer", r1]) == 2
     assert "made with tokenizer aaaaaaaaaaaa" in capsys.readouterr().err

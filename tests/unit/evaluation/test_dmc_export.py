@@ -13,10 +13,10 @@ from dms_train.app.inspection import describe
 from dms_train.app.verification import verify
 from dms_train.cli.config_source import compose_evaluation
 from dms_train.evaluation import report
-from dms_train.evaluation.findings import validate
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.scaling.run import evaluate, prepare
+from dms_train.evaluation.validation import validate
 from dms_train.export.card import CARD_FILE, add_evaluation
 from dms_train.method.spec import PRESETS
 from tests.unit.evaluation.conftest import recorded_target, write_model
@@ -44,8 +44,8 @@ def test_the_report_names_the_method_and_what_becomes_of_tokens(
 ) -> None:
     options = ValidateOptions(samples=2, problems=str(sheets), max_tokens=20, window_only=True)
     found = validate(compared, samples, options, lambda line: None, 0.0)
-    assert found.replay.passed
-    assert list(found.solved) == ["teacher", "student"]  # no window, so no control
+    assert found.selftest.passed
+    assert list(found.accuracies) == ["teacher", "student"]  # no window, so no control
     report.write(found, tmp_path, None)
     text = (tmp_path / report.REPORT).read_text()
     for said in ("KL(original, DMC)", "| DMC |", "merged, of all tokens but the first"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import weakref
 from dataclasses import replace
 
@@ -15,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from dms_train.data.batches import Sample
 from dms_train.evaluation.devices import require_memory
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.findings import require_replay, validate
-from dms_train.evaluation.measure import Exam, agreement, examine, replay
+from dms_train.evaluation.measure import agreement, run_selftest
 from dms_train.evaluation.options import ValidateOptions
-from dms_train.evaluation.problems import Sheet
+from dms_train.evaluation.problems import ProblemSet
+from dms_train.evaluation.scorers.sheet import SheetScorer
+from dms_train.evaluation.tasks.base import Document
+from dms_train.evaluation.validation import compare_accuracy, require_selftest, validate
 from dms_train.hf.selftest import SelfTest
 from dms_train.inference import engine
 from dms_train.method import accounting
@@ -133,24 +134,24 @@ def test_a_model_agrees_with_itself(target, samples):
     assert found.teacher_loss == found.student_loss
 
 
-def test_replay(target, tokenizer, tmp_path):
-    assert replay(target.export, "cpu").kl < 1e-8
+def test_selftest(target, tokenizer, tmp_path):
+    assert run_selftest(target.export, "cpu").kl < 1e-8
     recorded = SelfTest.load(target.export)
     logits = recorded.logits.clone()
     logits[:, 3] += 2
     write_model(tmp_path / "other", SPEC, 0, tokenizer, replace(recorded, logits=logits))
-    found = replay(tmp_path / "other", "cpu")
+    found = run_selftest(tmp_path / "other", "cpu")
     assert found.kl > found.limit
     assert not found.passed
     assert not replace(found, kl=float("nan")).passed
 
 
-def test_replay_finds_errors_of_the_cache(target, tokenizer, tmp_path):
+def test_the_selftest_finds_errors_of_the_cache(target, tokenizer, tmp_path):
     """The weights are right and the window is not: a mask of the right window would not show it."""
     spec = SPEC.override(window=2)
     recorded = SelfTest.load(target.export)
     write_model(tmp_path / "other", spec, 0, tokenizer, recorded)
-    assert not replay(tmp_path / "other", "cpu").passed
+    assert not run_selftest(tmp_path / "other", "cpu").passed
 
 
 def greedy(model, prompt: list[int], tokens: int) -> list[int]:
@@ -162,25 +163,25 @@ def greedy(model, prompt: list[int], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_examine(target, load):
-    """A model that solves everything gets every problem right."""
+def test_compare_accuracy(target, load):
+    """The gold answers are greedy answers of transformers, so that one model is always right."""
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(target.teacher)
     teacher = AutoModelForCausalLM.from_pretrained(target.teacher, dtype=torch.float32)
     models = {"teacher": teacher, "student": load(target.export)}
     for right, model in models.items():
-        sheets = []
+        documents = []
         for prompt in PROMPTS:
             ids = greedy(model, tokens.encode(prompt), 30)
             text = tokens.decode(ids, skip_special_tokens=True)
-            sheets.append(Sheet(prompt=prompt, answers=(text, "never")))
-        whole = re.compile(r"(?s)^(.+)$")
-        exam = Exam(sheets=sheets, pattern=whole, max_tokens=30, max_num_seqs=2)
-        found = examine(target, exam, window_only=True, note=lambda line: None)
+            documents.append(Document(id=prompt, question=prompt, gold=(text, "never")))
+        whole = SheetScorer(r"(?s)^(.+)$")
+        problems = ProblemSet(documents=documents, scorer=whole, max_tokens=30, max_num_seqs=2)
+        found = compare_accuracy(target, problems, window_only=True, note=lambda line: None)
         assert list(found) == ["teacher", "student", "window_only"]
-        assert found[right].accuracy.value == 0.5
-        others = [result.accuracy.value for name, result in found.items() if name != right]
+        assert found[right].share.value == 0.5
+        others = [result.share.value for name, result in found.items() if name != right]
         assert max(others) < 0.5
         assert found["window_only"].cost.peak_tokens < found["student"].cost.peak_tokens
         assert found["teacher"].cost.cr_factor == 1.0
@@ -192,14 +193,14 @@ def test_examine(target, load):
         assert cost.prefill_reads == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / 3)
 
 
-def test_a_failed_replay_is_refused_after_measuring(target, samples, tokenizer, tmp_path):
+def test_a_failed_selftest_is_refused_after_measuring(target, samples, tokenizer, tmp_path):
     recorded = SelfTest.load(target.export)
     changed = replace(recorded, logits=recorded.logits.flip(0))
     write_model(tmp_path / "other", SPEC, 0, tokenizer, changed)
     here = replace(target, export=tmp_path / "other")
     found = validate(here, samples, ValidateOptions(samples=1), lambda line: None, 0.0)
     with pytest.raises(EvaluationError, match=r"self-test failed: KL .* at most 0\.02"):
-        require_replay(found)
+        require_selftest(found)
 
 
 def test_one_model_is_alive_at_a_time(target, samples, monkeypatch, tmp_path):

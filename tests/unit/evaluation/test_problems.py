@@ -1,20 +1,23 @@
-"""The problems file, and what counts as solved."""
+"""The file of problems, and the answers that count as right."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
 from dms_train.data_prep.exam_sheets import problem
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.options import ANSWER_PATTERN
-from dms_train.evaluation.problems import Sheet, check_prompts, read_problems, solved
+from dms_train.evaluation.problems import check_prompts, count_correct, read_problems
+from dms_train.evaluation.tasks.base import Document
 from tests.unit.evaluation.conftest import architecture
 
-PATTERN = re.compile(ANSWER_PATTERN)
+
+def sheet(prompt: str, *answers: str, **details: str) -> Document:
+    return Document(id="0", question=prompt, gold=answers, details=details)
 
 
 def line(number: int) -> str:
@@ -39,15 +42,15 @@ def line(number: int) -> str:
         ("The final answer is .\nThe final answer is 4.", ("15", "4"), 1),
     ],
 )
-def test_solved(text, answers, count):
-    assert solved(text, answers, PATTERN) == count
+def test_right_answers_are_counted(text, answers, count):
+    assert count_correct([sheet("", *answers)], [text]) == [count]
 
 
 def test_the_solutions_of_exam_sheets_are_right():
     draw = random.Random(0)
     problems = [problem(draw, "held_out") for _ in range(20)]
     text = "".join(f"Solution {n}.{p.solution}" for n, p in enumerate(problems, 1))
-    assert solved(text, tuple(str(p.answer) for p in problems), PATTERN) == 20
+    assert count_correct([sheet("", *(str(p.answer) for p in problems))], [text]) == [20]
 
 
 def write(path, *records):
@@ -58,10 +61,10 @@ def write(path, *records):
 def test_whole_sheets_up_to_the_limit(tmp_path):
     records = [{"prompt": f"p{n}", "answers": ["1", "2"], "stop": "\n\n"} for n in range(3)]
     file = write(tmp_path / "p.jsonl", *records, {"prompt": "last", "answers": ["x"]})
-    assert [s.prompt for s in read_problems(file, 5)] == ["p0", "p1"]
+    assert [s.question for s in read_problems(file, 5)] == ["p0", "p1"]
     every = read_problems(file, 400)
-    assert every[0] == Sheet(prompt="p0", answers=("1", "2"), stop="\n\n")
-    assert every[3] == Sheet(prompt="last", answers=("x",), stop=None)
+    assert every[0] == sheet("p0", "1", "2", stop="\n\n")
+    assert every[3] == replace(sheet("last", "x"), id="3")
 
 
 @pytest.mark.parametrize(
@@ -69,12 +72,12 @@ def test_whole_sheets_up_to_the_limit(tmp_path):
     [
         ('{"prompt": "a", "answers": ["1"]}\n{"prompt"', ":2: not valid JSON"),
         ("[1]", ":1: give an object with named columns, not a list"),
-        ("{}", ':1: needs "prompt"'),
-        ('{"prompt": "", "answers": ["1"]}', 'needs "prompt"'),
-        ('{"prompt": "a", "answers": []}', 'needs "answers"'),
-        ('{"prompt": "a", "answers": [15]}', 'needs "answers"'),
+        ("{}", ":1: no column 'prompt'"),
+        ('{"prompt": "", "answers": ["1"]}', ':1: "prompt" must be a text'),
+        ('{"prompt": "a", "answers": []}', ':1: "answers" must be a list of texts'),
+        ('{"prompt": "a", "answers": [15]}', ':1: "answers" must be a list of texts'),
         ('{"prompt": "a", "answers": ["1"], "stop": ""}', '"stop" must be'),
-        ("", "no sheet of at most max_problems=400"),
+        ("", "no documents"),
     ],
 )
 def test_damaged_files(tmp_path, content, named):
@@ -89,13 +92,13 @@ def test_a_sheet_above_the_limit_is_refused(tmp_path):
     with pytest.raises(EvaluationError, match="max_problems=1"):
         read_problems(file, 1)
     with pytest.raises(FileNotFoundError):
-        read_problems(tmp_path / "absent", 1)
+        read_problems(tmp_path / "absent.jsonl", 1)
 
 
 def test_prompts_must_fit_the_model(tokenizer, tmp_path):
-    sheets = [Sheet(prompt="So 1 = 1.", answers=("1",))]
+    sheets = [sheet("So 1 = 1.", "1")]
     check_prompts(sheets, tokenizer, architecture())
-    long = [Sheet(prompt="1" * 1024, answers=("1",))]
+    long = [sheet("1" * 1024, "1")]
     with pytest.raises(EvaluationError, match="1024 tokens: the model takes 1024"):
         check_prompts(long, tokenizer, architecture())
     with pytest.raises(EvaluationError, match=r"need a tokenizer\.json"):

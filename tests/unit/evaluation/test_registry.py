@@ -18,7 +18,7 @@ from dms_train.evaluation.tasks import registry as task_registry
 from dms_train.evaluation.tasks.base import Task
 
 MODULE = """
-from dms_train.evaluation.scorers.base import Marks, Scorer
+from dms_train.evaluation.scorers.base import Score, Scorer
 from dms_train.evaluation.tasks.base import Document, Messages, Task
 
 class Echo(Task):
@@ -32,9 +32,9 @@ class Echo(Task):
 
 class Same(Scorer):
     name = "same"
-    def marks(self, document, texts, checker):
+    def scores(self, document, texts, checker):
         found = [text == document.gold[0] for text in texts]
-        return [Marks(answers=(t,), correct=(f,), verdict="") for t, f in zip(texts, found)]
+        return [Score(answers=(t,), correct=(f,), verdict="") for t, f in zip(texts, found)]
 """
 ENTRIES = """
 [dms_train.tasks]
@@ -67,8 +67,8 @@ def test_a_task_and_its_scorer_are_found_by_their_entry_points() -> None:
     task = fresh(Task, tasks, task_registry.GROUP).get("echo")
     scorer = fresh(Scorer, scorers, scorer_registry.GROUP).get(task.scorer)
     (document,) = task.documents(TaskOptions(), lambda messages: 1)
-    marks = scorer.marks(document, ["abc", "abd"], AnswerChecker())
-    assert [mark.score for mark in marks] == [1.0, 0.0]
+    scores = scorer.scores(document, ["abc", "abd"], AnswerChecker())
+    assert [score.share for score in scores] == [1.0, 0.0]
 
 
 @pytest.mark.usefixtures("installed")

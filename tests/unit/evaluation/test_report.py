@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from dms_train.evaluation import report
-from dms_train.evaluation.findings import validate
 from dms_train.evaluation.options import ValidateOptions
 from dms_train.evaluation.plots import curves_of, read_rows
+from dms_train.evaluation.validation import validate
 
 COST = ("kv_reads.dense", "kv_reads.student", "peak_tokens.dense", "peak_tokens.student")
 BYTES = ("cache_bytes.dense", "cache_bytes.student", "cr_factor")
@@ -26,7 +26,7 @@ def problems(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def findings(target, samples, problems):
+def result(target, samples, problems):
     options = ValidateOptions(samples=2, problems=str(problems), max_tokens=20, window_only=True)
     return validate(target, samples, options, lambda line: None, 0.0)
 
@@ -39,30 +39,30 @@ def rows(tmp_path):
     return file
 
 
-def test_metrics(findings, target, samples, tmp_path):
-    assert report.write(findings, tmp_path, None) == []
+def test_metrics(result, target, samples, tmp_path):
+    assert report.write(result, tmp_path, None) == []
     written = json.loads((tmp_path / report.METRICS).read_text())
-    assert written == findings.numbers()
+    assert written == result.numbers()
     assert set(written) >= TEXT
     for name in ("teacher", "student", "window_only"):
         low, value, high = (written[f"{name}.accuracy{end}"] for end in (".low", "", ".high"))
         assert low <= value <= high
     assert written["problems"] == 8
     # generation has the plain names, text its own
-    assert written["cr_factor"] == findings.solved["student"].cost.cr_factor
-    assert written["text.cr_factor"] == findings.agreement.student.cr_factor
+    assert written["cr_factor"] == result.accuracies["student"].cost.cr_factor
+    assert written["text.cr_factor"] == result.agreement.student.cr_factor
     alone = validate(target, samples, ValidateOptions(samples=2), lambda line: None, 0.0).numbers()
     assert set(alone) >= TEXT
     assert alone["cr_factor"] == written["text.cr_factor"]
     assert not any(name.startswith(("text.", "teacher.", "problems")) for name in alone)
 
 
-def test_report(findings, rows, tmp_path):
+def test_report(result, rows, tmp_path):
     out = tmp_path / "made" / "here"
-    assert report.write(findings, out, rows) == []
+    assert report.write(result, out, rows) == []
     text = (out / report.REPORT).read_text()
-    assert report.tables(findings) in text
-    assert str(findings.solved["window_only"].accuracy) in text
+    assert report.tables(result) in text
+    assert str(result.accuracies["window_only"].share) in text
     assert "8 problems on 4 sheets" in text
     assert "2 validation sequences of 90 tokens" in text
     for name in (report.TRAINING, report.RETENTION):
@@ -70,9 +70,9 @@ def test_report(findings, rows, tmp_path):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib(findings, rows, tmp_path, monkeypatch):
+def test_without_matplotlib(result, rows, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.write(findings, tmp_path / "out", rows) == [report.NO_PLOTS]
+    assert report.write(result, tmp_path / "out", rows) == [report.NO_PLOTS]
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {report.METRICS, report.REPORT}
     assert ".png" not in (tmp_path / "out" / report.REPORT).read_text()

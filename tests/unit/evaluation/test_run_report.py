@@ -46,10 +46,10 @@ ROWS = [
     {
         "step": STEPS,
         "tokens": 4096 * STEPS,
-        "export_eval/cr_factor": 2.718,
-        "export_eval/student.accuracy": 0.96,
-        "export_eval/student.accuracy.low": 0.94,
-        "export_eval/student.accuracy.high": 0.98,
+        "validate_export/cr_factor": 2.718,
+        "validate_export/student.accuracy": 0.96,
+        "validate_export/student.accuracy.low": 0.94,
+        "validate_export/student.accuracy.high": 0.98,
     },
 ]
 
@@ -95,6 +95,15 @@ class Page(HTMLParser):
 
 def page(folder: Path) -> Page:
     return Page(render(read_run(folder)))
+
+
+def test_metrics_of_a_folder_with_former_prefixes_have_todays(tmp_path):
+    row = {"step": 1, "export_eval/cr_factor": 2.5, "export_tasks/gsm8k.1-1-4.accuracy": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    found = read_run(tmp_path).rows
+    assert found == [
+        {"step": 1, "validate_export/cr_factor": 2.5, "run_tasks/gsm8k.1-1-4.accuracy": 0.5}
+    ]
 
 
 def test_the_page_refers_to_nothing_outside_itself(run):
@@ -172,6 +181,6 @@ def test_refusals_are_one_line(tmp_path, run, capsys, monkeypatch):
     assert report.main([str(run)]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("no rows in metrics.jsonl; give the folder of a run")
-    assert "pip install 'dms-train[plot]'" in second
+    assert "pip install 'dms-train[eval]'" in second
     with pytest.raises(EvaluationError):
         read_run(tmp_path)

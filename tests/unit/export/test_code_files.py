@@ -25,18 +25,18 @@ ALLOWED = {
     "transformers",
     "typing",
 }
-DIGESTS: dict[str, str] = {
+DIGESTS = {
     "configuration_dmc.py": "aa3ca3450510fbef",
     "configuration_dms.py": "2c34f62c64ab592a",
     "configuration_llama_dmc.py": "efc398054bf24854",
     "configuration_llama_dms.py": "9a593148075f6528",
-    "generation_dms.py": "8d18c51dc7a3cf95",
+    "generation_dms.py": "a06db43001021bed",
     "modeling_dmc.py": "41785e796e33bd5b",
-    "modeling_dms.py": "268d3d14e51becee",
+    "modeling_dms.py": "2a6b1ad3cf2b9e73",
     "modeling_llama_dmc.py": "2e7a563c6d6ce431",
     "modeling_llama_dms.py": "c280fdeb9acb0d0b",
-    "pages_dms.py": "62df795b9931dcee",
-    "pool_dms.py": "8cb6d62f31289779",
+    "pages_dms.py": "401169469d6e9ab6",
+    "pool_dms.py": "690718436cb3fbbf",
 }
 SHIPPED = Path(dms_train.export.__file__).parent / "shipped"
 

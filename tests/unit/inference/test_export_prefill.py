@@ -40,21 +40,22 @@ def model(folder, load, monkeypatch):
     def _model(family, preset, blocks=True, **overrides):
         m = load(folder(family, small_spec(preset, **overrides)))
         if blocks:
-            code = sys.modules[sys.modules[type(m).__mro__[1].__module__].block_queries.__module__]
-            monkeypatch.setattr(code, "BLOCK_SCORES", 1)
-            monkeypatch.setattr(code, "BLOCK_QUERIES", BLOCK)
+            pages = sys.modules[modelling(m).block_queries.__module__]
+            monkeypatch.setattr(pages, "BLOCK_SCORES", 1)
+            monkeypatch.setattr(pages, "BLOCK_QUERIES", BLOCK)
         return m
 
     return _model
 
 
-def cache_class(m):
-    return sys.modules[type(m).__mro__[1].__module__].DMSCache
+def modelling(m):
+    """Module `modeling_dms` of the export that a model comes from."""
+    return sys.modules[type(m).__mro__[1].__module__]
 
 
 def caches(m):
     numbers = m.model.layers[0].self_attn.dms.numbers
-    return {"none": None, "masked": DynamicCache(), "freed": cache_class(m)(numbers, 2)}
+    return {"none": None, "masked": DynamicCache(), "freed": modelling(m).DMSCache(numbers, 2)}
 
 
 def ids(length, rows=1, seed=1):
@@ -152,7 +153,7 @@ def test_a_mask_of_the_caller(model):
 
 def test_blocks_by_their_scores(model):
     """A short prompt is one block; a long one gets fewer queries the more keys there are."""
-    block_queries = sys.modules[cache_class(model("llama", "dms", False)).__module__].block_queries
+    block_queries = modelling(model("llama", "dms", False)).block_queries
     assert block_queries(32, 1024) == 1024
     assert block_queries(32, 32768) == 32
     assert block_queries(32 * 64, 32768) == 16

@@ -14,9 +14,9 @@ from dms_train.app.model import read_architecture
 from dms_train.cli.config_source import compose
 from dms_train.config.build import ConfigError
 from dms_train.config.cluster import ClusterOptions
-from dms_train.config.memory import parameter_count
 from dms_train.launch.chain import Job, chain, container_options, frozen, needs, script
 from dms_train.launch.nodes import Needs
+from dms_train.planning.memory import parameter_count
 from tests.support.chains import config, stages
 
 
@@ -29,7 +29,7 @@ def test_a_retrofit_is_a_chain_from_data_to_validation(tmp_path: Path) -> None:
         Job("retrofit", "train"),
         Job("hold", "train"),
         Job("export", "train"),
-        Job("validate", "validate"),
+        Job("validate_export", "validate"),
     ]
 
 
@@ -46,15 +46,15 @@ def test_an_export_is_evaluated_on_one_node_with_the_time_of_a_training_job(
 ) -> None:
     made = config(
         tmp_path,
-        "stage.run=[zero_neuron,export,validate,evaluate]",
-        "stage.evaluate.tasks=[exam_sheets]",
+        "stage.run=[zero_neuron,export,validate_export,run_tasks]",
+        "stage.run_tasks.tasks=[exam_sheets]",
         "cluster.time=09:00:00",
     )
-    assert stages(made)[-3:] == ["export", "validate", "evaluate"]
+    assert stages(made)[-3:] == ["export", "validate_export", "run_tasks"]
     job = chain(made)[-1]
-    assert job == Job("evaluate", "validate")
+    assert job == Job("run_tasks", "validate")
     assert "--time=09:00:00" in script(job, made, tmp_path)
-    assert needs(job, made) == needs(Job("validate", "validate"), made)
+    assert needs(job, made) == needs(Job("validate_export", "validate"), made)
 
 
 def test_training_starts_from_the_imported_checkpoint(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_nodes_are_checked_for_gpus_and_free_space(tmp_path: Path) -> None:
     parameters = parameter_count(read_architecture(made.model))
     assert needs(Job("prepare", "convert"), made) == Needs(0, 0)
     assert needs(Job("hf_to_megatron", "convert"), made) == Needs(0, 4 * parameters)
-    assert needs(Job("validate", "validate"), made) == Needs(1, 0)
+    assert needs(Job("validate_export", "validate"), made) == Needs(1, 0)
     assert needs(Job("hold", "train"), made) == Needs(8, int(1.1 * 16 * parameters))
     half = config(tmp_path, *site, "parallel.params_dtype=bf16")
     assert needs(Job("hold", "train"), half) == Needs(8, int(1.1 * 14 * parameters))
@@ -121,7 +121,7 @@ def test_cluster_options_are_written_to_the_script(tmp_path: Path) -> None:
     convert = script(Job("prepare", "convert"), made, tmp_path)
     assert "--gpus-per-node" not in convert
     assert "--account=a1" in convert
-    assert "--gpus-per-node=1" in script(Job("validate", "validate"), made, tmp_path)
+    assert "--gpus-per-node=1" in script(Job("validate_export", "validate"), made, tmp_path)
 
 
 def test_a_container_is_given_to_srun_with_the_run_mounted() -> None:

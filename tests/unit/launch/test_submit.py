@@ -59,8 +59,10 @@ def test_a_validation_that_no_gpu_holds_is_refused_before_anything_is_submitted(
         parallel__params_dtype="bf16",
         model={"architecture": asdict(configs.KNOWN["qwen3_32b"])},
     )
-    with pytest.raises(ConfigError, match=r"stage\.validate: needs 6\d\.\d GiB of one GPU.*--skip"):
-        submit._check_validation([Job("validate", "validate")], given)
+    with pytest.raises(
+        ConfigError, match=r"stage\.validate_export: needs 6\d\.\d GiB of one GPU.*--skip"
+    ):
+        submit._check_validation([Job("validate_export", "validate")], given)
     submit._check_validation([Job("export", "train")], given)
 
 

@@ -12,6 +12,7 @@ import torch
 from dms_train.data.batches import Batch
 from dms_train.mcore import compat
 from dms_train.mcore.engine import McoreEngine
+from dms_train.mcore.schedule.statistics import DeviceTotals, PassTotals
 from dms_train.method.plan import LearningRate, StepPlan, StepResult
 from tests.support import tiny
 
@@ -78,10 +79,10 @@ def test_an_infinite_loss_is_enough(
     step(engine, 0)
     before = everything(engine)
 
-    def overflows(plan: StepPlan, batches: list[Batch]) -> torch.Tensor:
-        sums = McoreEngine._gradients(engine, plan, batches)
-        sums[0] = math.inf
-        return sums
+    def overflows(plan: StepPlan, batches: list[Batch]) -> DeviceTotals:
+        totals = McoreEngine._gradients(engine, plan, batches)
+        totals.values[0] = math.inf
+        return totals
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_gradients", overflows)
@@ -99,16 +100,16 @@ def test_the_host_reads_the_totals_once_and_before_the_update(
     engine, order = build("llama", "dms", "fp32"), []
     engine.begin_stage(RATE)
 
-    class Sums:
+    class Totals:
         def __init__(self, *given: Any) -> None:
-            self.sums = McoreEngine._gradients(engine, *given)
+            self.totals = McoreEngine._gradients(engine, *given)
 
-        def tolist(self) -> list[float]:
+        def read(self) -> PassTotals:
             order.append("totals")
-            return self.sums.tolist()
+            return self.totals.read()
 
     update = engine._optimizer.step_with_ready_grads
-    monkeypatch.setattr(engine, "_gradients", Sums)
+    monkeypatch.setattr(engine, "_gradients", Totals)
     monkeypatch.setattr(
         engine._optimizer, "step_with_ready_grads", lambda: order.append("update") or update()
     )

@@ -188,7 +188,12 @@ def test_offline_run_read_back(wandb, tmp_path):
     assert [(r["step"], r["train/loss"]) for r in run.rows] == [(s, 1 / s) for s in range(1, 5)]
     assert run.config["optim"] == {"lr": 1e-4}
     assert run.summary["final/cr"] == 2.0
-    axes = {"train/*": "step", "export_eval/*": "step", "eval/*": "tokens"}
+    axes = {
+        "train/*": "step",
+        "validate_export/*": "step",
+        "run_tasks/*": "step",
+        "eval/*": "tokens",
+    }
     assert run.step_metrics == {"step": "", "tokens": "", **axes}
     assert all(KEY.encode() not in f.read_bytes() for f in run_dir.rglob("*") if f.is_file())
 
@@ -205,7 +210,7 @@ KEPT = ((1.0, 0.25), (0.5, 0.75), (0.125, 0.3))
 def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
     sink = WandbSink(ObserveOptions(), tmp_path, {}, run_id="a", warn=pytest.fail)
     sink.log(1, {"tokens": 64, "eval/kl": 0.5, "eval/kept": KEPT})
-    evaluated = {"export_eval/cr_factor": 2.5, "export_eval/student.accuracy": 0.96}
+    evaluated = {"validate_export/cr_factor": 2.5, "validate_export/student.accuracy": 0.96}
     sink.log(2, {"tokens": 128, **evaluated})
     sink.close()
     (path,) = wandb_file.find(tmp_path)
@@ -217,8 +222,8 @@ def test_tables_by_head_and_validations_read_back(wandb, tmp_path):
     picture = Image.open(path.parent / "files" / first["eval/kept.path"]).convert("L")
     levels = numpy.asarray(picture)[6::12, 6::12] / 255
     numpy.testing.assert_allclose(levels, KEPT, atol=1 / 255)
-    assert second["export_eval/cr_factor"] == 2.5
-    table = json.loads((path.parent / "files" / second["export_eval/table.path"]).read_text())
+    assert second["validate_export/cr_factor"] == 2.5
+    table = json.loads((path.parent / "files" / second["validate_export/table.path"]).read_text())
     assert table["columns"] == ["metric", "value"]
     assert table["data"] == [["cr_factor", 2.5], ["student.accuracy", 0.96]]
 
@@ -228,7 +233,7 @@ def test_names_are_those_of_metrics_jsonl(wandb, tmp_path):
     logged = [
         {"tokens": 64, "train/kl": 0.5, "train/cr": 1.5, "train/mfu": 0.25},
         {"tokens": 128, "eval/kl": 0.25, "eval/kept": KEPT},
-        {"tokens": 192, "export_eval/cr_factor": 2.5},
+        {"tokens": 192, "validate_export/cr_factor": 2.5},
     ]
     for step, values in enumerate(logged, 1):
         for sink in opened:

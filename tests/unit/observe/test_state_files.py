@@ -37,6 +37,16 @@ def test_a_finished_stage_stays_finished_with_its_first_step(tmp_path: Path) -> 
     assert (tmp_path / "state" / "retrofit.done").read_text() == "step 5\n"
 
 
+def test_marks_of_former_stage_names_count(tmp_path: Path) -> None:
+    files = StateFiles(tmp_path)
+    files.begin()
+    (tmp_path / "state" / "validate.done").touch()
+    assert files.is_done("validate_export")
+    assert not files.is_done("run_tasks")
+    (tmp_path / "state" / "evaluate.done").touch()
+    assert files.is_done("run_tasks")
+
+
 def test_the_root_cause_is_not_the_rank_that_lost_its_peer(tmp_path: Path) -> None:
     files = StateFiles(tmp_path)
     assert files.root_cause() is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[harness]'")
+pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval]'")
 pytest.importorskip("tenacity", reason="the harness' client needs tenacity")
 
 from lm_eval import simple_evaluate

@@ -30,7 +30,7 @@ def folders(tmp_path: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in found)
 
 
-VALIDATED = only("zero_neuron", "export", "validate")
+VALIDATED = only("zero_neuron", "export", "validate_export")
 
 
 def test_intervals_save_temporarily_stage_ends_and_integer_ratios_permanently(
@@ -181,13 +181,13 @@ def test_a_run_interrupted_in_validation_repeats_it_and_trains_nothing(tmp_path:
 
 
 def test_a_run_interrupted_in_an_evaluation_continues_it_and_trains_nothing(tmp_path: Path) -> None:
-    stages = only("zero_neuron", "export", "evaluate")
+    stages = only("zero_neuron", "export", "run_tasks")
     assert run(tmp_path, stages, fails_at="tasks").of("tasks") == []
     again = run(tmp_path, stages, restored(tmp_path, 3))
     assert timeline(again) == [("tasks",)]
-    name = "export_tasks/exam_sheets.0.25-1-4.accuracy"
+    name = "run_tasks/exam_sheets.0.25-1-4.accuracy"
     assert again.of("summary")[-1] == ({name: 0.5},)
-    assert again.of("done")[-1] == ("evaluate", 3)
+    assert again.of("done")[-1] == ("run_tasks", 3)
 
 
 def test_a_resumed_run_counts_the_skipped_steps_before(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.support.training_loop import (
     timeline,
 )
 
-VALIDATED = only("zero_neuron", "export", "validate")
+VALIDATED = only("zero_neuron", "export", "validate_export")
 
 
 def test_every_finished_stage_is_reported_after_it_is_saved(tmp_path: Path) -> None:
@@ -108,5 +108,5 @@ def test_a_stage_whose_steps_were_all_skipped_ends_the_run_without_an_export(
 def test_validation_follows_the_export_and_is_reported(tmp_path: Path) -> None:
     fakes = run(tmp_path, VALIDATED)
     assert [e[0] for e in timeline(fakes)][-2:] == ["export", "validate"]
-    assert (3, {"tokens": 3 * 128, "export_eval/cr_factor": 2.5}) in fakes.of("log")
-    assert fakes.of("summary")[-1] == ({"export_eval/cr_factor": 2.5},)
+    assert (3, {"tokens": 3 * 128, "validate_export/cr_factor": 2.5}) in fakes.of("log")
+    assert fakes.of("summary")[-1] == ({"validate_export/cr_factor": 2.5},)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from dms_train.config.build import ConfigError, build
-from dms_train.config.check import check
 from dms_train.config.cluster import ClusterOptions
 from dms_train.config.resolve import resolved
 from dms_train.config.schema import RunConfig
 from dms_train.launch.chain import Job, needs, script
+from dms_train.planning.check import check
 from tests.support import configs
 from tests.support.wiring import Wire, leaves, uncovered
 

@@ -1,4 +1,4 @@
-"""Every option of `dms-eval` and of the stages `evaluate` and `validate`, read where it acts."""
+"""Every option of `dms-eval`, `run_tasks` and `validate_export`, read where it acts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dms_train.config.build import build, build_dataclass
 from dms_train.config.schema import StageBlock
 from dms_train.data.batches import Sample
 from dms_train.evaluation.errors import EvaluationError
-from dms_train.evaluation.findings import Findings, validate
 from dms_train.evaluation.measure import EvaluationTarget
 from dms_train.evaluation.options import EvaluationOptions, ValidateOptions
 from dms_train.evaluation.scaling import run as scaling
@@ -26,6 +25,7 @@ from dms_train.evaluation.scaling import store
 from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.tasks.prompts import render
 from dms_train.evaluation.tasks.registry import task as find_task
+from dms_train.evaluation.validation import ValidationResult, validate
 from dms_train.inference.llm import LLM
 from dms_train.inference.options import SamplingParams
 from tests.support import configs
@@ -230,7 +230,7 @@ WIRES: dict[str, Wire] = {
         {"run.shards": 2},
     ),
     "run.workers": Wire(3, checker("_workers")),
-    "run.allow_code": Wire(True, checker("allow_code")),
+    "run.allow_code": Wire("unisolated", checker("allow_code")),
 }
 # a process of its own takes a part of the documents; the stage has no such options
 ONLY_COMMAND = ("task.name", "model.path", "run.dir", "run.shard", "run.shards")
@@ -275,13 +275,15 @@ def by_command(values: dict[str, dict[str, Any]]) -> EvaluationOptions:
 
 
 def by_stage(values: dict[str, dict[str, Any]]) -> EvaluationOptions:
-    """As the stage `evaluate` of a run runs the task."""
+    """As the stage `run_tasks` of a run runs the task."""
     own = {name: dict(block) for name, block in values.items()}
     name, model = own["task"].pop("name", "exam_sheets"), own["model"].pop("path")
     folder = own.pop("run")
     folder.pop("dir")
-    config = build(configs.mapping(stage__evaluate={"tasks": [name], **own, **folder}))
-    (found,) = task_evaluation._runs(config.stage.evaluate, Path(model), Path(values["run"]["dir"]))
+    config = build(configs.mapping(stage__run_tasks={"tasks": [name], **own, **folder}))
+    (found,) = task_evaluation._runs(
+        config.stage.run_tasks, Path(model), Path(values["run"]["dir"])
+    )
     return found
 
 
@@ -317,7 +319,7 @@ class Validated(NamedTuple):
     assets: Place
 
     @property
-    def found(self) -> Findings:
+    def found(self) -> ValidationResult:
         return validate(self.target, self.samples, self.options, lambda line: None, 0.0)
 
 
@@ -351,33 +353,33 @@ def on_device(v: Validated) -> str:
 
 def generated(v: Validated) -> float:
     """Tokens that the original held behind the last token of the longest answer."""
-    return v.found.solved["teacher"].cost.peak_tokens - len(PROMPT)
+    return v.found.accuracies["teacher"].cost.peak_tokens - len(PROMPT)
 
 
 def rows_in_cache(v: Validated) -> float:
     """Sequences for which the dense cache of the original has space, in units of one."""
-    return v.found.solved["teacher"].cost.cache_bytes / one_row(v)
+    return v.found.accuracies["teacher"].cost.cache_bytes / one_row(v)
 
 
 def one_row(v: Validated) -> int:
     alone = validate(v.target, None, replace(v.options, max_num_seqs=1), lambda line: None, 0.0)
-    return alone.solved["teacher"].cost.cache_bytes
+    return alone.accuracies["teacher"].cost.cache_bytes
 
 
 VALIDATE: dict[str, Wire] = {
     "samples": Wire(2, lambda v: len(v.found.agreement.lengths)),
-    "problems": Wire(problems_file, lambda v: v.found.sheets, SHEETS),
-    "max_problems": Wire(2, lambda v: v.found.sheets, others={"problems": problems_file}),
+    "problems": Wire(problems_file, lambda v: v.found.num_sheets, SHEETS),
+    "max_problems": Wire(2, lambda v: v.found.num_sheets, others={"problems": problems_file}),
     "max_tokens": Wire(9, generated, 9 - 1, {"problems": problems_file, "max_tokens": 3}),
     "answer_pattern": Wire(
         r"(?s)^\s*(\S)",
-        lambda v: v.found.solved["teacher"].accuracy.value,
+        lambda v: v.found.accuracies["teacher"].share.value,
         1.0,
         {"problems": known_problems, "max_tokens": 4},
     ),
     "window_only": Wire(
         True,
-        lambda v: (v.found.agreement.window_only is not None, "window_only" in v.found.solved),
+        lambda v: (v.found.agreement.window_only is not None, "window_only" in v.found.accuracies),
         (True, True),
         {"problems": problems_file, "max_tokens": 2},
     ),
@@ -397,10 +399,10 @@ def test_an_option_of_a_validation_acts(
     for own in (None, key):
         stage = build(
             configs.mapping(
-                stage__validate={"device": "cpu", "samples": 1, **wire.given(place, own)}
+                stage__validate_export={"device": "cpu", "samples": 1, **wire.given(place, own)}
             )
         )
-        validated = Validated(stage.stage.validate, target, samples, place)
+        validated = Validated(stage.stage.validate_export, target, samples, place)
         found.append(wire.read(validated))
     assert found[1] == wire.expectation(validated)
     assert found[0] != found[1], "the value is the default, or another option decides"
@@ -408,7 +410,7 @@ def test_an_option_of_a_validation_acts(
 
 def test_a_run_validates_with_the_options_of_its_stage(built: Callable[..., Built]) -> None:
     values = {"samples": 2, "max_problems": 3, "max_tokens": 4, "window_only": True}
-    run = built(**{f"stage.validate.{name}": value for name, value in values.items()})
+    run = built(**{f"stage.validate_export.{name}": value for name, value in values.items()})
     given = run.components.validator.options
     assert {name: getattr(given, name) for name in values} == values
 
@@ -435,7 +437,7 @@ def test_flags_of_dms_validate_are_its_options() -> None:
 def test_every_option_has_a_test() -> None:
     assert uncovered(leaves(EvaluationOptions), WIRES, {}) == []
     assert uncovered(leaves(ValidateOptions), VALIDATE, {}) == []
-    stage = {key.partition(".")[2] for key in leaves(StageBlock) if key.startswith("evaluate.")}
+    stage = {key.partition(".")[2] for key in leaves(StageBlock) if key.startswith("run_tasks.")}
     of_command = {key for key in WIRES if key not in ONLY_COMMAND}
     # the stage runs several tasks, and has no block for the folder that it chooses
     assert stage - {"tasks"} == {key.removeprefix("run.") for key in of_command}

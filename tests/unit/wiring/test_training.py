@@ -62,18 +62,18 @@ from tests.support.wiring_reads import (
 )
 
 # read back in test_evaluation.py
-EVALUATED = ("stage.validate.", "stage.evaluate.")
+EVALUATED = ("stage.validate_export.", "stage.run_tasks.")
 SCRATCH = {
     "model.path": None,
     "model.architecture": asdict(refusals.architecture()),
     "stage.run": ["pretrain"],
 }
-DMC = {"method": PRESETS["dmc"].to_dict()}
-FASTDMS = {"method": {**PRESETS["dms_fastdms"].to_dict(), "window": 4}}
+DMC = {"method": asdict(PRESETS["dmc"])}
+FASTDMS = {"method": {**asdict(PRESETS["dms_fastdms"]), "window": 4}}
 NVIDIA = {
     **SCRATCH,
     "model.architecture": {**SCRATCH["model.architecture"], "family": "qwen3"},
-    "method": {**PRESETS["dms_nvidia"].to_dict(), "window": 1024},
+    "method": {**asdict(PRESETS["dms_nvidia"]), "window": 1024},
 }
 SCALING = {
     "factor": 8.0,
@@ -346,7 +346,7 @@ def test_the_method_decides_in_every_layer(
     built: Callable[..., Built], preset: str, window: int, layer: type
 ) -> None:
     """method.kind"""
-    engine = built(**{"method": {**PRESETS[preset].to_dict(), "window": window}}).engine
+    engine = built(**{"method": {**asdict(PRESETS[preset]), "window": window}}).engine
     assert {
         type(each.self_attention.method.layer) for each in engine._models[0].decoder.layers
     } == {layer}

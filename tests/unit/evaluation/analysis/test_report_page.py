@@ -23,13 +23,14 @@ ROWS = """[...window.table.tBodies[0].rows]
     .map(row => [...row.cells].map(cell => cell.textContent))"""
 FIND = """(window.table = [...document.querySelectorAll('table')]
     .find(table => table.caption?.textContent.startsWith('All budgets')), true)"""
-HOVER = "[...document.querySelectorAll('circle')].map(c => c.querySelector('title').textContent)"
+HOVER = "[...document.querySelectorAll('svg title')].map(title => title.textContent)"
 # the text that the browser shows for what lies in the middle of an element
 UNDER = """(element => {
   element.scrollIntoView({block: 'center'});
   const box = element.getBoundingClientRect();
   const found = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
-  return found.querySelector('title')?.textContent;
+  const titled = found.closest('g:has(> title)');
+  return titled?.querySelector('title').textContent;
 })(document.querySelector(SELECTOR))"""
 OPEN = "[...document.querySelectorAll('main > details')].filter(d => d.open).map(d => d.id)"
 SEEN = """(box => box.top >= 0 && box.top < innerHeight)(
@@ -153,14 +154,14 @@ def test_points_say_their_method_budget_accuracy_and_cost_under_the_pointer(page
             accuracy, value = values.split(" %, ")
             assert accuracy == wanted[name][0]
             assert number(value) == pytest.approx(wanted[name][1], abs=0.5)
-    assert page.evaluate(UNDER.replace("SELECTOR", "'svg circle'")) == texts[0]
+    assert page.evaluate(UNDER.replace("SELECTOR", "'svg a use'")) == texts[0]
 
 
 @pytest.mark.parametrize("method", RATIOS)
 def test_a_click_on_a_point_opens_the_chains_of_its_run(page, method):
     name = run_id(method)
     assert page.evaluate(OPEN) == []
-    page.click(f"a[href='#{name}'] circle")
+    page.click(f"a[*|href='#{name}'] use")
     wait_for(lambda: page.evaluate(OPEN) == [name])
     wait_for(lambda: page.evaluate(SEEN.replace("NAME", json.dumps(name))))
     assert page.evaluate("location.hash") == f"#{name}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[harness]'")
+pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval]'")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance

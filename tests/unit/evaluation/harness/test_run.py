@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[harness]'")
+pytest.importorskip("lm_eval", reason="pip install -c constraints.txt -e '.[eval]'")
 
 from dms_train.cli.evaluate import main
 from dms_train.data_prep.exam_tokenizer import write_exam_tokenizer
@@ -159,7 +159,7 @@ def test_results_are_not_overwritten(workspace, written, capsys):
 
 def test_a_missing_harness_is_refused(workspace):
     code = (
-        "import sys\nsys.modules['lm_eval'] = None\n"
+        "import sys\nsys.modules['lm_eval'] = None\nsys.argv[0] = 'dms-eval'\n"
         "from dms_train.cli.evaluate import main\n"
         f"sys.exit(main({words(workspace, CHOOSE, 'none')!r}))"
     )
@@ -167,6 +167,4 @@ def test_a_missing_harness_is_refused(workspace):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.strip() == (
-        "error: dms-eval harness: lm_eval is not installed; pip install 'dms-train[harness]'"
-    )
+    assert done.stderr.strip() == 'dms-eval needs lm-eval: pip install "dms-train[eval]"'

@@ -11,7 +11,7 @@ import torch
 from dms_train.evaluation.scaling.budgets import Budget
 from dms_train.evaluation.scaling.chains import PromptedDocument, generate
 from dms_train.evaluation.scaling.costs import joint_peaks, peak_within, reads_within
-from dms_train.evaluation.scaling.voting import ChainMarks, pass_at_k, score
+from dms_train.evaluation.scaling.voting import ChainScore, pass_at_k, score
 from dms_train.evaluation.tasks.base import Aggregate, Document
 from dms_train.inference.accounting import KVTrace
 from dms_train.inference.engine import InferenceEngine
@@ -187,8 +187,8 @@ def test_budgets_are_written_as_in_the_paper():
     assert Budget(0.25, 2, 1.0).max_tokens == 256
 
 
-def marks(*answers: str | None, right: str = "a") -> list[ChainMarks]:
-    return [ChainMarks((answer,), (answer == right,)) for answer in answers]
+def scores(*answers: str | None, right: str = "a") -> list[ChainScore]:
+    return [ChainScore((answer,), (answer == right,)) for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -205,13 +205,13 @@ def marks(*answers: str | None, right: str = "a") -> list[ChainMarks]:
     ],
 )
 def test_scores_of_several_chains(answers, vote, any_, mean):
-    found = [score(marks(*answers), how) for how in Aggregate]
+    found = [score(scores(*answers), how) for how in Aggregate]
     assert found == pytest.approx([vote, any_, mean])
 
 
 def test_each_question_of_a_sheet_is_voted_on():
     rows = [("1", "9"), ("1", "2"), ("7", "2")]
-    voters = [ChainMarks(row, (row[0] == "1", row[1] == "2")) for row in rows]
+    voters = [ChainScore(row, (row[0] == "1", row[1] == "2")) for row in rows]
     assert score(voters, Aggregate.VOTE) == 1.0
     assert score(voters, Aggregate.MEAN) == pytest.approx(4 / 6)
     assert score(voters[:1], Aggregate.VOTE) == 0.5

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import platform
+import shutil
+import socket
+import subprocess
 import time
 import zlib
 
@@ -13,16 +15,22 @@ import pytest
 
 from dms_train.evaluation.errors import EvaluationError
 from dms_train.evaluation.options import TaskOptions
-from dms_train.evaluation.programs import ProgramTest, passes, same_output
+from dms_train.evaluation.programs import ProgramTest, passes, same_output, sandbox
 from dms_train.evaluation.scorers.base import AnswerChecker
 from dms_train.evaluation.scorers.program import ProgramScorer
 from dms_train.evaluation.tasks.livecodebench import LiveCodeBench, program_tests
 from dms_train.evaluation.tasks.prompts import render
 
-pytestmark = pytest.mark.skipif(
-    platform.system() != "Linux" or platform.machine() != "x86_64",
-    reason="programs are isolated on Linux on x86-64 only",
-)
+
+def isolates() -> bool:
+    try:
+        return bool(sandbox())
+    except EvaluationError:
+        return False
+
+
+needs_bubblewrap = pytest.mark.skipif(not isolates(), reason="bubblewrap is absent or not allowed")
+MODES = [pytest.param("sandbox", marks=needs_bubblewrap), "unisolated"]
 SOLUTIONS = {
     "fix_a": "print(2 * int(input()))",
     "fix_b": "print(sum(c in 'aeiou' for c in input()))",
@@ -40,13 +48,14 @@ def written(source: str) -> str:
     return f"{reasoning}<answer>\n```python\n{source}\n```\n</answer>"
 
 
-def verdicts(document, *texts: str) -> list[str]:
-    with AnswerChecker(allow_code=True) as checker:
-        return [m.verdict for m in ProgramScorer().marks(document, texts, checker)]
+def verdicts(document, *texts: str, mode: str = "unisolated") -> list[str]:
+    with AnswerChecker(allow_code=mode) as checker:
+        return [m.verdict for m in ProgramScorer().scores(document, texts, checker)]
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.id)
-def test_right_programs_pass_and_others_do_not(document):
+def test_right_programs_pass_and_others_do_not(document, mode):
     right = SOLUTIONS[document.id]
     wrong = right.replace("2 *", "3 *").replace("aeiou", "aei").replace("max(", "min(")
     wrong = wrong.replace("sum(map", "max(map").replace("a + b", "b + a")
@@ -59,6 +68,7 @@ def test_right_programs_pass_and_others_do_not(document):
         f"<think>```python\n{right}\n```",
         right,
         written(right) + f"\n```python\n{wrong}\n```",
+        mode=mode,
     ) == ["correct", "wrong", "wrong", "unfinished", "no_answer", "wrong"]
 
 
@@ -78,32 +88,70 @@ def test_hidden_tests_count():
 
 def test_nothing_runs_unless_it_is_allowed():
     with AnswerChecker() as checker, pytest.raises(EvaluationError, match="only with --allow-code"):
-        ProgramScorer().marks(DOCUMENTS[0], [written("print(1)")], checker)
+        ProgramScorer().scores(DOCUMENTS[0], [written("print(1)")], checker)
 
 
 FORBIDDEN = {
-    "network": "import socket; socket.socket()",
-    "unix socket": "import socket; socket.socketpair()",
     "new file": "open('made', 'w')",
-    "truncated file": "import sys; open(sys.argv[1], 'r+')",
+    "file in /tmp": "open('/tmp/made', 'w')",
+    "file in /dev/shm": "open('/dev/shm/made', 'w')",
+    "changed file": "import sys; open(sys.argv[1], 'r+')",
     "removed file": "import os, sys; os.unlink(sys.argv[1])",
     "new folder": "import os; os.mkdir('folder')",
     "mode": "import os, sys; os.chmod(sys.argv[1], 0)",
-    "process": "import os; os.fork()",
-    "command": "import os; os.execv('/bin/true', ['true'])",
-    "shell": "import subprocess; subprocess.run(['true'])",
-    "signal": "import os; os.kill(os.getppid(), 0)",
+    "file of the user": "open({outside!r})",
+    "network": "import socket; socket.create_connection(('127.0.0.1', {port}), 5)",
+    "unix socket": "import socket; socket.socket(socket.AF_UNIX).connect({unix!r})",
+    "signal": "import os; os.kill({pid}, 0)",
     "higher limit": "import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))",
-    "memory file": "import os; os.memfd_create('m')",
 }
 
 
+@pytest.fixture
+def outside(tmp_path):
+    """Things of this machine that a program of the user could reach."""
+    file = tmp_path / "secret"
+    file.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "socket"))
+        unix.listen()
+        yield {
+            "outside": str(file),
+            "port": tcp.getsockname()[1],
+            "unix": str(tmp_path / "socket"),
+            "pid": os.getpid(),
+        }
+
+
+@needs_bubblewrap
 @pytest.mark.parametrize("code", FORBIDDEN.values(), ids=FORBIDDEN)
-def test_a_program_cannot_reach_outside(code):
+def test_a_sandboxed_program_cannot_reach_outside(code, outside):
+    code = code.format_map(outside)
     guarded = f"try:\n    {code}\nexcept OSError as e:\n    print('yes' if e.errno else 'no')\n"
     guarded += "except ValueError:\n    print('yes')\n"
     assert passes(guarded, SAY_YES)
     assert not passes(f"{code}\nprint('yes')", SAY_YES)
+
+
+@pytest.mark.parametrize("name", ["network", "unix socket", "signal", "file of the user"])
+def test_what_a_sandbox_prevents_works_without_one(name, outside):
+    assert passes(f"{FORBIDDEN[name].format_map(outside)}\nprint('yes')", SAY_YES, sandboxed=False)
+
+
+@needs_bubblewrap
+def test_processes_that_a_program_started_end_with_it(tmp_path):
+    source = "import os, time\nif os.fork():\n    print('yes')\nelse:\n    time.sleep(30)"
+    assert passes(source, SAY_YES)
+    running = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True)
+    assert "dms-program-" not in running.stdout
+
+
+@pytest.mark.parametrize("found", [None, "/bin/false"], ids=["absent", "refused"])
+def test_no_program_runs_without_a_sandbox(monkeypatch, found):
+    monkeypatch.setattr(shutil, "which", lambda name: found)
+    sandbox.cache_clear()
+    with pytest.raises(EvaluationError, match=r"bubblewrap.*allow_code=unisolated"):
+        passes("print('yes')", SAY_YES)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +159,23 @@ def test_a_program_cannot_reach_outside(code):
     ["while True: pass", "x = [0]\nwhile True: x += x", "while True: print('y' * 100000)"],
     ids=["time", "memory", "output"],
 )
-def test_a_program_has_limits(code):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_program_has_limits(code, mode):
     since = time.monotonic()
-    assert not passes(code, SAY_YES, seconds=1.0)
+    assert not passes(code, SAY_YES, seconds=1.0, sandboxed=mode == "sandbox")
     assert time.monotonic() - since < 30
 
 
-def test_a_program_knows_nothing_of_the_environment(monkeypatch):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_program_knows_nothing_of_the_environment(monkeypatch, mode):
     monkeypatch.setenv("SECRET_OF_A_TEST", "x")
     assert "SECRET_OF_A_TEST" in os.environ
-    assert passes("import os; print('no' if 'SECRET_OF_A_TEST' in os.environ else 'yes')", SAY_YES)
+    source = "import os; print('no' if 'SECRET_OF_A_TEST' in os.environ else 'yes')"
+    assert passes(source, SAY_YES, sandboxed=mode == "sandbox")
 
 
-def test_threads_deep_recursion_and_reading_work():
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_deep_recursion_and_reading_work(mode):
     source = """
 import sys, threading
 threading.stack_size(64 << 20)
@@ -133,7 +185,7 @@ thread = threading.Thread(target=main)
 thread.start()
 thread.join()
 """
-    assert passes(source, [ProgramTest("in", "yes")])
+    assert passes(source, [ProgramTest("in", "yes")], sandboxed=mode == "sandbox")
 
 
 @pytest.mark.parametrize(

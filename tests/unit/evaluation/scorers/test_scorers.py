@@ -49,10 +49,10 @@ def test_gold_answers_of_the_package_are_accepted(name, checker):
     task = TASKS[name]
     for found in task.documents(TaskOptions(fixture=True), lambda messages: 1):
         text = in_form(task.scorer, found.gold)
-        (marks,) = SCORERS[task.scorer].marks(found, [text], checker)
-        assert marks.score == 1.0
-        assert all(marks.correct)
-        assert None not in marks.answers
+        (score,) = SCORERS[task.scorer].scores(found, [text], checker)
+        assert score.share == 1.0
+        assert all(score.correct)
+        assert None not in score.answers
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_gold_answers_of_published_files_are_accepted(name, file, rows, checker)
     documents = task.documents(options, lambda messages: 1)
     assert len(documents) == rows == len(json.loads(json.dumps([d.id for d in documents])))
     accepted = sum(
-        SCORERS[task.scorer].marks(d, [in_form(task.scorer, d.gold)], checker)[0].score == 1.0
+        SCORERS[task.scorer].scores(d, [in_form(task.scorer, d.gold)], checker)[0].share == 1.0
         for d in documents
     )
     assert accepted == rows
@@ -128,28 +128,28 @@ def test_wrong_cut_and_malformed_answers_are_refused(scorer, checker):
     assert len(REFUSED) >= 40
     assert cases
     for _, gold, text in cases:
-        (marks,) = SCORERS[scorer].marks(document(gold), [text], checker)
-        assert (marks.score, marks.correct) == (0.0, (False,)), text
+        (score,) = SCORERS[scorer].scores(document(gold), [text], checker)
+        assert (score.share, score.correct) == (0.0, (False,)), text
 
 
 def test_equal_wrong_expressions_are_one_answer(checker):
     boxes = ["\\frac{1}{2}", "0.5", "7", "\\frac{2}{4}", "3", "7.0", "\\sqrt{9}"]
     texts = [f"</think>$\\boxed{{{box}}}$" for box in boxes] + ["<think>", "</think>nothing"]
-    marks = SCORERS["expression"].marks(document("7"), texts, checker)
-    assert [mark.answers[0] for mark in marks] == [
+    scores = SCORERS["expression"].scores(document("7"), texts, checker)
+    assert [score.answers[0] for score in scores] == [
         *("\\frac{1}{2}", "\\frac{1}{2}", "7", "\\frac{1}{2}", "3", "7", "3", None, None)
     ]
-    assert [mark.correct[0] for mark in marks] == [box in ("7", "7.0") for box in boxes] + [
+    assert [score.correct[0] for score in scores] == [box in ("7", "7.0") for box in boxes] + [
         False,
         False,
     ]
-    assert [mark.verdict for mark in marks[-2:]] == ["unfinished", "no_answer"]
+    assert [score.verdict for score in scores[-2:]] == ["unfinished", "no_answer"]
 
 
 def test_stated_numbers_are_one_answer_however_they_are_written(checker):
     texts = ["The final answer is 1,200", "The final answer is $1200.00", "The final answer is 12"]
-    marks = SCORERS["stated"].marks(document("1200"), texts, checker)
-    assert [mark.answers[0] for mark in marks] == ["1200", "1200", "12"]
+    scores = SCORERS["stated"].scores(document("1200"), texts, checker)
+    assert [score.answers[0] for score in scores] == ["1200", "1200", "12"]
 
 
 def test_letters_are_found_in_markdown_and_tex(checker):
@@ -161,26 +161,26 @@ def test_letters_are_found_in_markdown_and_tex(checker):
         "Answer\uff1a\uff22",
     )
     for text in (*plain, *decorated):
-        (marks,) = SCORERS["letter"].marks(document("B"), [text], checker)
-        assert marks.correct == (True,), text
+        (score,) = SCORERS["letter"].scores(document("B"), [text], checker)
+        assert score.correct == (True,), text
 
 
 def test_a_sheet_counts_each_problem(checker):
     text = "The final answer is 1.\nThe final answer is 9.\n"
-    (marks,) = SCORERS["sheet"].marks(document("1", "2", "3"), [text], checker)
-    assert marks.correct == (True, False, False)
-    assert marks.answers == ("1", "9", None)
-    assert marks.score == pytest.approx(1 / 3)
+    (score,) = SCORERS["sheet"].scores(document("1", "2", "3"), [text], checker)
+    assert score.correct == (True, False, False)
+    assert score.answers == ("1", "9", None)
+    assert score.share == pytest.approx(1 / 3)
 
 
 def test_numbers_of_a_sheet_are_compared_as_numbers(checker):
     text = "The final answer is 1,200.\nThe final answer is \u22123.\nThe final answer is $5.\n"
-    (marks,) = SCORERS["sheet"].marks(document("1200", "-3", "5"), [text], checker)
-    assert marks.correct == (True, True, True)
-    (marks,) = SCORERS["sheet"].marks(document("1200", "3", "50"), [text], checker)
-    assert marks.correct == (True, False, False)
+    (score,) = SCORERS["sheet"].scores(document("1200", "-3", "5"), [text], checker)
+    assert score.correct == (True, True, True)
+    (score,) = SCORERS["sheet"].scores(document("1200", "3", "50"), [text], checker)
+    assert score.correct == (True, False, False)
 
 
 def test_references_count_each(checker):
-    (marks,) = SCORERS["contains"].marks(document("ABCDE", "FGHIJ"), ["abcde, X"], checker)
-    assert marks.score == 0.5
+    (score,) = SCORERS["contains"].scores(document("ABCDE", "FGHIJ"), ["abcde, X"], checker)
+    assert score.share == 0.5

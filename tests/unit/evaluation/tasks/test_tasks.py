@@ -109,7 +109,7 @@ def test_a_file_with_another_hash_is_refused(tmp_path):
     ("text", "message"),
     [
         ('{"prompt": "a"}\n', r":1: no column 'answers'"),
-        ('{"prompt": "a", "answers": []}\n', r":1: prompt must be a text, and answers a list"),
+        ('{"prompt": "a", "answers": []}\n', r':1: "answers" must be a list of texts'),
         ('{"prompt": "a", "answers": ["1"], "id": 3}\n' * 2, r":2: document 3 occurs twice"),
         ("[1]\n", r":1: give an object"),
         ("{\n", r":1: not valid JSON"),

@@ -21,7 +21,7 @@ _WIDE_KERNELS = ("blockwise", "reference")
 
 
 def padded_vocab(architecture: Architecture) -> int:
-    """Rows of the embedding once it is padded for tensor parallelism."""
+    """Return the number of rows of the embedding after padding for tensor parallelism."""
     return -(-architecture.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -30,10 +30,10 @@ class Microbatch:
     """One microbatch in a layout, as each rank sees it.
 
     Attributes:
-        method: What is retrofitted.
-        distills: Whether the frozen teacher runs beside the student.
+        method: Retrofit method.
+        distills: True if the frozen teacher runs beside the student.
         kernels: Backend of the attention.
-        fused: Whether the kernels beside the attention run too, as on every GPU.
+        fused: True if the fused layers run besides the attention kernel, as on every GPU.
     """
 
     architecture: Architecture
@@ -105,18 +105,18 @@ class Microbatch:
 
 
 def norm_statistics(m: Microbatch) -> int:
-    """One float32 number per token and norm."""
+    """Return the bytes of one float32 number per token and norm."""
     return m.own_tokens * _FP32
 
 
 def _heads(m: Microbatch) -> tuple[int, int]:
-    """Query and KV heads on a rank."""
+    """Return the numbers of query and KV heads on a rank."""
     a = m.architecture
     return a.num_attention_heads // m.tp, a.num_query_groups // m.tp
 
 
 def attention_kernel(m: Microbatch) -> int:
-    """What the attention keeps besides q, k, v: the output, a sum per row, the bias."""
+    """Return the bytes that attention keeps besides q, k, v: output, a sum per row, bias."""
     heads, groups = _heads(m)
     if m.kernels in _WIDE_KERNELS:
         wide = (m.query + 2 * m.key) // m.width * _FP32
@@ -126,7 +126,7 @@ def attention_kernel(m: Microbatch) -> int:
 
 
 def _projected(m: Microbatch, recompute: str | None) -> int:
-    """Queries, keys and values between the projection and the attention."""
+    """Return Queries, keys and values between the projection and the attention."""
     heads, groups = _heads(m)
     statistics = 0
     mixed = rotated = m.query + 2 * m.key
@@ -143,7 +143,7 @@ def _projected(m: Microbatch, recompute: str | None) -> int:
 
 
 def layer(m: Microbatch, recompute: str | None) -> int:
-    """Bytes a decoder layer keeps from its forward to its backward pass.
+    """Return the bytes that a layer keeps from its forward to its backward pass.
 
     Args:
         m: The microbatch.
@@ -172,7 +172,7 @@ def layer(m: Microbatch, recompute: str | None) -> int:
 
 
 def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
-    """Bytes a chunk of `layers` layers keeps of one microbatch in flight, without the head."""
+    """Return the bytes that `layers` layers keep of one microbatch in flight, without the head."""
     p = m.parallel
     frequencies = m.length * m.architecture.kv_channels * _FP32
     if p.recompute_granularity == "full":
@@ -187,12 +187,12 @@ def chunk(m: Microbatch, layers: int, *, first: bool, last: bool) -> int:
 
 
 def head_kept(m: Microbatch) -> int:
-    """Bytes the last stage keeps behind its layers: final norm and gradient of the logits."""
+    """Return the bytes that the last stage keeps after its layers: final norm, logits' gradient."""
     return m.residual + norm_statistics(m) + m.gathered + m.logits
 
 
 def head_workspace(m: Microbatch) -> int:
-    """Temporary bytes of the loss: the teacher's logits, one chunk at a time."""
+    """Return the temporary bytes of the loss: the teacher's logits, one chunk at a time."""
     if not m.distills:
         return 0
     share = padded_vocab(m.architecture) // m.tp
@@ -200,7 +200,7 @@ def head_workspace(m: Microbatch) -> int:
 
 
 def forward_workspace(m: Microbatch) -> int:
-    """Largest temporary bytes of a forward pass without gradients, inside an MLP.
+    """Return the peak of temporary bytes in a forward pass without gradients, inside an MLP.
 
     That is the teacher's pass, or one of the student that is computed again later.
     """
@@ -210,7 +210,7 @@ def forward_workspace(m: Microbatch) -> int:
 
 
 def backward_workspace(m: Microbatch) -> int:
-    """Largest temporary bytes of a layer's backward pass, beyond what was kept.
+    """Return the peak of temporary bytes in a layer's backward pass, beyond what was kept.
 
     The product of the gated MLP is freed while its gradient and those of both factors exist; with
     full recomputation the layers of one unit exist again.

@@ -1,4 +1,4 @@
-"""Whether a parallel layout divides the model, the batch and the processes; one line if not."""
+"""Checks that a parallel layout divides the model, the batch and the processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dms_train.mcore.options import VOCABULARY_MULTIPLE, ParallelOptions
 
 
 def problems(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
-    """What does not divide: where, and how to fix it.
+    """Yield one line for everything that does not divide: where, and how to fix it.
 
     Args:
         config: A configuration each of whose values is in its range.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dms_train.config.pipeline import Pass, bubble, passes, warmup_passes
+from dms_train.planning.pipeline import Pass, bubble, passes, warmup_passes
 
 
 def in_flight(rank: int, pp: int, vp: int, microbatches: int) -> int:

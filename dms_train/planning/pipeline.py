@@ -14,13 +14,13 @@ class Pass(NamedTuple):
 
 
 def warmup_passes(rank: int, pp: int, vp: int, microbatches: int) -> int:
-    """Forward passes of stage `rank` before its first backward pass.
+    """Return the number of forward passes of stage `rank` before its first backward pass.
 
     Args:
         rank: Number of the stage.
         pp: Pipeline stages.
         vp: Model chunks of a stage; above 1 the schedule is interleaved.
-        microbatches: Of one data-parallel rank in a step.
+        microbatches: Number of microbatches per data-parallel rank and step.
     """
     if vp == 1:
         return min(pp - rank - 1, microbatches)
@@ -28,18 +28,18 @@ def warmup_passes(rank: int, pp: int, vp: int, microbatches: int) -> int:
 
 
 def passes(rank: int, pp: int, vp: int, microbatches: int) -> Iterator[Pass]:
-    """The passes of stage `rank` in order: 1F1B, or its interleaved form."""
+    """Yield the passes of stage `rank` in order: 1F1B, or its interleaved form."""
     warmup = warmup_passes(rank, pp, vp, microbatches)
     total = microbatches * vp
     forward = [Pass(True, (index // pp) % vp) for index in range(total)]
     backward = [Pass(False, vp - 1 - (index // pp) % vp) for index in range(total)]
     yield from forward[:warmup]
-    for ahead, behind in zip(forward[warmup:], backward, strict=False):
-        yield ahead
-        yield behind
+    for forward_pass, backward_pass in zip(forward[warmup:], backward, strict=False):
+        yield forward_pass
+        yield backward_pass
     yield from backward[total - warmup :]
 
 
 def bubble(pp: int, vp: int, microbatches: int) -> float:
-    """Idle time of a stage as a share of its working time: (p - 1) / (m v)."""
+    """Return the idle time of a stage as a share of its working time: (p - 1) / (m v)."""
     return (pp - 1) / (microbatches * vp)

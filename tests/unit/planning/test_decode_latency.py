@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dms_train.config.decode_latency import decode_step
-from dms_train.config.gpus import GPUS
 from dms_train.hf.architecture import Architecture
+from dms_train.planning.decode_latency import decode_step
+from dms_train.planning.gpus import GPUS
 
 H100 = GPUS["h100"]
 

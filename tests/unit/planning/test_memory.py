@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dms_train.config.memory import estimate, parameter_count
+from dms_train.planning.memory import estimate, parameter_count
 from tests.support import configs
 
 

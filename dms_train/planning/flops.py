@@ -7,12 +7,12 @@ the query. Not counted are embeddings, norms, recomputed layers, and what evicti
 
 from __future__ import annotations
 
-from dms_train.config.memory import layer_products
 from dms_train.hf.architecture import Architecture
+from dms_train.planning.memory import layer_products
 
 
 def forward_flops_per_token(architecture: Architecture, seq_length: int) -> float:
-    """Operations of one forward pass, a token's mean over samples of `seq_length` tokens."""
+    """Return the operations of one forward pass per token of samples of `seq_length` tokens."""
     a = architecture
     weights = a.num_layers * layer_products(a) + a.vocab_size * a.hidden_size
     keys = (seq_length + 1) / 2  # mean over the queries of a sample

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dms_train.config.activations import Microbatch, layer
-from dms_train.config.memory import MemoryEstimate, PipelineStage, of_stage
 from dms_train.families import FAMILIES
 from dms_train.mcore.options import ParallelOptions
 from dms_train.method.spec import PRESETS
+from dms_train.planning.activations import Microbatch, layer
+from dms_train.planning.memory import MemoryEstimate, PipelineStage, of_stage
 from tests.support import configs, launch
 from tests.support.plan_worker import SIZES
 

@@ -1,4 +1,4 @@
-"""How much memory every pipeline stage of a run needs, by kind, before anything is allocated.
+"""Memory of every pipeline stage of a run by kind, before anything is allocated.
 
 The layout is the one `mcore` uses: gradients in fp32 on every process, optimizer state in fp32
 divided over the data-parallel copies, a frozen teacher next to the student when distilling, and
@@ -11,13 +11,13 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from dms_train.config import activations
-from dms_train.config.activations import Microbatch, padded_vocab
-from dms_train.config.gpus import Calibration
-from dms_train.config.pipeline import passes
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
 from dms_train.method.token_losses import TOKEN_LOSSES
+from dms_train.planning import activations
+from dms_train.planning.activations import Microbatch, padded_vocab
+from dms_train.planning.gpus import Calibration
+from dms_train.planning.pipeline import passes
 
 _FP32 = 4
 _ADAM_MOMENTS = 2
@@ -49,7 +49,7 @@ class MemoryEstimate:
 
     @property
     def fixed(self) -> int:
-        """What does not depend on the batch."""
+        """Bytes that do not depend on the batch."""
         return self.weights + self.gradients + self.optimizer + self.teacher
 
     @property
@@ -58,21 +58,21 @@ class MemoryEstimate:
         return self.fixed + self.activations + self.logits + self.workspace
 
     def allocated(self, c: Calibration) -> float:
-        """Most bytes that torch's allocator allocates, the measured corrections included."""
+        """Return the peak of torch's allocator, with the measured corrections."""
         return self.fixed + c.activation_factor * (self.total - self.fixed) + c.constant_bytes
 
     def needed(self, c: Calibration, world_size: int) -> float:
-        """Memory a GPU must have: with the allocator's fragmentation and what is outside it."""
+        """Return the memory a GPU must have, including fragmentation and CUDA itself."""
         outside = c.outside_bytes + (c.nccl_bytes if world_size > 1 else 0)
         return self.allocated(c) * c.reserved_share + outside
 
     def kinds(self) -> dict[str, int]:
-        """The parts by name."""
+        """Return the parts by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class _Moment(NamedTuple):
-    """What varies during a step."""
+    """Bytes that vary during a step."""
 
     activations: int = 0
     logits: int = 0
@@ -86,7 +86,7 @@ class PipelineStage:
     Attributes:
         rank: Its number.
         copies: Data-parallel size.
-        microbatches: Of one data-parallel rank in a step.
+        microbatches: Number of microbatches per data-parallel rank and step.
     """
 
     microbatch: Microbatch
@@ -106,12 +106,12 @@ class PipelineStage:
 
     @property
     def layers(self) -> int:
-        """Of one model chunk."""
+        """Layers of one model chunk."""
         return self.microbatch.architecture.num_layers // (self.pp * self.vp)
 
     @property
     def is_last(self) -> bool:
-        """Whether the head is here."""
+        """True if the stage has the output head."""
         return self.rank == self.pp - 1
 
     @property
@@ -139,21 +139,21 @@ class PipelineStage:
 
 
 def estimate(config: RunConfig, architecture: Architecture, world_size: int) -> MemoryEstimate:
-    """Memory of the fullest process of a configuration that passed `check`."""
+    """Estimate the memory of the fullest process of a configuration that passed `check`."""
     return max(estimate_stages(config, architecture, world_size), key=lambda memory: memory.total)
 
 
 def estimate_stages(
     config: RunConfig, architecture: Architecture, world_size: int
 ) -> list[MemoryEstimate]:
-    """Memory of a process of every pipeline stage; those of one stage are alike."""
+    """Estimate the memory of one process of every pipeline stage."""
     return [of_stage(stage) for stage in stages_of(config, architecture, world_size)]
 
 
 def stages_of(
     config: RunConfig, architecture: Architecture, world_size: int
 ) -> list[PipelineStage]:
-    """The pipeline stages of a configuration that passed `check`, on GPUs."""
+    """Return the pipeline stages of a configuration that passed `check`, on GPUs."""
     parallel, data = config.parallel, config.data
     pp = parallel.pipeline_model_parallel_size
     copies = world_size // (parallel.tensor_model_parallel_size * pp)
@@ -174,7 +174,7 @@ def stages_of(
 
 
 def of_stage(stage: PipelineStage) -> MemoryEstimate:
-    """Memory of a process of one pipeline stage."""
+    """Estimate the memory of a process of one pipeline stage."""
     m, parameters = stage.microbatch, stage.parameters
     # fp32 weights are their own master copy
     states = _ADAM_MOMENTS + (m.parallel.params_dtype == "bf16")
@@ -192,13 +192,13 @@ def of_stage(stage: PipelineStage) -> MemoryEstimate:
 
 
 def _update(stage: PipelineStage) -> _Moment:
-    """The optimizer's step: torch's AdamW, where not fused, copies this process's share once."""
+    """Return the bytes of the optimizer's step: AdamW, unless fused, copies its share once."""
     fused = stage.microbatch.fused
     return _Moment(workspace=0 if fused else stage.parameters * _FP32 // stage.copies)
 
 
 def _moments(stage: PipelineStage) -> list[_Moment]:
-    """The fullest moment of each pass of a step."""
+    """Return the fullest moment of each pass of a step."""
     m, last_chunk = stage.microbatch, stage.vp - 1
     kept = [
         activations.chunk(
@@ -222,7 +222,7 @@ def _moments(stage: PipelineStage) -> list[_Moment]:
 
 
 def _in_transit(stage: PipelineStage) -> int:
-    """Stage tensors and their gradients that are being sent and received."""
+    """Return the bytes of stage tensors and gradients that are being sent and received."""
     if stage.pp == 1:
         return 0
     tensors = (stage.rank > 0) + (not stage.is_last) if stage.vp == 1 else 4
@@ -253,37 +253,37 @@ def _backward(stage: PipelineStage, held: int, has_head: bool) -> list[_Moment]:
 
 
 def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
-    """Size of one checkpoint: weights, their fp32 master copy and the moments of Adam."""
+    """Return the size of one checkpoint: weights, fp32 master copy and the moments of Adam."""
     width = 2 if config.parallel.params_dtype == "bf16" else _FP32
     return parameter_count(architecture) * (width + _FP32 * (1 + _ADAM_MOMENTS))
 
 
 def needs_teacher(config: RunConfig) -> bool:
-    """Whether the loss of any stage that is run needs the frozen original."""
+    """Return whether the loss of any stage that is run needs the frozen original."""
     blocks = (getattr(config.stage, name) for name in config.stage.run)
     losses = (TOKEN_LOSSES.get(getattr(block, "loss", "")) for block in blocks)
     return any(loss is not None and loss.needs_teacher for loss in losses)
 
 
 def parameter_count(architecture: Architecture) -> int:
-    """Parameters of the model, a tied output projection counted once."""
+    """Count the parameters of the model, a tied output projection once."""
     a = architecture
     embeddings = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
     return a.num_layers * (_sharded(a) + _replicated(a)) + embeddings + a.hidden_size
 
 
 def layer_products(a: Architecture) -> int:
-    """Weights of one layer that are multiplied with every token."""
+    """Count the weights of one layer that are multiplied with every token."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     return 2 * a.hidden_size * (query + key) + 3 * a.hidden_size * a.ffn_hidden_size
 
 
 def _sharded(a: Architecture) -> int:
-    """Weights of one layer that tensor parallelism divides."""
+    """Count the weights of one layer that tensor parallelism divides."""
     query, key = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     return layer_products(a) + (query + 2 * key if a.add_qkv_bias else 0)
 
 
 def _replicated(a: Architecture) -> int:
-    """Weights of one layer that every tensor-parallel rank holds: the norms."""
+    """Count the weights of one layer that every tensor-parallel rank holds: the norms."""
     return 2 * a.hidden_size + (2 * a.kv_channels if a.qk_layernorm else 0)

@@ -17,7 +17,7 @@ class Gpu(NamedTuple):
     """One model of GPU; speeds from its data sheet, memory as CUDA reports it.
 
     Attributes:
-        label: What it is called.
+        label: Name for messages.
         memory_gib: Usable memory.
         tflops: Dense bf16 products, 10^12 operations a second.
         memory_tbs: Memory bandwidth, 10^12 bytes a second.
@@ -75,20 +75,20 @@ class Calibration(NamedTuple):
 
 @cache
 def calibration() -> Calibration:
-    """The constants in force."""
+    """Return the constants in force."""
     return Calibration(**read_calibration()["constants"])
 
 
 @cache
 def read_calibration() -> dict[str, Any]:
-    """The data file: constants, and the device and command they come from."""
+    """Return the data file: constants, and the device and command they come from."""
     text = files("dms_train").joinpath(_CALIBRATION).read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU with this name.
+    """Return the GPU with this name.
 
     Raises:
         ConfigError: There is none.
@@ -99,7 +99,7 @@ def gpu(name: str) -> Gpu:
 
 
 def like(name: str, memory: int) -> Gpu:
-    """The GPU that a driver calls `name`, with the memory in bytes that it reports.
+    """Return the GPU that a driver calls `name`, with the memory in bytes that it reports.
 
     Speeds are those of the known GPU whose model the name contains, else of an H100.
     """

@@ -1,4 +1,4 @@
-"""How long a training step takes: products, attention, memory traffic, communication, bubble.
+"""Time of a training step: products, attention, memory traffic, communication, bubble.
 
 Every term is work divided by a speed: the GPU's data sheet times a measured share of it. The terms
 are added. Overlap is part of the measured shares.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dms_train.config import activations
-from dms_train.config.gpus import Calibration, Gpu
-from dms_train.config.memory import PipelineStage, layer_products
-from dms_train.config.pipeline import bubble
+from dms_train.planning import activations
+from dms_train.planning.gpus import Calibration, Gpu
+from dms_train.planning.memory import PipelineStage, layer_products
+from dms_train.planning.pipeline import bubble
 
 _GPUS_PER_NODE = 8
 _TERA, _GIGA = 1e12, 1e9
@@ -22,7 +22,7 @@ _UPDATE_BYTES = 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one process does in one step, before any speed is known.
+    """Work of one process in one step, independent of any speed.
 
     Attributes:
         matmul_flops: Operations of matrix products.
@@ -67,16 +67,16 @@ class StepTime:
         return sum(self.kinds().values())
 
     def kinds(self) -> dict[str, float]:
-        """The parts by name."""
+        """Return the parts by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def step_time(stages: list[PipelineStage], gpu: Gpu, c: Calibration) -> StepTime:
-    """Expected time of a step.
+    """Estimate the time of a step.
 
     Args:
         stages: One for each pipeline stage.
-        gpu: What it runs on.
+        gpu: Model of the GPUs.
         c: Measured shares of its speeds.
     """
     return max((_timed(stage, gpu, c) for stage in stages), key=lambda time: time.total)
@@ -101,7 +101,7 @@ def _timed(stage: PipelineStage, gpu: Gpu, c: Calibration) -> StepTime:
 
 
 def work_of(stage: PipelineStage) -> Work:
-    """What a process of a pipeline stage does in one step."""
+    """Count the work of a process of a pipeline stage in one step."""
     m, a, count = stage.microbatch, stage.microbatch.architecture, stage.microbatches
     recompute = m.parallel.recompute_granularity
     layers = stage.layers * stage.vp
@@ -125,7 +125,7 @@ def work_of(stage: PipelineStage) -> Work:
 
 
 def _communication(stage: PipelineStage) -> tuple[float, float]:
-    """Bytes a process sends in a step to its node and to other nodes."""
+    """Return the bytes that a process sends in a step, to its node and to other nodes."""
     m = stage.microbatch
     tp, copies = m.tp, stage.copies
     forwards = 1 + (m.parallel.recompute_granularity == "full") + m.distills

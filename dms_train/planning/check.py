@@ -1,4 +1,4 @@
-"""Whether the blocks of a configuration fit each other, the model and the number of processes.
+"""Checks that the blocks of a configuration fit each other, the model and the processes.
 
 Every rule yields one line: what is wrong, where, and how to fix it. Nothing is read from disk.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dms_train.config import divide, layouts
 from dms_train.config.build import ConfigError
-from dms_train.config.gpus import GPUS
-from dms_train.config.memory import needs_teacher
 from dms_train.config.ranges import check_ranges
 from dms_train.config.schema import RunConfig
 from dms_train.hf.architecture import Architecture
+from dms_train.limits import OneOf
+from dms_train.planning import divide, layouts
+from dms_train.planning.gpus import GPUS
+from dms_train.planning.memory import needs_teacher
 from dms_train.training.options import STAGES
 
 
@@ -29,7 +30,7 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         ConfigError: One line for every problem. Rules about sizes are only tried once each value
             is in its own range, and memory (where `cluster.gpu` is set) once all else is right.
     """
-    problems = [*check_ranges(config, architecture), *_stages(config)]
+    problems = [*check_ranges(config, architecture), *_gpu_name(config), *_stages(config)]
     if not problems:
         problems = [
             *_divided(config, world_size, architecture),
@@ -44,8 +45,14 @@ def check(config: RunConfig, *, world_size: int, architecture: Architecture) -> 
         raise ConfigError(*problems)
 
 
+def _gpu_name(config: RunConfig) -> Iterator[str]:
+    refusal = OneOf(None, *GPUS).refusal(config.cluster.gpu)
+    if refusal is not None:
+        yield f"cluster.gpu={config.cluster.gpu}: {refusal}"
+
+
 def _divided(config: RunConfig, world_size: int, architecture: Architecture) -> Iterator[str]:
-    """What does not divide, and with it the nearest layout that does."""
+    """Yield what does not divide, followed by the nearest layout that does."""
     problems = list(divide.problems(config, world_size, architecture))
     yield from problems
     name = config.cluster.gpu
@@ -87,29 +94,32 @@ def _stages(config: RunConfig) -> Iterator[str]:
 
 
 def _validation(config: RunConfig) -> Iterator[str]:
-    if "validate" not in config.stage.run:
+    if "validate_export" not in config.stage.run:
         return
-    wanted, built = config.stage.validate.samples, config.run.eval_samples
+    wanted, built = config.stage.validate_export.samples, config.run.eval_samples
     if "export" not in config.stage.run:
-        yield "stage.run: validate measures what export wrote; put export before it"
+        yield "stage.run: validate_export measures what export wrote; put export before it"
     if "pretrain" in config.stage.run:
-        yield "stage.run: validate measures what a retrofit changed; leave it out after pretrain"
+        yield (
+            "stage.run: validate_export measures what a retrofit changed; leave it out after "
+            "pretrain"
+        )
     elif config.model.path is None:
-        yield "model.path: validate needs the original as teacher; set it, or leave validate out"
+        yield "model.path: validate_export needs the original as teacher; set it, or leave it out"
     if wanted > built:
         yield (
-            f"stage.validate.samples={wanted}: run.eval_samples={built} are the validation samples "
-            "there are; lower the one or raise the other"
+            f"stage.validate_export.samples={wanted}: only run.eval_samples={built} validation "
+            "samples exist; lower the first or raise the second"
         )
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    if "evaluate" not in config.stage.run:
+    if "run_tasks" not in config.stage.run:
         return
     if "export" not in config.stage.run:
-        yield "stage.run: evaluate measures what export wrote; put export before it"
-    if not config.stage.evaluate.tasks:
-        yield "stage.evaluate.tasks=[]: name at least one; `dms-eval tasks` lists them"
+        yield "stage.run: run_tasks measures what export wrote; put export before it"
+    if not config.stage.run_tasks.tasks:
+        yield "stage.run_tasks.tasks=[]: name at least one; `dms-eval tasks` lists them"
 
 
 def _starting_weights(config: RunConfig) -> Iterator[str]:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from dms_train.config import divide, memory
-from dms_train.config.gpus import Calibration, Gpu, calibration
-from dms_train.config.memory import MemoryEstimate
 from dms_train.config.schema import RunConfig
-from dms_train.config.step_time import StepTime, step_time
 from dms_train.hf.architecture import Architecture
+from dms_train.planning import divide, memory
+from dms_train.planning.gpus import Calibration, Gpu, calibration
+from dms_train.planning.memory import MemoryEstimate
+from dms_train.planning.step_time import StepTime, step_time
 
 _TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the links are too slow
 _MOST_STAGES = 16
@@ -44,15 +44,15 @@ class Layout(NamedTuple):
     world_size: int
 
     def needed(self, c: Calibration) -> float:
-        """Bytes the fullest GPU must have."""
+        """Return the bytes that the fullest GPU must have."""
         return max(self.by_stage(c))
 
     def by_stage(self, c: Calibration) -> list[float]:
-        """Bytes a GPU of each pipeline stage must have."""
+        """Return the bytes that a GPU of each pipeline stage must have."""
         return [stage.needed(c, self.world_size) for stage in self.stages]
 
     def words(self, other: RunConfig) -> list[str]:
-        """The overrides that make this layout out of `other`."""
+        """Return the overrides that turn `other` into this layout."""
         found = []
         for group in ("parallel", "data"):
             mine, theirs = getattr(self.config, group), getattr(other, group)
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
 
 
 def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> Layout:
-    """The layout of a configuration that divides."""
+    """Return the layout of a configuration that divides."""
     stages = memory.stages_of(config, architecture, world_size)
     time = step_time(stages, gpu, calibration())
     return Layout(config, [memory.of_stage(stage) for stage in stages], time, world_size)
@@ -74,7 +74,7 @@ def planned(config: RunConfig, architecture: Architecture, world_size: int, gpu:
 def search(
     config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu
 ) -> list[Layout]:
-    """All layouts that divide and fit, by the expected time of a step."""
+    """Return all layouts that divide and fit, fastest step first."""
     c = calibration()
     layouts = (
         planned(candidate, architecture, world_size, gpu)
@@ -110,7 +110,7 @@ def _candidates(
 def memory_problems(
     config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu
 ) -> list[str]:
-    """One line if a configuration that divides does not fit; empty if it does."""
+    """Return one line if a configuration that divides does not fit; empty if it does."""
     c = calibration()
     layout = planned(config, architecture, world_size, gpu)
     needed = layout.by_stage(c)
@@ -131,7 +131,7 @@ def memory_problems(
 
 
 def advice(config: RunConfig, architecture: Architecture, world_size: int, gpu: Gpu) -> str:
-    """The fastest layout that divides and fits, as words to type; else the processes it takes."""
+    """Return overrides of the fastest layout that fits; else the number of processes it takes."""
     found = search(config, architecture, world_size, gpu)
     if found:
         words = " ".join(found[0].words(config))

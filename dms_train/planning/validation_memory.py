@@ -1,13 +1,13 @@
-"""Memory that the stage `validate` takes of one GPU; it loads one model at a time."""
+"""Memory that the stage `validate_export` takes of one GPU; it loads one model at a time."""
 
 from __future__ import annotations
 
-from dms_train.config.gpus import calibration
-from dms_train.config.memory import parameter_count
 from dms_train.config.schema import RunConfig
 from dms_train.evaluation.options import COMPARED_POSITIONS
 from dms_train.hf.architecture import Architecture
 from dms_train.hf.formats import FORMATS
+from dms_train.planning.gpus import calibration
+from dms_train.planning.memory import parameter_count
 
 _GIB = 2**30
 _WIDTHS = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2}
@@ -15,11 +15,11 @@ _LOGIT_BYTES = 8 * 8  # float64, and as many copies while they are compared
 
 
 def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
-    """Bytes for the larger of the two models with its dense cache, or for comparing logits.
+    """Return the bytes for the larger model with its dense cache, or for comparing logits.
 
     The original is taken to be stored like the export.
     """
-    a, options = architecture, config.stage.validate
+    a, options = architecture, config.stage.validate_export
     export = config.stage.export
     own = None if export.format is None else FORMATS[export.format].dtype
     width = _WIDTHS[export.dtype or own or config.parallel.params_dtype]
@@ -36,7 +36,7 @@ def needed_bytes(config: RunConfig, architecture: Architecture) -> float:
 def problem(
     config: RunConfig, architecture: Architecture, label: str, memory: float, training: float = 0
 ) -> str | None:
-    """One line if `validate` does not fit a GPU; None if it does.
+    """One line if `validate_export` does not fit a GPU; None if it does.
 
     Args:
         config: The configuration.
@@ -45,13 +45,13 @@ def problem(
         memory: Its bytes.
         training: Bytes that stay allocated, where the process has trained before.
     """
-    if config.stage.validate.device == "cpu":
+    if config.stage.validate_export.device == "cpu":
         return None
     needed = needed_bytes(config, architecture) + training
     if needed <= memory:
         return None
     besides = f", {training / _GIB:.1f} GiB of the training included" if training else ""
     return (
-        f"stage.validate: needs {needed / _GIB:.1f} GiB of one GPU{besides}, a {label} has "
+        f"stage.validate_export: needs {needed / _GIB:.1f} GiB of one GPU{besides}, a {label} has "
         f"{memory / _GIB:.1f} GiB"
     )

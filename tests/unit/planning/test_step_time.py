@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dms_train.config.flops import forward_flops_per_token
-from dms_train.config.gpus import GPUS, calibration
-from dms_train.config.memory import stages_of
-from dms_train.config.step_time import step_time, work_of
+from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.gpus import GPUS, calibration
+from dms_train.planning.memory import stages_of
+from dms_train.planning.step_time import step_time, work_of
 from tests.support import configs
 
 A = replace(configs.KNOWN["llama2_7b"], vocab_size=32000)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dms_train.config.flops import forward_flops_per_token
-from dms_train.config.memory import parameter_count
 from dms_train.observe.metrics import Compute
+from dms_train.planning.flops import forward_flops_per_token
+from dms_train.planning.memory import parameter_count
 from tests.support import configs
 
 

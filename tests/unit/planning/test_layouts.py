@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from dms_train.config import divide, layouts, validation
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
-from dms_train.config.gpus import GPUS, calibration, gpu, like
-from dms_train.config.memory import estimate, parameter_count
 from dms_train.config.schema import RunConfig
+from dms_train.planning import divide, layouts, validation_memory
+from dms_train.planning.check import check
+from dms_train.planning.gpus import GPUS, calibration, gpu, like
+from dms_train.planning.memory import estimate, parameter_count
 from tests.support import configs
 
 BIG = configs.KNOWN["llama31_8b"]
@@ -135,11 +135,11 @@ def test_a_validation_takes_one_model_at_a_time(name, dtype, gpu, fits):
     given = config(stage__export={"dtype": dtype})
     width = {"bf16": 2, "fp32": 4}[dtype]
     weights = width * parameter_count(model)
-    needed = validation.needed_bytes(given, model)
+    needed = validation_memory.needed_bytes(given, model)
     assert weights < needed < 1.1 * weights + 3 * 2**30
-    line = validation.problem(given, model, known.label, known.memory)
+    line = validation_memory.problem(given, model, known.label, known.memory)
     assert (line is None) == fits
     if not fits:
         assert f"needs {needed / 2**30:.1f} GiB of one GPU, a {known.label} has" in line
-    on_cpu = config(stage__export={"dtype": dtype}, stage__validate={"device": "cpu"})
-    assert validation.problem(on_cpu, model, known.label, known.memory) is None
+    on_cpu = config(stage__export={"dtype": dtype}, stage__validate_export={"device": "cpu"})
+    assert validation_memory.problem(on_cpu, model, known.label, known.memory) is None

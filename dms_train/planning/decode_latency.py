@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dms_train.config.gpus import Gpu
 from dms_train.hf.architecture import Architecture
+from dms_train.planning.gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class DecodeStep:
 def decode_step(
     architecture: Architecture, gpu: Gpu, *, batch: int, length: int, cr: float = 1.0
 ) -> DecodeStep:
-    """The step that appends a token to `batch` sequences of `length` tokens.
+    """Return the cost of appending a token to `batch` sequences of `length` tokens.
 
     Args:
-        architecture: Of the model.
+        architecture: Architecture of the model.
         gpu: Peak operations and memory bandwidth.
         batch: Sequences.
         length: Tokens of each.

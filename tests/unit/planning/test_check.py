@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from dms_train.config.build import ConfigError
-from dms_train.config.check import check
 from dms_train.families import FAMILIES
+from dms_train.planning.check import check
 from tests.support import configs
 
 TP = "parallel__tensor_model_parallel_size"
@@ -17,7 +17,7 @@ VP = "parallel__virtual_pipeline_model_parallel_size"
 SCRATCH = {"model__path": None, "model__architecture": dataclasses.asdict(configs.architecture())}
 
 GRAPH = {"parallel__cuda_graph": "always"}
-TASKS = {"stage__evaluate": {"tasks": ["exam_sheets"]}}
+TASKS = {"stage__run_tasks": {"tasks": ["exam_sheets"]}}
 
 
 def run_check(world_size: int = 1, model: dict | None = None, **changes) -> None:
@@ -53,8 +53,8 @@ def problems(world_size: int = 1, model: dict | None = None, **changes) -> tuple
         (1, {"stage__run": ["pretrain", "export"], **SCRATCH}),
         (1, {"stage__run": ["pretrain", "export"]}),
         (1, {"stage__run": ["export"]}),
-        (1, {"stage__run": ["zero_neuron", "retrofit", "export", "validate"]}),
-        (1, {"stage__run": ["pretrain", "export", "evaluate"], **SCRATCH, **TASKS}),
+        (1, {"stage__run": ["zero_neuron", "retrofit", "export", "validate_export"]}),
+        (1, {"stage__run": ["pretrain", "export", "run_tasks"], **SCRATCH, **TASKS}),
         (1, {"stage__run": ["hold", "export"], "run__load": "x"}),
         (1, {"stage__run": ["zero_neuron"], "method__window": 64}),
         (1, GRAPH),
@@ -106,7 +106,7 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
         ({"stage__run": ["retrofit", "zero_neuron"]}, "as [zero_neuron, retrofit]"),
         ({"stage__run": ["export", "export"]}, "run each stage once, as [export]"),
         (
-            {"stage__run": ["pretrain", "export", "validate"]},
+            {"stage__run": ["pretrain", "export", "validate_export"]},
             "leave it out after pretrain",
         ),
         ({"stage__run": ["pretrain", "retrofit"], **SCRATCH}, "are different runs"),
@@ -116,40 +116,46 @@ def test_sizes_that_do_not_fit(world_size, changes, expected):
             {"stage__run": ["retrofit"], **SCRATCH, "run__load": "x"},
             "distilling needs the original as teacher",
         ),
-        ({"stage__run": ["validate", "export"]}, "as [export, validate]"),
-        ({"stage__run": ["retrofit", "validate"]}, "put export before it"),
+        ({"stage__run": ["validate_export", "export"]}, "as [export, validate_export]"),
+        ({"stage__run": ["retrofit", "validate_export"]}, "put export before it"),
         (
             {
-                "stage__run": ["retrofit", "export", "validate"],
+                "stage__run": ["retrofit", "export", "validate_export"],
                 **SCRATCH,
                 "run__load": "x",
                 "stage__retrofit__loss": "lm",
             },
-            "validate needs the original as teacher",
+            "validate_export needs the original as teacher",
         ),
         (
-            {"stage__run": ["retrofit", "export", "validate"], "run__eval_samples": 8},
-            "stage.validate.samples=64: run.eval_samples=8 are",
-        ),
-        ({"stage__run": ["retrofit", "evaluate"], **TASKS}, "evaluate measures what export wrote"),
-        ({"stage__run": ["export", "evaluate"]}, "stage.evaluate.tasks=[]: name at least one"),
-        ({"stage__evaluate": {"tasks": ["niah", "niah"]}}, "name each task once"),
-        (
-            {"stage__evaluate": {"tasks": ["niah", "gsm8k"], "task": {"path": "x"}}},
-            "stage.evaluate.task.path: tasks cannot share a file",
+            {"stage__run": ["retrofit", "export", "validate_export"], "run__eval_samples": 8},
+            "stage.validate_export.samples=64: only run.eval_samples=8 validation samples exist",
         ),
         (
-            {"stage__evaluate": {"sweep": {"widths": [0]}}},
-            "stage.evaluate.sweep.widths=[0]: give chains of a document",
+            {"stage__run": ["retrofit", "run_tasks"], **TASKS},
+            "run_tasks measures what export wrote",
+        ),
+        ({"stage__run": ["export", "run_tasks"]}, "stage.run_tasks.tasks=[]: name at least one"),
+        ({"stage__run_tasks": {"tasks": ["niah", "niah"]}}, "name each task once"),
+        (
+            {"stage__run_tasks": {"tasks": ["niah", "gsm8k"], "task": {"path": "x"}}},
+            "stage.run_tasks.task.path: tasks cannot share a file",
         ),
         (
-            {"stage__evaluate": {"policy": {"name": "window", "window": 4, "cr": 2.0}}},
-            "stage.evaluate.policy: give window or cr",
+            {"stage__run_tasks": {"sweep": {"widths": [0]}}},
+            "stage.run_tasks.sweep.widths=[0]: give chains of a document",
         ),
-        ({"stage__validate": {"samples": 0}}, "stage.validate.samples=0: use at least 1"),
-        ({"stage__validate": {"device": "tpu"}}, "use auto, cpu, cuda or cuda:1"),
-        ({"stage__validate": {"answer_pattern": "x"}}, "0 groups; use one"),
-        ({"stage__validate": {"answer_pattern": "("}}, "not a regular expression"),
+        (
+            {"stage__run_tasks": {"policy": {"name": "window", "window": 4, "cr": 2.0}}},
+            "stage.run_tasks.policy: give window or cr",
+        ),
+        (
+            {"stage__validate_export": {"samples": 0}},
+            "stage.validate_export.samples=0: use at least 1",
+        ),
+        ({"stage__validate_export": {"device": "tpu"}}, "use auto, cpu, cuda or cuda:1"),
+        ({"stage__validate_export": {"answer_pattern": "x"}}, "0 groups; use one"),
+        ({"stage__validate_export": {"answer_pattern": "("}}, "not a regular expression"),
         ({"stage__run": ["hold"]}, "hold needs retrofit before it, or run.load"),
     ],
 )
