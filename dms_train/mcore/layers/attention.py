@@ -171,9 +171,7 @@ class _LayerProjection(NamedTuple):
         attention, table = self.attention, self.rope
         assert table is not None
         d = attention.hidden_size_per_attention_head
-        scaled = EvictionChannel(
-            channel % d, attention.method.channel_scale, clear_after_rope
-        )
+        scaled = EvictionChannel(channel % d, attention.method.channel_scale, clear_after_rope)
         if attention.config.qk_layernorm:
             heads = self.heads()
             query, key, raw = triton_rope.rotate(heads.query, heads.key, table, scaled)
